@@ -250,3 +250,13 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
 NUMBERS: Final = numbers_of(SamplingParams)
 """Fields that clients send under the same name."""
+DRAW_PARAMETERS: Final[dict[str, int | float]] = {
+    field.name: field.default
+    for name in ("temperature", "top_k", "top_p", "min_p")
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name == name
+}
+"""Fields that decide which tokens of a row can be drawn, with defaults that change nothing.
+
+The arrays of the worker are derived from this table, see worker/sampling/row_params.py.
+"""

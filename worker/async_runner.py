@@ -25,10 +25,10 @@ from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.device.results import Download, Results
-from worker.input_batch import PENDING, InputBatch, LogprobRequests, StepInputs
+from worker.input_batch import PENDING, InputBatch, StepInputs
 from worker.model_runner import NO_GRAMMARS, NO_MASKS, ForwardOutput, ModelRunner
 from worker.nonfinite import odd_tokens, sequences_of
-from worker.sampling.device_sampler import DeviceSampler, pack_logprobs
+from worker.sampling.device_sampler import DeviceSampler, LogprobRequests, pack_logprobs
 from worker.sampling.grammar_masks import MaskSource
 
 

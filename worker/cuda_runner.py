@@ -29,9 +29,8 @@ from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.sampling.device_draw import KeyedDraw
-from worker.sampling.device_edits import RowChanges, ScoreEdits, hardest_changes
-from worker.sampling.device_sampler import DeviceSampler, DeviceSampling, hardest_rows
+from worker.sampling.device_kernels import RowEditArrays, TritonEdits, largest_edits
+from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler
 
 logger = logging.getLogger("tokend.attention")
@@ -47,7 +46,7 @@ class Kernels:
     library: Callable[[], Library]
     store: KVStore
     draw: KeyedDraw
-    edits: ScoreEdits
+    edits: TritonEdits
 
 
 class CudaRunnerMaker:
@@ -124,12 +123,12 @@ class CudaRunnerMaker:
         scores = runner.run_nobodys(num_tokens, num_seqs)
         wide = scores.to(torch.float32, copy=True).contiguous()
         at, slots, masks, rules, words = OnDevice(self._accelerator).send(
-            hardest_changes(num_seqs, vocab_size)
+            largest_edits(num_seqs, vocab_size)
         )
-        changes = RowChanges(at, slots, masks, rules.view(-1, 3), words.view(num_seqs, -1))
-        self._kernels.edits.change_rows(wide, changes, counts.view(num_seqs, vocab_size))
-        DeviceSampling(OnDevice(self._accelerator), self._kernels.draw).tokens(
-            wide, hardest_rows(num_seqs)
+        changes = RowEditArrays(at, slots, masks, rules.view(-1, 3), words.view(num_seqs, -1))
+        self._kernels.edits.edit_rows(wide, changes, counts.view(num_seqs, vocab_size))
+        DeviceDraw(OnDevice(self._accelerator), self._kernels.draw).tokens(
+            wide, largest_params(num_seqs)
         )
 
     def _model_runner(

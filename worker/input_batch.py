@@ -6,7 +6,6 @@ A preempted one is parked: its tokens are kept, its row is free. Rows never move
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
-from proto.scheduler_output import BlockIds, GrammarOutput, NewRequestData, SchedulerOutput
+from proto.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 from worker.attention.base import AttentionInputs
-from worker.sampling.device_edits import ANY_TOKEN, NONE
-from worker.sampling.grammar_masks import WORD_BITS, row_masks
 from worker.sampling.logit_edits import RowEdits
+from worker.sampling.row_params import RowParams, neutral_params, record_of
 
 # Block tables of all rows in all KV cache groups, as one array that a step gathers from.
 
@@ -53,167 +51,6 @@ class BlockTable:
             length[group] = start + len(added)
 
 
-# What the rows of a step want of their scores beside a token, as arrays for a device.
-#
-# Owns nothing: reads rows, and the masks that grammars gave for the step. A row's last token may
-# be on its way yet; what depends on it is said for each token that it may turn out to be.
-
-
-NEVER = float("-inf")
-Ids = NDArray[np.int64]
-Values = NDArray[np.float32]
-NEUTRAL = (1.0, 0.0, 0.0)
-"""Penalties that change nothing: repetition, frequency, presence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Penalised:
-    """One row with penalties. number: which of the changed rows. num_outputs: it has, pending
-    ones too."""
-
-    number: int
-    row: int
-    edits: RowEdits
-    num_outputs: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLogitEdits:
-    """Changes of the scores of N sequences.
-
-    listed: place int64, value float32, source int64, needed int64, as in `Listed`.
-    at, masks, rules, words: as in `RowChanges`. penalised: in order of their numbers.
-    """
-
-    listed: tuple[Ids, Values, Ids, Ids]
-    at: NDArray[np.int64]
-    masks: NDArray[np.int64]
-    rules: NDArray[np.float32]
-    words: NDArray[np.int32]
-    penalised: tuple[Penalised, ...]
-
-    def __bool__(self) -> bool:
-        return bool(len(self.listed[0]) or len(self.at))
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobRequests:
-    """W of N sequences that want log-probabilities.
-
-    at: int64 [W], which. num_logprobs: int32 [W]; position: uint32 [W], of the output.
-    named: int64 token ids of each, in place of the best ones where there are some.
-    """
-
-    at: NDArray[np.int64]
-    num_logprobs: NDArray[np.int32]
-    position: NDArray[np.uint32]
-    named: tuple[tuple[int, ...], ...]
-
-    def __bool__(self) -> bool:
-        return bool(len(self.at))
-
-
-class _Listing:
-    """Collects changes of single scores."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._parts: list[tuple[Ids, Values, Ids, Ids]] = []
-
-    def add(
-        self,
-        at: int,
-        token_ids: Sequence[int] | Ids,
-        values: float | Values,
-        source: int = 0,
-        needed: int | Sequence[int] = ANY_TOKEN,
-    ) -> None:
-        """Tokens of one sequence."""
-        place = at * self._vocab_size + np.asarray(token_ids, dtype=np.int64)
-        of_each = (
-            np.asarray(values, dtype=np.float32),
-            np.int64(source),
-            np.asarray(needed, dtype=np.int64),
-        )
-        self._parts.append((place, *(np.broadcast_to(each, place.shape) for each in of_each)))  # type: ignore[arg-type]
-
-    def arrays(self) -> tuple[Ids, Values, Ids, Ids]:
-        if not self._parts:
-            nothing = np.empty(0, dtype=np.int64)
-            return nothing, np.empty(0, dtype=np.float32), nothing, nothing
-        place, value, source, needed = map(np.concatenate, zip(*self._parts, strict=True))
-        return place, value, source, needed
-
-
-def batch_logit_edits(
-    rows: InputBatch,
-    at: NDArray[np.int64],
-    handles: Sequence[int],
-    grammars: GrammarOutput,
-    vocab_size: int,
-) -> BatchLogitEdits:
-    """Those of the rows `at` [N] with these handles; grammars: masks of some of them."""
-    listing = _Listing(vocab_size)
-    num_outputs = rows.num_tokens[at] - rows.num_prompt_tokens[at]
-    for index in np.flatnonzero(num_outputs < rows.min_output[at]).tolist():
-        listing.add(index, sorted(rows.params(handles[index]).stop_ids), NEVER)
-    masks = row_masks(grammars, handles)
-    words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
-    rules = dict.fromkeys(words, NEUTRAL)
-    penalised: dict[int, RowEdits] = {}
-    for index, row in enumerate(at.tolist()) if rows.edits else ():
-        if (edits := rows.edits.get(row)) is None:
-            continue
-        _list_edits(listing, index, row, edits, rows.last_is_pending(row))
-        if edits.allowed is not None:
-            allowed = edits.allowed_words(vocab_size)
-            words[index] = words[index] & allowed if index in words else allowed
-            rules[index] = NEUTRAL
-        if edits.penalises:
-            penalised[index] = edits
-            rules[index] = (edits.repetition, edits.frequency, edits.presence)
-    number_of = {index: number for number, index in enumerate(rules)}
-    word_row = {index: place for place, index in enumerate(words)}
-    return BatchLogitEdits(
-        listing.arrays(),
-        np.array(list(rules), dtype=np.int64),
-        np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
-        np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
-        np.array(list(words.values()), dtype="<u4")
-        .reshape(-1, -(-vocab_size // WORD_BITS))
-        .view(np.int32),
-        tuple(
-            Penalised(number_of[index], int(at[index]), edits, int(num_outputs[index]))
-            for index, edits in penalised.items()
-        ),
-    )
-
-
-def _list_edits(listing: _Listing, at: int, row: int, edits: RowEdits, pending: bool) -> None:
-    """Biases and what is forbidden; `pending`: the row's last token is not known yet."""
-    if len(edits.bias_ids):
-        listing.add(at, edits.bias_ids, edits.bias_values)
-    if forbidden := edits.forbidden_always if pending else edits.forbidden:
-        listing.add(at, forbidden, NEVER)
-    if pending and (pairs := edits.forbidden_after()):
-        token_ids, needed = zip(*pairs, strict=True)
-        listing.add(at, token_ids, NEVER, row, needed)
-
-
-def logprob_requests(
-    rows: InputBatch, at: NDArray[np.int64], handles: Sequence[int]
-) -> LogprobRequests:
-    """Those of the rows `at` [N] with these handles."""
-    asking = np.flatnonzero(rows.num_logprobs[at] != NO_LOGPROBS)
-    some = at[asking]
-    return LogprobRequests(
-        asking,
-        rows.num_logprobs[some],
-        (rows.num_tokens[some] - rows.num_prompt_tokens[some]).astype(np.uint32),
-        tuple(rows.params(handles[index]).logprob_token_ids for index in asking.tolist()),
-    )
-
-
 NO_LOGPROBS = -1
 """In arrays of logprob counts: the row asks for none."""
 PENDING = -1
@@ -238,11 +75,12 @@ class InputBatch:
 
     token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
     num_tokens, num_prompt_tokens: int32.
-    temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
+    row_params: records of ROW_PARAMS, the position of each left at 0.
+    num_logprobs: int32, alternatives beside the chosen token, NO_LOGPROBS for none.
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     num_prompt_logprobs: int32, alternatives beside each prompt token.
-    greedy: bool, the row wants the best token, once its scores are changed, and nothing else.
-    edits: what changes the scores of a row, only of rows that have theirs changed.
+    greedy: bool, the row wants the best token after its edits, and nothing else.
+    edits: edits of the logits of a row, only of rows that have some.
     """
 
     def __init__(
@@ -252,12 +90,7 @@ class InputBatch:
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int32)
-        self.temperature = np.zeros(num_rows, dtype=np.float32)
-        self.top_k = np.zeros(num_rows, dtype=np.int32)
-        self.top_p = np.ones(num_rows, dtype=np.float32)
-        self.min_p = np.zeros(num_rows, dtype=np.float32)
-        self.seed = np.zeros(num_rows, dtype=np.uint64)
-        self.choice = np.zeros(num_rows, dtype=np.uint32)
+        self.row_params = neutral_params(num_rows)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
         self.num_candidates = np.zeros(num_rows, dtype=np.int32)
         self.min_output = np.zeros(num_rows, dtype=np.int32)
@@ -353,6 +186,17 @@ class InputBatch:
         found: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
         return found
 
+    def num_outputs(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Outputs of `rows` [n], pending ones included."""
+        found: NDArray[np.int32] = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        return found
+
+    def params_of_step(self, rows: NDArray[np.int64]) -> RowParams:
+        """Records of `rows` [n], with the position of the token that each samples next."""
+        params = self.row_params[rows]
+        params["position"] = self.num_outputs(rows)
+        return params
+
     def params(self, handle: int) -> SamplingParams:
         """The sampling parameters of a sequence."""
         return self._sequences[handle].params
@@ -387,12 +231,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = prompt_end
         self.num_tokens[row] = end
         params = sequence.params
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seed[row] = sequence.seed
-        self.choice[row] = sequence.choice
+        self.row_params[row] = record_of(params, sequence.seed, sequence.choice)
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.num_candidates[row] = params.num_candidates
         self.min_output[row] = params.min_tokens

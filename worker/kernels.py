@@ -223,10 +223,10 @@ class Kernels:
         self.partial_width.argtypes = [c_int64]
         self.partial_width.restype = c_int64
         self.draw = library.tokend_draw
-        self.draw.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]
+        self.draw.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 3]
         self.draw.restype = None
         self.filter = library.tokend_filter
-        self.filter.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5]
+        self.filter.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 2]
         self.filter.restype = None
         # These take a reference that is made once: no argtypes, which cost a check at each call.
         self.rms_norm = library.tokend_rms_norm

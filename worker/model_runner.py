@@ -32,8 +32,7 @@ from worker.models.decoder import Decoder
 from worker.nonfinite import broken_sequences, odd_tokens, sequences_of
 from worker.sampling.grammar_masks import MaskSource, NoMasks
 from worker.sampling.logprobs import prompt_logprobs
-from worker.sampling.sampler import Sampler
-from worker.sampling.step_sampler import Chosen, StepSampler
+from worker.sampling.sampler import Chosen, Sampler, StepSampler
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most memory that the logits of prompt positions take at once."""

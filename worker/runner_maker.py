@@ -26,8 +26,7 @@ from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.reports import Reports
-from worker.sampling.device_draw import TritonDraw
-from worker.sampling.device_edits import TritonEdits
+from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import create_sampler
 
 

@@ -25,8 +25,7 @@ from worker.device.cpu import CpuDevice
 from worker.input_batch import InputBatch, build_inputs
 from worker.kernels import load_kernels
 from worker.sampling.cpu_kernels import KernelBackend
-from worker.sampling.sampler import Sampler
-from worker.sampling.step_sampler import StepSampler
+from worker.sampling.sampler import Sampler, StepSampler
 
 _BLOCK_SIZE = 16
 _WARM_UP_STEPS = 10

@@ -54,11 +54,10 @@ from worker.models.kernel_stack import make_stacks
 from worker.models.layer_stack import LayerWeights
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec, parameter_shapes
-from worker.sampling import device_draw, device_edits
-from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_draw import TritonDraw
-from worker.sampling.device_edits import TritonEdits
+from worker.sampling import device_kernels
+from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
+from worker.sampling.torch_backend import TorchBackend
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4
@@ -334,8 +333,7 @@ def watched() -> Iterator[HotPath]:
     with ExitStack() as stack:
         for module, kernels in (
             (kv_store, ("_kernel",)),
-            (device_draw, ("_kernel",)),
-            (device_edits, ("_listed_kernel", "_rows_kernel")),
+            (device_kernels, ("_draw_kernel", "_listed_kernel", "_rows_kernel")),
             (triton_rows, ("_norm_kernel", "_gate_kernel")),
         ):
             for name in kernels:
@@ -370,7 +368,7 @@ def run_steps(
         decoder,
         FakeAccelerator(watch),
         Kernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
-        Sampler(ReferenceBackend()),
+        Sampler(TorchBackend()),
         dtype,
     )
     with watch:

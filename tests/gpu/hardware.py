@@ -71,8 +71,7 @@ class Hardware:
         from worker.attention.flashinfer import load_library
         from worker.attention.kv_store import TritonStore
         from worker.cuda_runner import Kernels
-        from worker.sampling.device_draw import TritonDraw
-        from worker.sampling.device_edits import TritonEdits
+        from worker.sampling.device_kernels import TritonDraw, TritonEdits
 
         return Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
 

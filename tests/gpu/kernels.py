@@ -13,7 +13,8 @@ from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from tests.worker.reference.torch_kernels import draw_by_torch
 from worker.device.placement import OnDevice
-from worker.sampling.device_sampler import DeviceSampling, DeviceSamplingBatch
+from worker.sampling.device_sampler import DeviceDraw
+from worker.sampling.row_params import RowParams, neutral_params, widened
 
 ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
@@ -103,33 +104,26 @@ def operators(report: Report) -> None:
     demand(bool(found), "there are no pairs")
 
 
-def rows_of(count: int, seed: int, **settings: float) -> DeviceSamplingBatch:
-    """Settings of rows with seeds and positions of their own."""
+def rows_of(count: int, seed: int, **columns: float) -> RowParams:
+    """Sampling parameters of rows with seeds and positions of their own."""
     draws = np.random.default_rng(seed)
-    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    return DeviceSamplingBatch(
-        np.full(count, fields["temperature"], np.float32),
-        np.full(count, fields["top_k"], np.int32),
-        np.full(count, fields["top_p"], np.float32),
-        np.full(count, fields["min_p"], np.float32),
-        draws.integers(0, 1 << 64, count, dtype=np.uint64),
-        np.zeros(count, np.uint32),
-        draws.integers(0, 1 << 20, count, dtype=np.uint32),
-    )
+    params = neutral_params(count)
+    params["seed"] = draws.integers(0, 1 << 64, count, dtype=np.uint64)
+    params["position"] = draws.integers(0, 1 << 20, count, dtype=np.uint32)
+    for name, value in columns.items():
+        params[name] = value
+    return params
 
 
 def sampling(report: Report) -> None:
     """The kernel's tokens are those of torch on the host; draws follow the distribution."""
     gpu = hardware()
     accelerator = gpu.accelerator()
-    sampling = DeviceSampling(OnDevice(accelerator), gpu.kernels().draw)
+    sampling = DeviceDraw(OnDevice(accelerator), gpu.kernels().draw)
     logits = 3 * torch.randn(16, gpu.sizes.vocab_size, device=gpu.device)
     rows = rows_of(16, 1)
-    keys = [
-        torch.from_numpy(each.astype(np.int64))
-        for each in (rows.seed.view(np.int64), rows.choice, rows.position)
-    ]
-    temperature = torch.from_numpy(rows.temperature)
+    keys = map(torch.from_numpy, widened(rows, ("seed", "choice", "position")))
+    temperature = torch.from_numpy(rows["temperature"].copy())
     wanted = draw_by_torch(accelerator.fetch(logits), temperature, *keys)
     same = int((accelerator.fetch(sampling.tokens(logits, rows)) == wanted).sum())
     report.figure("draws as on the host", f"{same} of 16")
@@ -146,7 +140,7 @@ def sampling(report: Report) -> None:
 
 
 def _distribution(
-    gpu: Hardware, accelerator: Any, sampling: DeviceSampling, settings: dict[str, float]
+    gpu: Hardware, accelerator: Any, sampling: DeviceDraw, settings: dict[str, float]
 ) -> str:
     """Draws of one row often, against the exact probabilities of what the filters keep."""
     num_draws, num_rows = gpu.sizes.num_draws, gpu.sizes.drawn_rows

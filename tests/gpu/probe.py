@@ -15,7 +15,7 @@ from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
-from worker.sampling.device_sampler import DeviceSampling
+from worker.sampling.device_sampler import DeviceDraw
 
 SAMPLED_ROWS = 64
 SHORT_DECODES = 33
@@ -41,7 +41,7 @@ def probe(report: Report) -> None:
 
 def top_p(report: Report, gpu: Hardware) -> None:
     """Draws of 64 rows over the whole vocabulary, by what they filter."""
-    sampling = DeviceSampling(OnDevice(gpu.accelerator()), gpu.kernels().draw)
+    sampling = DeviceDraw(OnDevice(gpu.accelerator()), gpu.kernels().draw)
     logits = 3 * torch.randn(SAMPLED_ROWS, gpu.sizes.vocab_size, device=gpu.device)
     settings: dict[str, dict[str, float]] = {
         "no filter": {},

@@ -17,8 +17,8 @@ from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.registry import spec_from_config
-from worker.sampling.cpu_kernels import ReferenceBackend
 from worker.sampling.sampler import Sampler
+from worker.sampling.torch_backend import TorchBackend
 
 MOST_IDLE = 0.03
 
@@ -77,7 +77,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
         decoder,
         gpu.accelerator(),
         gpu.kernels(),
-        Sampler(ReferenceBackend()),
+        Sampler(TorchBackend()),
         DTYPE,
     )
     rows = InputBatch(batch, prompt + output, BLOCK, layout.num_groups)

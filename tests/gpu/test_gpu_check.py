@@ -32,9 +32,9 @@ from tests.gpu.phases import FIRST_HOUR, PHASES, Phase
 from tests.gpu.random_model import CONFIGS
 from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
+from tests.worker.reference.filters import apply_filters
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config, spec_of
-from worker.sampling.draw import apply_filters
 
 ROOT = Path(__file__).parents[2]
 HOUR_SECONDS = 27 * 60

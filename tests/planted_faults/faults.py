@@ -354,8 +354,10 @@ WORKER = (
     Fault(
         "draw_keyed_by_row",
         "worker/sampling/sampler.py",
-        "keys = DrawKeys(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])",
-        "keys = DrawKeys(rows.seed[drawn], drawn.astype(np.uint32), rows.position[drawn])",
+        "        token_ids[drawn] = self.backend.draw(logits, drawn, params[drawn])\n",
+        "        keyed = params[drawn]\n"
+        '        keyed["choice"] = drawn\n'
+        "        token_ids[drawn] = self.backend.draw(logits, drawn, keyed)\n",
         "A request with a seed gets other tokens whenever other requests run beside it.",
         ("tests/worker/sampling/test_sampler.py",),
     ),
@@ -369,7 +371,7 @@ WORKER = (
     ),
     Fault(
         "logprob_rank_from_zero",
-        "worker/sampling/draw.py",
+        "worker/sampling/torch_backend.py",
         "return better.sum(dim=1) + 1",
         "return better.sum(dim=1)",
         "The rank of a token in prompt_logprobs is one too small.",

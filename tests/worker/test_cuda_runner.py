@@ -43,9 +43,9 @@ from worker.model_runner import ModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_edits import RowChanges
+from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
+from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
@@ -115,7 +115,7 @@ class OnFakeCuda:
             decoder,
             cuda.device,
             Kernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
-            Sampler(ReferenceBackend()),
+            Sampler(TorchBackend()),
             DTYPE,
         )
         self.runner = self.maker.runner(self.cache, self.rows, self.progress.append)
@@ -162,7 +162,7 @@ def host_runner(model: Model, num_rows: int) -> ModelRunner:
     decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
     spec = model.spec
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-    attention, sampler = ReferenceAttention(cache, shape), Sampler(ReferenceBackend())
+    attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
     return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache)
 
 
@@ -460,17 +460,17 @@ def test_norms_and_gates_are_the_librarys(
     assert worker.library.num_calls.keys() == {"rope"}
 
 
-def test_the_largest_step_changes_and_draws_from_the_scores_of_every_row(
+def test_the_largest_step_edits_and_draws_from_every_row(
     model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is measured has penalties and masks in every row; no later step makes more of them."""
     there = OnFakeCuda(model, cuda, 3, enforce_eager=True)
     changed: list[tuple[int, ...]] = []
 
-    def change_rows(scores: torch.Tensor, rows: RowChanges, counts: torch.Tensor) -> None:
-        changed.append((*scores.shape, len(rows.at), len(rows.words), *counts.shape))
+    def edit_rows(logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
+        changed.append((*logits.shape, len(edits.rows), len(edits.words), *counts.shape))
 
-    monkeypatch.setattr(there.maker._kernels.edits, "change_rows", change_rows)
+    monkeypatch.setattr(there.maker._kernels.edits, "edit_rows", edit_rows)
     with torch.inference_mode():
         there.maker.run_largest_step(there.cache, there.rows, 12, 3)
     vocab_size = model.spec.vocab_size

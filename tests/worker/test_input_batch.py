@@ -55,9 +55,8 @@ def test_a_new_sequence_gets_its_tokens_and_settings(rows: InputBatch) -> None:
     (row,) = rows.apply(step([new(7, [5, 6, 7, 8, 9], [3, 4])]))
     assert rows.token_ids[row, :5].tolist() == [5, 6, 7, 8, 9]
     assert rows.num_tokens[row] == rows.num_prompt_tokens[row] == 5
-    assert rows.temperature[row] == 0.5
-    assert rows.seed[row] == 2**64 - 1
-    assert rows.choice[row] == 3
+    params = rows.row_params[row]
+    assert (params["temperature"], params["seed"], params["choice"]) == (0.5, 2**64 - 1, 3)
     assert rows.num_logprobs[row] == 2
     assert rows.block_table.ids[0, row, :2].tolist() == [3, 4]
 

@@ -9,8 +9,7 @@ from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from tests.worker.sampling.settings import backend_of, each_backend
 from worker.input_batch import InputBatch, StepInputs, build_inputs
-from worker.sampling.sampler import Sampler
-from worker.sampling.step_sampler import Chosen, StepSampler
+from worker.sampling.sampler import Chosen, Sampler, StepSampler
 
 VOCAB = 50
 PROMPT = [1, 2, 3]

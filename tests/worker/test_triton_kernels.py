@@ -6,7 +6,7 @@ One process compiles all of them: starting it takes longer than compiling most k
 import pytest
 
 from tests.worker.ahead_of_time import Kernel, compiled
-from worker.sampling.device_edits import SEEN
+from worker.sampling.device_kernels import SEEN
 
 KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
 
@@ -38,16 +38,16 @@ def gate(gelu: bool) -> Kernel:
 
 
 EDITED_ROWS = Kernel(
-    "worker.sampling.device_edits:_rows_kernel",
-    {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
-    | dict.fromkeys(("at", "slots", "masks"), "*i64")
+    "worker.sampling.device_kernels:_rows_kernel",
+    {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
+    | dict.fromkeys(("rows", "slots", "masks"), "*i64")
     | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
     {"seen": SEEN, "block": 1024},
     {"enable_fp_fusion": False},
 )
 LISTED_EDITS = Kernel(
-    "worker.sampling.device_edits:_listed_kernel",
-    {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
+    "worker.sampling.device_kernels:_listed_kernel",
+    {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
     | dict.fromkeys(("sources", "needed", "last"), "*i64")
     | {"count": "i32"},
     {"any_token": -1, "block": 128},

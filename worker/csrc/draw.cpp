@@ -89,8 +89,8 @@ struct Best {
 };
 
 // Takes tokens [from, from + PASS) into `best`.
-TOKEND_INLINE void draw_pass(const float* logits, int64_t from, float temperature, uint64_t seed, uint32_t choice,
-                             uint32_t position, Best& best) {
+TOKEND_INLINE void draw_pass(const float* logits, int64_t from, RowParams params, Best& best) {
+    const float temperature = params.temperature;
     F<N> scaled[4];
     uint32_t possible = 0;
     each<4>([&](auto j) {
@@ -99,8 +99,8 @@ TOKEND_INLINE void draw_pass(const float* logits, int64_t from, float temperatur
         scaled[j] = logit * (1.0f / temperature);
     });
     if (possible == 0) return;
-    U<N> words[4] = {first_counters() + uint32_t(from / 4), U<N>{} + position, U<N>{} + choice, U<N>{}};
-    philox_4x32_10<N>(words, uint32_t(seed), uint32_t(seed >> 32));
+    U<N> words[4] = {first_counters() + uint32_t(from / 4), U<N>{} + params.position, U<N>{} + params.choice, U<N>{}};
+    philox_4x32_10<N>(words, uint32_t(params.seed), uint32_t(params.seed >> 32));
     interleave(words);
     each<4>([&](auto j) {
         // Room for the rounding of the scaled logit.
@@ -115,17 +115,16 @@ TOKEND_INLINE void draw_pass(const float* logits, int64_t from, float temperatur
     });
 }
 
-TOKEND_FLATTEN int64_t draw_row(const float* logits, int64_t vocab_size, float temperature, uint64_t seed,
-                                uint32_t choice, uint32_t position) {
+TOKEND_FLATTEN int64_t draw_row(const float* logits, int64_t vocab_size, RowParams params) {
     Best best;
     int64_t token = 0;
     for (; token + PASS <= vocab_size; token += PASS)
-        draw_pass(logits + token, token, temperature, seed, choice, position, best);
+        draw_pass(logits + token, token, params, best);
     if (token < vocab_size) {
         float rest[PASS];
         std::fill_n(rest, PASS, NEVER);
         std::copy(logits + token, logits + vocab_size, rest);
-        draw_pass(rest, token, temperature, seed, choice, position, best);
+        draw_pass(rest, token, params, best);
     }
     return best.token;
 }
@@ -134,10 +133,8 @@ TOKEND_FLATTEN int64_t draw_row(const float* logits, int64_t vocab_size, float t
 }  // namespace tokend
 
 extern "C" void tokend_draw(const float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows,
-                            const int64_t* rows, const float* temperature, const uint64_t* seed,
-                            const uint32_t* choice, const uint32_t* position, int64_t* token_ids) {
+                            const int64_t* rows, const tokend::RowParams* params, int64_t* token_ids) {
 #pragma omp parallel for schedule(dynamic, 1) if (num_rows * vocab_size > 65536)
     for (int64_t i = 0; i < num_rows; i++)
-        token_ids[i] = tokend::draw_row(logits + rows[i] * row_stride, vocab_size, temperature[i], seed[i],
-                                        choice[i], position[i]);
+        token_ids[i] = tokend::draw_row(logits + rows[i] * row_stride, vocab_size, params[i]);
 }

@@ -130,12 +130,12 @@ class Row {
     Cut cut_;
 };
 
-void filter_row(float* logits, int64_t vocab_size, float temperature, int32_t top_k, float top_p, float min_p) {
+void filter_row(float* logits, int64_t vocab_size, const RowParams& params) {
     static thread_local Scratch scratch;
-    Row row(logits, vocab_size, temperature, scratch);
-    if (min_p > 0.0f) row.min_p(min_p);
-    if (top_k > 0) row.top_k(top_k);
-    if (top_p < 1.0f) row.top_p(top_p);
+    Row row(logits, vocab_size, params.temperature, scratch);
+    if (params.min_p > 0.0f) row.min_p(params.min_p);
+    if (params.top_k > 0) row.top_k(params.top_k);
+    if (params.top_p < 1.0f) row.top_p(params.top_p);
     row.mask(logits);
 }
 
@@ -143,9 +143,8 @@ void filter_row(float* logits, int64_t vocab_size, float temperature, int32_t to
 }  // namespace tokend
 
 extern "C" void tokend_filter(float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows,
-                              const int64_t* rows, const float* temperature, const int32_t* top_k,
-                              const float* top_p, const float* min_p) {
+                              const int64_t* rows, const tokend::RowParams* params) {
 #pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
     for (int64_t i = 0; i < num_rows; i++)
-        tokend::filter_row(logits + rows[i] * row_stride, vocab_size, temperature[i], top_k[i], top_p[i], min_p[i]);
+        tokend::filter_row(logits + rows[i] * row_stride, vocab_size, params[i]);
 }

@@ -1,187 +1,139 @@
-"""The hot parts of sampling, the best token, changes, filters and draws: what they do, by whom.
+"""The parts of sampling that cost time on a CPU, as kernels: best token, edits, filters, draw.
 
-The draw is Gumbel-max over one row of scores:
+The draw is Gumbel-max over one row of logits:
 
     token = argmax_i  logit_i / T − ln(−ln u_i)
 
-u_i is a function of (seed, choice, position, token id i) alone, see philox.py: the
-same request draws the same token in any row of any batch on any device. Compared
-with inverting the cumulated distribution it also survives small differences of the
-logits: only near ties of the perturbed scores can flip.
-
-Filters keep a prefix of the tokens ordered by score, ties by lower id. Min-p goes
-first, then top-k, then top-p; each sees the distribution that the one before left.
+u_i is a function of (seed, choice, position, token id i) alone, so a request with a seed draws
+the same token in any row of any batch on any device. Only near ties of the perturbed logits can
+be changed by small differences of the logits, which inverting the cumulated distribution does not
+promise.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.kernels import Kernels
-from worker.sampling.draw import (
-    Best,
-    Change,
-    apply_filters,
-    best_by_kernel,
-    best_by_torch,
-    gumbel_noise,
-)
-from worker.sampling.logit_edits import EditsByRow, edit_logits
-
-Arrays = list[npt.NDArray[Any]]
+from worker.kernels import DTYPE_CODES, Kernels
+from worker.sampling.logit_edits import EditsByRow, RowEdits
+from worker.sampling.row_params import ROW_PARAMS, RowParams
 
 
-@dataclass(frozen=True, slots=True)
-class RowFilters:
-    """Filters of N rows: top_k int32 (0 keeps all), top_p float32 (1), min_p float32 (0)."""
+class RowChange(NamedTuple):
+    """Edits of the logits of one greedy row. suppressed: token ids that cannot be chosen yet."""
 
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
+    row: int
+    edits: RowEdits
+    suppressed: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class DrawKeys:
-    """Key of each of N draws: seed uint64, choice and position uint32."""
+class Best:
+    """The best token of each row.
 
-    seed: npt.NDArray[np.uint64]
-    choice: npt.NDArray[np.uint32]
-    position: npt.NDArray[np.uint32]
+    logits: float32 [N], the largest before edits, NaN where a row has a NaN.
+    token_ids: int64 [N], the best after edits, lowest id among equals.
+    """
+
+    logits: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int64]
+
+    @property
+    def nonfinite(self) -> npt.NDArray[np.bool_]:
+        """Bool [N]: rows with a NaN or +inf, or with nothing but −inf.
+
+        Single −inf are valid: masks put them there.
+        """
+        return ~np.isfinite(self.logits)
 
 
 class SamplingBackend(Protocol):
-    """Works on `rows` int64 [N] of logits float32 [M, V], temperatures float32 [N] above 0."""
+    """Works on the rows `rows` int64 [N] of logits float32 [M, V].
 
-    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
-        """The best token of each row of logits [M, V], in any floating dtype; they stay as is."""
+    params: records [N] of these rows, with temperatures above 0.
+    """
+
+    def best(self, logits: torch.Tensor, changes: Sequence[RowChange] = ()) -> Best:
+        """Return the best token of each row [M, V], in any floating dtype; leave the logits."""
         ...
 
     def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
-        """Change the scores of rows, see edits.py, in place."""
+        """Make the edits of some rows in place, see logit_edits.py."""
         ...
 
-    def filter(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        filters: RowFilters,
-    ) -> None:
-        """Write −inf in place over the tokens that are out; the best one always stays."""
+    def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
+        """Write −inf in place over the tokens that the filters drop; never over the best one."""
         ...
 
     def draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        keys: DrawKeys,
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams
     ) -> npt.NDArray[np.int64]:
-        """Token ids [N]; −inf is never drawn, equal scores give the lowest id."""
+        """Return token ids [N]; −inf is never drawn, equal sums give the lowest id."""
         ...
-
-
-class ReferenceBackend:
-    """Filters in torch, draws in numpy and float64, row by row."""
-
-    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
-        return best_by_torch(logits, changes)
-
-    def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
-        edit_logits(logits, edits)
-
-    def filter(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        filters: RowFilters,
-    ) -> None:
-        index = torch.from_numpy(rows)
-        some = logits[index]
-        scores = some / torch.from_numpy(temperature)[:, None]
-        apply_filters(
-            scores,
-            torch.from_numpy(filters.top_k).long(),
-            torch.from_numpy(filters.top_p).double(),
-            torch.from_numpy(filters.min_p).double(),
-        )
-        logits[index] = some.masked_fill_(scores == float("-inf"), float("-inf"))
-
-    def draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        keys: DrawKeys,
-    ) -> npt.NDArray[np.int64]:
-        tokens = np.empty(len(rows), dtype=np.int64)
-        for index, row in enumerate(rows):
-            scores = logits[row].numpy().astype(np.float64) / np.float64(temperature[index])
-            tokens[index] = np.argmax(scores + self._noise(keys, index, len(scores)))
-        return tokens
-
-    def _noise(self, keys: DrawKeys, index: int, vocab_size: int) -> npt.NDArray[np.float64]:
-        return gumbel_noise(
-            int(keys.seed[index]), int(keys.choice[index]), int(keys.position[index]), vocab_size
-        )
 
 
 class KernelBackend:
-    """The kernels csrc/best.cpp, edits.cpp, filter.cpp, draw.cpp: the reference's answers."""
+    """SamplingBackend by the compiled kernels; reference.py defines what they give."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
-        return best_by_kernel(self._kernels, logits, changes)
+    def best(self, logits: torch.Tensor, changes: Sequence[RowChange] = ()) -> Best:
+        num_rows, vocab_size = logits.shape
+        logits = logits.contiguous()
+        largest = np.empty(num_rows, dtype=np.float32)
+        token_ids = np.empty(num_rows, dtype=np.int64)
+        edits = None
+        if changes:
+            edits = (c_void_p * num_rows)()
+            for change in changes:
+                edits[change.row] = change.edits.address(change.suppressed)
+        self._kernels.find_best(
+            DTYPE_CODES[logits.dtype],
+            num_rows,
+            vocab_size,
+            logits.data_ptr(),
+            largest.ctypes.data,
+            token_ids.ctypes.data,
+            ctypes.addressof(edits) if edits is not None else None,
+        )
+        return Best(largest, token_ids)
 
     def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
         rows = np.array([row for row, _ in edits], dtype=np.int64)
-        addresses = np.array([each.address() for _, each in edits], dtype=np.uint64)
-        self._call(self._kernels.edit, logits, [rows, addresses])
+        addresses = np.array([edit.address() for _, edit in edits], dtype=np.uint64)
+        self._call(self._kernels.edit, logits, rows, addresses)
 
-    def filter(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        filters: RowFilters,
-    ) -> None:
-        arrays: Arrays = [rows, temperature, filters.top_k, filters.top_p, filters.min_p]
-        self._call(self._kernels.filter, logits, _contiguous(arrays, "i8 f4 i4 f4 f4"))
+    def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
+        self._call(self._kernels.filter, logits, rows, _records(params))
 
     def draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        temperature: npt.NDArray[np.float32],
-        keys: DrawKeys,
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams
     ) -> npt.NDArray[np.int64]:
-        arrays: Arrays = [rows, temperature, keys.seed, keys.choice, keys.position]
         token_ids = np.empty(len(rows), dtype=np.int64)
-        self._call(self._kernels.draw, logits, [*_contiguous(arrays, "i8 f4 u8 u4 u4"), token_ids])
+        self._call(self._kernels.draw, logits, rows, _records(params), token_ids)
         return token_ids
 
-    def _call(self, function: Callable[..., None], logits: torch.Tensor, arrays: Arrays) -> None:
+    def _call(
+        self,
+        function: Callable[..., None],
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        *arrays: npt.NDArray[Any],
+    ) -> None:
         assert logits.dtype == torch.float32, "the kernels read float32"
         assert logits.stride(1) == 1, "a row of logits must be contiguous"
-        function(
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.shape[1],
-            len(arrays[0]),
-            *(array.ctypes.data for array in arrays),
-        )
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        addresses = [array.ctypes.data for array in (rows, *arrays)]
+        function(logits.data_ptr(), logits.stride(0), logits.shape[1], len(rows), *addresses)
 
 
-def _contiguous(arrays: Arrays, dtypes: str) -> Arrays:
-    """Arrays as the kernels read them, by dtype names; the caller keeps them alive meanwhile."""
-    return [
-        np.ascontiguousarray(array, dtype=dtype)
-        for array, dtype in zip(arrays, dtypes.split(), strict=True)
-    ]
+def _records(params: RowParams) -> RowParams:
+    assert params.dtype == ROW_PARAMS
+    return np.ascontiguousarray(params)

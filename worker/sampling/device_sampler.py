@@ -1,13 +1,12 @@
-"""From the scores of a step to its tokens and log-probabilities, all of it on an accelerator.
+"""From the logits of a step to its tokens and log-probabilities, all of it on an accelerator.
 
-    scores ─▶ listed changes ─▶ penalties, masks ─▶ filters, draw ─▶ tokens ─▶ counts
-       └────────────────── of the rows that ask ───────────────────────┴──▶ log-probabilities
+    logits ─▶ listed edits ─▶ penalties, masks ─▶ filters, draw ─▶ tokens ─▶ counts
+       └──────────────── of the rows that ask ─────────────────────┴──▶ log-probabilities
 
-Owns the order of work, which is that of sample/sampler.py, and what is sent for it. Knows rows,
-and nothing of models; waits for nothing.
+The order of work is that of sampler.py. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,164 +19,313 @@ from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice, Placement
-from worker.input_batch import (
-    BatchLogitEdits,
-    InputBatch,
-    LogprobRequests,
-    batch_logit_edits,
-    logprob_requests,
+from worker.input_batch import NO_LOGPROBS, InputBatch
+from worker.sampling.device_kernels import (
+    ANY_TOKEN,
+    NONE,
+    SEEN,
+    ListedEdits,
+    RowEditArrays,
+    TritonEdits,
 )
-from worker.sampling.device_draw import KeyedDraw
-from worker.sampling.device_edits import NONE, DeviceCounts, Listed, RowChanges, ScoreEdits
-from worker.sampling.draw import order_keys, ordered_bits, token_ids_of, token_ranks
+from worker.sampling.grammar_masks import WORD_BITS, row_masks
+from worker.sampling.logit_edits import NEVER, RowEdits
+from worker.sampling.row_params import (
+    FILTERS,
+    RowParams,
+    needs_filter,
+    neutral_params,
+    widened,
+)
+from worker.sampling.torch_backend import (
+    FilterPlan,
+    filter_logits,
+    order_keys,
+    token_ids_of,
+    token_ranks,
+)
 
-# Min-p, top-k and top-p on a device, without waiting for it; what filters.py defines.
-#
-# No vocabulary is sorted. What top-p looks through is decided on the host, by the settings alone:
-# as many of the best tokens as the largest top-k, where every row with a top-p has one. Else the
-# score of the last token that it keeps is searched for, a bit at a time:
-#
-#     scores    [ 3.1 | 2.0 | 2.0 | 2.0 | 0.4 | … ]      p = 0.9
-#     shares      .5    .16   .16   .16   .01            of those above 2.0: .5; from 2.0 on: .98
-#     kept      [  x  |  x  |  x  |  x  |     |   ]      of equal scores the lowest ids, until p
+KeyedDraw = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+"""TritonDraw: logits, temperature, seed, choice and position of N rows → token ids."""
 
-
-_WORST = torch.iinfo(torch.int64).min
-_SCORE_BITS = 32
+Ids = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
+NEUTRAL = (1.0, 0.0, 0.0)
+"""Penalties that change nothing: repetition, frequency, presence."""
 
 
 @dataclass(frozen=True, slots=True)
-class FilterPlan:
-    """Which filters the rows of a step need, known on the host.
+class PenalisedRow:
+    """A row with penalties.
 
-    most_k: largest top-k below the size of the vocabulary; 0 where no row has one.
-    bounded: every row with a top-p has a top-k, too.
+    number: index in `BatchLogitEdits.at`. num_outputs: pending ones included.
     """
 
-    min_p: bool
-    most_k: int
-    top_p: bool
-    bounded: bool
+    number: int
+    row: int
+    edits: RowEdits
+    num_outputs: int
 
-    @staticmethod
-    def of(
-        top_k: npt.NDArray[np.int32],
-        top_p: npt.NDArray[np.float32],
-        min_p: npt.NDArray[np.float32],
+
+@dataclass(frozen=True, slots=True)
+class BatchLogitEdits:
+    """Edits of the logits of N sequences, as arrays to be sent to a device.
+
+    listed: index, value, source and needed of `ListedEdits`.
+    at, masks, rules, words: as in `RowEditArrays`, at is rows. penalised: by ascending number.
+    """
+
+    listed: tuple[Ids, Values, Ids, Ids]
+    at: npt.NDArray[np.int64]
+    masks: npt.NDArray[np.int64]
+    rules: npt.NDArray[np.float32]
+    words: npt.NDArray[np.int32]
+    penalised: tuple[PenalisedRow, ...]
+
+    def __bool__(self) -> bool:
+        return bool(len(self.listed[0]) or len(self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequests:
+    """The W of N sequences that asked for log-probabilities.
+
+    at: int64 [W], indices of them. num_logprobs: int32 [W]; position: uint32 [W], of the output.
+    named: token ids of each, in place of the best ones where there are some.
+    """
+
+    at: npt.NDArray[np.int64]
+    num_logprobs: npt.NDArray[np.int32]
+    position: npt.NDArray[np.uint32]
+    named: tuple[tuple[int, ...], ...]
+
+    def __bool__(self) -> bool:
+        return bool(len(self.at))
+
+
+class _EditList:
+    """Collects ListedEdits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._parts: list[tuple[Ids, Values, Ids, Ids]] = []
+
+    def add(
+        self,
+        at: int,
+        token_ids: Sequence[int] | Ids,
+        values: float | Values,
+        source: int = 0,
+        needed: int | Sequence[int] = ANY_TOKEN,
+    ) -> None:
+        """Add to tokens of the sequence with this index."""
+        index = at * self._vocab_size + np.asarray(token_ids, dtype=np.int64)
+        others = (
+            np.asarray(values, dtype=np.float32),
+            np.int64(source),
+            np.asarray(needed, dtype=np.int64),
+        )
+        self._parts.append((index, *(np.broadcast_to(array, index.shape) for array in others)))  # type: ignore[arg-type]
+
+    def arrays(self) -> tuple[Ids, Values, Ids, Ids]:
+        if not self._parts:
+            nothing = np.empty(0, dtype=np.int64)
+            return nothing, np.empty(0, dtype=np.float32), nothing, nothing
+        index, value, source, needed = map(np.concatenate, zip(*self._parts, strict=True))
+        return index, value, source, needed
+
+
+def batch_logit_edits(
+    batch: InputBatch,
+    at: npt.NDArray[np.int64],
+    handles: Sequence[int],
+    grammars: GrammarOutput,
+    vocab_size: int,
+) -> BatchLogitEdits:
+    """Collect the edits of the rows `at` [N] with these handles. A row's last token may be pending.
+
+    grammars: masks of some of the rows.
+    """
+    listing = _EditList(vocab_size)
+    num_outputs = batch.num_outputs(at)
+    for index in np.flatnonzero(num_outputs < batch.min_output[at]).tolist():
+        listing.add(index, sorted(batch.params(handles[index]).stop_ids), float(NEVER))
+    masks = row_masks(grammars, handles)
+    words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
+    rules = dict.fromkeys(words, NEUTRAL)
+    penalised: dict[int, RowEdits] = {}
+    for index, row in enumerate(at.tolist()) if batch.edits else ():
+        if (edits := batch.edits.get(row)) is None:
+            continue
+        _list_edits(listing, index, row, edits, batch.last_is_pending(row))
+        if edits.allowed is not None:
+            allowed = edits.allowed_words(vocab_size)
+            words[index] = words[index] & allowed if index in words else allowed
+            rules[index] = NEUTRAL
+        if edits.penalises:
+            penalised[index] = edits
+            rules[index] = (edits.repetition, edits.frequency, edits.presence)
+    number_of = {index: number for number, index in enumerate(rules)}
+    word_row = {index: number for number, index in enumerate(words)}
+    return BatchLogitEdits(
+        listing.arrays(),
+        np.array(list(rules), dtype=np.int64),
+        np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
+        np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
+        np.array(list(words.values()), dtype="<u4")
+        .reshape(-1, -(-vocab_size // WORD_BITS))
+        .view(np.int32),
+        tuple(
+            PenalisedRow(number_of[index], int(at[index]), edits, int(num_outputs[index]))
+            for index, edits in penalised.items()
+        ),
+    )
+
+
+def _list_edits(listing: _EditList, at: int, row: int, edits: RowEdits, pending: bool) -> None:
+    """List biases and forbidden tokens; pending: the row's last token is not known yet."""
+    if len(edits.bias_ids):
+        listing.add(at, edits.bias_ids, edits.bias_values)
+    if forbidden := edits.forbidden_always if pending else edits.forbidden:
+        listing.add(at, forbidden, float(NEVER))
+    if pending and (pairs := edits.forbidden_after()):
+        token_ids, needed = zip(*pairs, strict=True)
+        listing.add(at, token_ids, float(NEVER), row, needed)
+
+
+def logprob_requests(
+    batch: InputBatch, at: npt.NDArray[np.int64], handles: Sequence[int]
+) -> LogprobRequests:
+    """Collect the requests of the rows `at` [N] with these handles."""
+    asking = np.flatnonzero(batch.num_logprobs[at] != NO_LOGPROBS)
+    some = at[asking]
+    return LogprobRequests(
+        asking,
+        batch.num_logprobs[some],
+        batch.num_outputs(some).astype(np.uint32),
+        tuple(batch.params(handles[index]).logprob_token_ids for index in asking.tolist()),
+    )
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    edits: RowEdits
+    num_outputs: int
+
+
+class DeviceCounts:
+    """How often rows with penalties have produced each token, counted on the device.
+
+        host      row 7: prompt and outputs ──once──▶ slot 0    then each sampled token is
+                  row 2: prompt and outputs ──once──▶ slot 1    counted on the device
+
+    Owns the counts and which row has which slot. Counts of a row are sent again when they fell
+    behind, because the host has sampled for the row or it belongs to another sequence now. There
+    is a slot for every row, so that no step takes memory that the measured largest step did not.
+
+    edits_of: returns the edits of a row as they are now.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
         vocab_size: int,
-    ) -> "FilterPlan":
-        """For the rows with these settings."""
-        limited = (top_k > 0) & (top_k < vocab_size)
-        most_k = int(top_k[limited].max(initial=0))
-        nucleus = top_p < 1
-        bounded = bool((limited | ~nucleus).all())
-        return FilterPlan(bool((min_p > 0).any()), most_k, bool(nucleus.any()), bounded)
+        num_rows: int,
+        edits_of: Callable[[int], RowEdits | None],
+    ) -> None:
+        self._accelerator = accelerator
+        self._placement = OnDevice(accelerator)
+        self._vocab_size = vocab_size
+        self._edits_of = edits_of
+        self._slots: dict[int, _Slot] = {}
+        self._free = list(range(num_rows))
+        counts = accelerator.zeros(num_rows * vocab_size, torch.int32)
+        self.counts = counts.view(num_rows, vocab_size)
+        """int32 [rows, V], as in `TritonEdits.edit_rows`."""
 
+    def slots_of(
+        self, rows: Sequence[int], edits: Sequence[RowEdits], num_outputs: Sequence[int]
+    ) -> npt.NDArray[np.int64]:
+        """Return the slots int64 [n] of rows with so many outputs, with all of these counted."""
+        stale = []
+        for row, edit, count in zip(rows, edits, num_outputs, strict=True):
+            slot = self._slots.get(row)
+            if slot is None or slot.edits is not edit:
+                self._slots[row] = _Slot(self._slot_for(row), edit, count)
+                stale.append(row)
+            elif slot.num_outputs != count:
+                slot.num_outputs = count
+                stale.append(row)
+        if stale:
+            self._send(stale)
+        return np.array([self._slots[row].number for row in rows], dtype=np.int64)
 
-def filter_on_device(
-    logits: torch.Tensor,
-    plan: FilterPlan,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
-    """Logits float32 [N, V] with −inf over the tokens that are out; the best one always stays.
+    def add(self, rows: Sequence[int], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count one more output of each row; slots and token_ids: int64 [n] on the device."""
+        for row in rows:
+            self._slots[row].num_outputs += 1
+        one = torch.ones_like(token_ids, dtype=torch.int32)
+        self.counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, one)
 
-    temperature: float32 [N], above 0. top_k: int64 [N]. top_p, min_p: float64 [N].
-    """
-    scores = logits / temperature[:, None]
-    if plan.min_p:
-        limit = scores.amax(dim=1) + min_p.log()
-        scores = scores.masked_fill(scores < limit[:, None], float("-inf"))
-    if plan.most_k:
-        keys = order_keys(scores)
-        best = keys.topk(plan.most_k, dim=1).values
-        last = best.gather(1, top_k.clamp(1, plan.most_k)[:, None] - 1)
-        limited = (top_k > 0) & (top_k < logits.shape[1])
-        scores = _drop(scores, keys, last, limited)
-    if plan.top_p and plan.bounded:
-        keys = order_keys(scores)
-        best = keys.topk(plan.most_k, dim=1).values
-        log_total = scores.logsumexp(dim=1, keepdim=True)
-        shares = (scores.gather(1, token_ids_of(best)) - log_total).exp()
-        reached = shares.cumsum(dim=1, dtype=torch.float64)
-        # The token at which the sum reaches p is the last one in.
-        place = (reached < top_p[:, None]).sum(dim=1, keepdim=True).clamp(max=plan.most_k - 1)
-        scores = _drop(scores, keys, best.gather(1, place), top_p < 1)
-    elif plan.top_p:
-        scores = scores.masked_fill(~_nucleus(scores, top_p), float("-inf"))
-    return logits.masked_fill(scores == float("-inf"), float("-inf"))
+    def _slot_for(self, row: int) -> int:
+        """Return the number of the row's slot, or of a free one."""
+        if row in self._slots:
+            return self._slots[row].number
+        if not self._free:
+            self._free_stale_slots()
+        return self._free.pop()
 
+    def _free_stale_slots(self) -> None:
+        """Free the slots of rows that have been released or belong to another sequence."""
+        stale = [row for row, slot in self._slots.items() if self._edits_of(row) is not slot.edits]
+        self._free += [self._slots.pop(row).number for row in stale]
 
-def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Bool [N, V]: the smallest set of best tokens whose probability reaches top_p [N].
+    def _send(self, rows: Sequence[int]) -> None:
+        """Send the host's counts of rows, which have no pending tokens."""
+        slots = [self._slots[row] for row in rows]
+        assert all(slot.edits.counts.counts.sum() == slot.num_outputs for slot in slots)
+        indices = [slot.number * self._vocab_size + slot.edits.counts.ids for slot in slots]
+        counts = [self._entries(slot.edits) for slot in slots]
+        for slot in slots:
+            self.counts[slot.number].zero_()
+        index, count = self._placement.send([np.concatenate(indices), np.concatenate(counts)])
+        self.counts.view(-1).index_copy_(0, index, count)
 
-    Sums are float64, of shares that are rounded to float32, as on the host.
-    """
-    wanted = top_p[:, None]
-    order = ordered_bits(scores)
-    shares = (scores - scores.logsumexp(dim=1, keepdim=True)).exp()
-
-    def share_from(least: torch.Tensor) -> torch.Tensor:
-        """Of all tokens whose score is at least this one, float64 [N, 1]."""
-        chosen = shares.masked_fill(order < least.to(torch.int32), 0.0)
-        return chosen.sum(dim=1, keepdim=True, dtype=torch.float64)
-
-    # From `low` on p is reached, from `high` on it is not; or it is never reached.
-    low = torch.full_like(wanted, -(1 << _SCORE_BITS - 1), dtype=torch.int64)
-    high = -low
-    for _ in range(_SCORE_BITS):
-        middle = (low + high) >> 1
-        reached = share_from(middle) >= wanted
-        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
-    above, equal = order > low, order == low
-    tied = shares.masked_fill(~equal, 0.0)
-    before = shares.masked_fill(~above, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
-    # The token at which the sum reaches p is the last one in.
-    before = before + tied.cumsum(dim=1, dtype=torch.float64) - tied
-    return above | (equal & (before < wanted)) | (top_p >= 1)[:, None]
-
-
-def _drop(
-    scores: torch.Tensor, keys: torch.Tensor, last: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """−inf behind the key `last` [N, 1] of those `rows`, bool [N]."""
-    limit = torch.where(rows[:, None], last, _WORST)
-    return scores.masked_fill(keys < limit, float("-inf"))
-
-
-# Log-probabilities on a device: what logprobs.py defines, queued with the tokens they are of.
-#
-# Only rows that ask are looked at, in chunks. Nothing is waited for: which of several equal
-# scores comes first is decided by keys over the whole row.
+    def _entries(self, edits: RowEdits) -> npt.NDArray[np.int32]:
+        """Return the entries of `counts` for the tokens that were seen."""
+        outputs: npt.NDArray[np.int32] = edits.counts.counts.astype(np.int32)
+        return outputs + np.int32(SEEN)
 
 
 CHUNK_BYTES: Final = 64 << 20
-"""Most bytes of float32 scores that are looked at at once."""
+"""Most bytes of float32 logits in one chunk of rows."""
 
 
 def queue_logprobs(
-    scores: torch.Tensor,
+    logits: torch.Tensor,
     at: torch.Tensor,
     token_ids: torch.Tensor,
     num_best: int,
     named: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Ids int32 and log-probabilities float32 [W, 1 + num_best + M], ranks int32 [W].
+    """Queue what logprobs.py defines; return tensors on the device without waiting for it.
 
-    scores: [N, V] of any floating dtype, as they come from the model. at: int64 [W], the rows
-    that ask. token_ids: int64 [N], chosen. named: int64 [W, M], looked up as well. Columns
-    are the chosen token, the best ones in order, the named ones.
+    Ids int32 and log-probabilities float32 [W, 1 + num_best + M], ranks int32 [W]. Columns are
+    the chosen token, the best ones in order, the named ones.
+    logits: [N, V] of any floating dtype, as they come from the model. at: int64 [W], the rows
+    that ask. token_ids: int64 [N], chosen. named: int64 [W, M].
     """
-    rows_at_once = max(1, CHUNK_BYTES // (4 * scores.shape[1]))
+    rows_at_once = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     parts = [
-        _columns(scores, each, token_ids, num_best, ids)
-        for each, ids in zip(
+        _columns(logits, rows, token_ids, num_best, ids)
+        for rows, ids in zip(
             torch.split(at, rows_at_once), torch.split(named, rows_at_once), strict=True
         )
     ]
-    return [torch.cat(each) for each in zip(*parts, strict=True)]
+    return [torch.cat(chunks) for chunks in zip(*parts, strict=True)]
 
 
 def pack_logprobs(
@@ -186,9 +334,9 @@ def pack_logprobs(
     positions: npt.NDArray[np.uint32],
     named: Sequence[Sequence[int]],
 ) -> list[LogprobsArrays]:
-    """What `queue_logprobs` has found, flat and on the host, for each of W rows by itself."""
+    """Return one LogprobsArrays a row of what `queue_logprobs` gave, flat and on the host."""
     num_rows = len(num_logprobs)
-    ids, values = (each.reshape(num_rows, -1) for each in found[:2])
+    ids, values = (array.reshape(num_rows, -1) for array in found[:2])
     num_best = ids.shape[1] - 1 - max(map(len, named))
     packed = []
     for row, (count, at, names) in enumerate(
@@ -210,13 +358,13 @@ def pack_logprobs(
 
 
 def _columns(
-    scores: torch.Tensor,
+    logits: torch.Tensor,
     at: torch.Tensor,
     token_ids: torch.Tensor,
     num_best: int,
     named: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    raw = scores.index_select(0, at).float()
+    raw = logits.index_select(0, at).float()
     chosen = token_ids.index_select(0, at)[:, None]
     columns = [chosen]
     if num_best:
@@ -226,81 +374,51 @@ def _columns(
     return ids.to(torch.int32), values, token_ranks(raw, chosen).to(torch.int32)
 
 
-# Tokens of a step that stay on the device: the best ones, or filtered and drawn.
-#
-# Owns the order of work for rows that want a token and nothing else; what is drawn equals
-# what the sampler of the host draws from the same logits.
+def largest_params(num_rows: int) -> RowParams:
+    """Return records of rows that take the most memory: every filter, and a top-p without top-k."""
+    params = neutral_params(num_rows)
+    params["top_p"], params["min_p"] = 0.5, 0.1
+    return params
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSamplingBatch:
-    """Settings of N rows; as SamplingBatch has them."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.uint64]
-    choice: npt.NDArray[np.uint32]
-    position: npt.NDArray[np.uint32]
-
-
-def hardest_rows(count: int) -> DeviceSamplingBatch:
-    """Rows that take the most memory: every filter, and a top-p over the whole vocabulary."""
-    return DeviceSamplingBatch(
-        np.ones(count, np.float32),
-        np.zeros(count, np.int32),
-        np.full(count, 0.5, np.float32),
-        np.full(count, 0.1, np.float32),
-        np.zeros(count, np.uint64),
-        np.zeros(count, np.uint32),
-        np.zeros(count, np.uint32),
-    )
-
-
-class DeviceSampling:
-    """From logits on a device to tokens on it, without waiting."""
+class DeviceDraw:
+    """Filters logits on a device and draws tokens there, without waiting for it."""
 
     def __init__(self, placement: Placement, draw: KeyedDraw) -> None:
         self._placement = placement
         self._draw = draw
 
-    def tokens(self, logits: torch.Tensor, rows: DeviceSamplingBatch) -> torch.Tensor:
-        """int64 [N] for logits [N, V] of any floating dtype, which stay as they are."""
-        random = rows.temperature >= GREEDY_TEMPERATURE
+    def tokens(self, logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+        """Return int64 [N] for logits [N, V] of any floating dtype, which stay as they are.
+
+        params: records [N]; a temperature below GREEDY_TEMPERATURE takes the best token.
+        """
+        temperature = params["temperature"]
+        random = temperature >= GREEDY_TEMPERATURE
         if not random.any():
             return logits.argmax(dim=1)
-        filtering = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-        some = filtering.nonzero()[0]
+        filtered = (random & needs_filter(params)).nonzero()[0]
+        some = params[filtered]
         sent = self._placement.send(
             [
-                np.where(random, rows.temperature, np.float32(0)),
-                rows.seed.view(np.int64),
-                rows.choice.astype(np.int64),
-                rows.position.astype(np.int64),
-                some,
-                rows.temperature[some],
-                rows.top_k[some].astype(np.int64),
-                rows.top_p[some].astype(np.float64),
-                rows.min_p[some].astype(np.float64),
+                np.where(random, temperature, np.float32(0)),
+                *widened(params, ("seed", "choice", "position")),
+                filtered,
+                some["temperature"].copy(),
+                *widened(some, FILTERS),
             ]
         )
         keys, (index, *filters) = sent[:4], sent[4:]
         wide = logits.float().contiguous()
-        if len(some):
-            plan = FilterPlan.of(
-                rows.top_k[some], rows.top_p[some], rows.min_p[some], logits.shape[1]
-            )
-            kept = filter_on_device(wide.index_select(0, index), plan, *filters)
+        if len(filtered):
+            plan = FilterPlan.of(some, logits.shape[1])
+            kept = filter_logits(wide.index_select(0, index), plan, *filters)
             wide = wide.index_copy(0, index, kept)
         return self._draw(wide, *keys)
 
 
-Ids = npt.NDArray[np.int64]
-
-
 class DeviceSampler:
-    """Samples for the rows of one runner.
+    """Samples the steps of one runner on the device; nothing waits for it.
 
     last: int64 [rows], the last token of each row, on the device.
     """
@@ -308,84 +426,84 @@ class DeviceSampler:
     def __init__(
         self,
         accelerator: Accelerator,
-        rows: InputBatch,
+        batch: InputBatch,
         last: torch.Tensor,
         vocab_size: int,
         draw: KeyedDraw,
-        edits: ScoreEdits,
+        edits: TritonEdits,
     ) -> None:
-        self._rows = rows
+        self._batch = batch
         self._last = last
         self._vocab_size = vocab_size
         self._edits = edits
-        self._drawing = DeviceSampling(OnDevice(accelerator), draw)
-        self._counts = DeviceCounts(accelerator, vocab_size, len(rows.num_tokens), rows.edits.get)
+        self._drawing = DeviceDraw(OnDevice(accelerator), draw)
+        self._counts = DeviceCounts(accelerator, vocab_size, len(batch.num_tokens), batch.edits.get)
         self._sent_edits = OnDevice(accelerator)
         self._sent_logprobs = OnDevice(accelerator)
 
     def logprobs_of(self, at: Ids, handles: Sequence[int]) -> LogprobRequests:
-        """What the rows `at` [N] with these handles want; before they get another token."""
-        return logprob_requests(self._rows, at, handles)
+        """Collect the logprob requests of the rows `at` [N], before they get another token."""
+        return logprob_requests(self._batch, at, handles)
 
     def sample(
         self,
-        scores: torch.Tensor,
+        logits: torch.Tensor,
         at: Ids,
         handles: Sequence[int],
         grammars: GrammarOutput,
         logprobs: LogprobRequests,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Tokens int64 [N] for scores [N, V], which stay as they are; as `queue_logprobs` says.
+        """Return tokens int64 [N] for logits [N, V], which stay, and `queue_logprobs` of them.
 
         at: int64 [N], rows of the sequences, each with at most one token that is not known.
         """
-        wishes = batch_logit_edits(self._rows, at, handles, grammars, self._vocab_size)
-        edited = scores
-        penalised = [each.row for each in wishes.penalised]
+        edits = batch_logit_edits(self._batch, at, handles, grammars, self._vocab_size)
+        edited = logits
+        penalised = [row.row for row in edits.penalised]
         slots = self._counts.slots_of(
             penalised,
-            [each.edits for each in wishes.penalised],
-            [each.num_outputs for each in wishes.penalised],
+            [row.edits for row in edits.penalised],
+            [row.num_outputs for row in edits.penalised],
         )
-        if wishes:
-            edited, counted, slots_there = self._edit(scores, wishes, slots)
-        token_ids = self._drawing.tokens(edited, self._drawn(at))
+        if edits:
+            edited, counted, device_slots = self._edit(logits, edits, slots)
+        token_ids = self._drawing.tokens(edited, self._batch.params_of_step(at))
         if penalised:
-            self._counts.add(penalised, slots_there, token_ids.index_select(0, counted))
-        return token_ids, self._logprobs(scores, token_ids, logprobs) if logprobs else []
+            self._counts.add(penalised, device_slots, token_ids.index_select(0, counted))
+        return token_ids, self._logprobs(logits, token_ids, logprobs) if logprobs else []
 
     def _edit(
-        self, scores: torch.Tensor, wishes: BatchLogitEdits, slots: Ids
+        self, logits: torch.Tensor, edits: BatchLogitEdits, slots: Ids
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Changed scores float32 [N, V]; of the penalised rows, which they are and their slots."""
-        of_each = np.full(len(wishes.at), NONE, dtype=np.int64)
-        numbers = [each.number for each in wishes.penalised]
-        of_each[numbers] = slots
+        """Return edited logits float32 [N, V], and indices and slots of penalised rows."""
+        slot_of_edit = np.full(len(edits.at), NONE, dtype=np.int64)
+        numbers = [row.number for row in edits.penalised]
+        slot_of_edit[numbers] = slots
         sent = self._sent_edits.send(
             [
-                *wishes.listed,
-                wishes.at,
-                of_each,
-                wishes.masks,
-                wishes.rules,
-                wishes.words,
-                wishes.at[numbers],
+                *edits.listed,
+                edits.at,
+                slot_of_edit,
+                edits.masks,
+                edits.rules,
+                edits.words,
+                edits.at[numbers],
                 slots,
             ]
         )
-        listed, (at, slot_of, masks, rules, words, counted, slots_there) = sent[:4], sent[4:]
-        wide = scores.to(torch.float32, copy=True).contiguous()
-        if len(wishes.listed[0]):
-            self._edits.add_listed(wide, Listed(*listed), self._last)
-        if len(wishes.at):
-            changes = RowChanges(
-                at, slot_of, masks, rules.view(-1, 3), words.view(-1, wishes.words.shape[1])
+        listed, (at, slot_of, masks, rules, words, counted, device_slots) = sent[:4], sent[4:]
+        wide = logits.to(torch.float32, copy=True).contiguous()
+        if len(edits.listed[0]):
+            self._edits.add_listed(wide, ListedEdits(*listed), self._last)
+        if len(edits.at):
+            arrays = RowEditArrays(
+                at, slot_of, masks, rules.view(-1, 3), words.view(-1, edits.words.shape[1])
             )
-            self._edits.change_rows(wide, changes, self._counts.counts)
-        return wide, counted, slots_there
+            self._edits.edit_rows(wide, arrays, self._counts.counts)
+        return wide, counted, device_slots
 
     def _logprobs(
-        self, scores: torch.Tensor, token_ids: torch.Tensor, wanted: LogprobRequests
+        self, logits: torch.Tensor, token_ids: torch.Tensor, wanted: LogprobRequests
     ) -> list[torch.Tensor]:
         width = max(map(len, wanted.named))
         named = np.zeros((len(wanted.at), width), dtype=np.int64)
@@ -393,17 +511,4 @@ class DeviceSampler:
             named[row, : len(ids)] = ids
         at, names = self._sent_logprobs.send([wanted.at, named])
         num_best = int(wanted.num_logprobs.max())
-        return queue_logprobs(scores, at, token_ids, num_best, names.view(named.shape))
-
-    def _drawn(self, at: Ids) -> DeviceSamplingBatch:
-        rows = self._rows
-        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
-        return DeviceSamplingBatch(
-            rows.temperature[at],
-            rows.top_k[at],
-            rows.top_p[at],
-            rows.min_p[at],
-            rows.seed[at],
-            rows.choice[at],
-            position.astype(np.uint32),
-        )
+        return queue_logprobs(logits, at, token_ids, num_best, names.view(named.shape))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from proto.engine_io import LogprobsArrays
-from worker.sampling.draw import best_tokens, token_ranks
+from worker.sampling.torch_backend import best_tokens, token_ranks
 
 CHUNK_BYTES: Final = 64 << 20
 """Most bytes of float32 log-probabilities that are in memory at once."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deploy.bench.chaos.streams import Stream, compare, gap, gumbel_noise
-from worker.sampling import draw as philox
+from worker.sampling import torch_backend as philox
 
 BODY = {"prompt": "The sea", "temperature": 0.5, "seed": 1 << 40, "n": 2}
 

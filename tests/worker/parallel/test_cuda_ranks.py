@@ -43,9 +43,9 @@ from worker.loader.weights import load_model
 from worker.model_runner import NO_MASKS, ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.sampling.cpu_kernels import ReferenceBackend
 from worker.sampling.grammar_masks import MaskSource
 from worker.sampling.sampler import Sampler
+from worker.sampling.torch_backend import TorchBackend
 
 FILTERED = [each for each in WISHES if "top_k" in each or "min_p" in each]
 LIMIT_SECONDS = 120.0
@@ -144,7 +144,7 @@ def on_devices(
                 draw_by_torch,
                 TorchEdits(),
             ),
-            Sampler(ReferenceBackend()),
+            Sampler(TorchBackend()),
             DTYPE,
         )
         return maker.runner(cache, model.rows(NUM_ROWS), lambda part: None)
@@ -166,7 +166,7 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
             shape = AttentionShape(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
             )
-            attention, sampler = ReferenceAttention(cache, shape), Sampler(ReferenceBackend())
+            attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
             return SyncModelRunner(
                 ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)
             )

@@ -3,8 +3,13 @@
 import torch
 
 from worker.attention.kv_store import Pages
-from worker.sampling.device_draw import _LOW, _MULTIPLIERS, _WEYL, ROUNDS, STREAM_SAMPLE
-from worker.sampling.device_edits import ANY_TOKEN, NONE, SEEN, WORD_BITS, Listed, RowChanges
+from worker.sampling.device_kernels import ANY_TOKEN, NONE, SEEN, ListedEdits, RowEditArrays
+from worker.sampling.grammar_masks import WORD_BITS
+from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
 
 
 def store_by_index(
@@ -17,31 +22,31 @@ def store_by_index(
 
 
 class TorchEdits:
-    """`ScoreEdits` in plain torch."""
+    """`TritonEdits` in plain torch."""
 
-    def add_listed(self, scores: torch.Tensor, listed: Listed, last: torch.Tensor) -> None:
+    def add_listed(self, logits: torch.Tensor, listed: ListedEdits, last: torch.Tensor) -> None:
         applies = (listed.needed == ANY_TOKEN) | (
             listed.needed == last.index_select(0, listed.source)
         )
-        scores.view(-1).index_add_(0, listed.place, torch.where(applies, listed.value, 0.0))
+        logits.view(-1).index_add_(0, listed.index, torch.where(applies, listed.value, 0.0))
 
-    def change_rows(self, scores: torch.Tensor, rows: RowChanges, counts: torch.Tensor) -> None:
-        some = scores.index_select(0, rows.at)
+    def edit_rows(self, logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
+        some = logits.index_select(0, edits.rows)
         if len(counts):
-            entries = counts.index_select(0, rows.slots.clamp(min=0))
-            entries = entries * (rows.slots != NONE)[:, None]
+            entries = counts.index_select(0, edits.slots.clamp(min=0))
+            entries = entries * (edits.slots != NONE)[:, None]
             said = (entries & (SEEN - 1)).float()
-            repetition, frequency, presence = rows.rules[:, :, None].unbind(1)
+            repetition, frequency, presence = edits.rules[:, :, None].unbind(1)
             scaled = torch.where(some > 0, some / repetition, some * repetition)
             changed = scaled - frequency * said - presence * (said > 0)
             some = torch.where(entries != 0, changed, some)
-        if len(rows.words):
-            words = rows.words.index_select(0, rows.masks.clamp(min=0))
+        if len(edits.words):
+            words = edits.words.index_select(0, edits.masks.clamp(min=0))
             bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
             allowed = (words[:, :, None] >> bits) & 1
-            allowed = allowed.reshape(len(words), -1)[:, : scores.shape[1]] != 0
-            some = some.masked_fill(~(allowed | (rows.masks == NONE)[:, None]), float("-inf"))
-        scores.index_copy_(0, rows.at, some)
+            allowed = allowed.reshape(len(words), -1)[:, : logits.shape[1]] != 0
+            some = some.masked_fill(~(allowed | (edits.masks == NONE)[:, None]), float("-inf"))
+        logits.index_copy_(0, edits.rows, some)
 
 
 def draw_by_torch(
@@ -56,14 +61,14 @@ def draw_by_torch(
     noise = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
     random = (temperature > 0)[:, None]
     divisor = torch.where(random, temperature.double()[:, None], 1.0)
-    scores = logits.double() / divisor + torch.where(random, noise, 0.0)
-    return scores.argmax(dim=1)
+    sums = logits.double() / divisor + torch.where(random, noise, 0.0)
+    return sums.argmax(dim=1)
 
 
 def _words(
     num_tokens: int, seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """The word of each token, int64 [N, num_tokens] below 2^32; see philox.py."""
+    """The word of each token, int64 [N, num_tokens] below 2^32; see torch_backend.py."""
     num_counters = -(-num_tokens // 4)
     c0 = torch.arange(num_counters, device=seed.device)[None, :] + torch.zeros_like(seed)[:, None]
     c1 = (position & _LOW)[:, None] + torch.zeros_like(c0)

@@ -1,35 +1,36 @@
-"""Rows of sampling settings and backends for the tests."""
+"""Rows of sampling parameters and backends for the tests."""
 
 import numpy as np
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.sampling.cpu_kernels import KernelBackend, ReferenceBackend, SamplingBackend
+from worker.sampling.cpu_kernels import KernelBackend, SamplingBackend
+from worker.sampling.row_params import RowParams, neutral_params
 from worker.sampling.sampler import SamplingBatch
+from worker.sampling.torch_backend import TorchBackend
 
 each_backend = with_each(["reference", *LOADABLE])
 
 
 def backend_of(variant) -> SamplingBackend:
-    return ReferenceBackend() if variant == "reference" else KernelBackend(load_variant(variant))
+    return TorchBackend() if variant == "reference" else KernelBackend(load_variant(variant))
 
 
-def sampling_rows(count: int, suppressed=(), edits=(), named=(), **settings) -> SamplingBatch:
-    """`count` rows; a setting is one value for all or a list of one each. Default: greedy."""
-    defaults = {
-        "temperature": (0.0, np.float32),
-        "top_k": (0, np.int32),
-        "top_p": (1.0, np.float32),
-        "min_p": (0.0, np.float32),
-        "seed": (1, np.uint64),
-        "choice": (0, np.uint32),
-        "position": (0, np.uint32),
-        "num_logprobs": (-1, np.int32),
-    }
-    arrays = {
-        name: np.ascontiguousarray(
-            np.broadcast_to(np.array(settings.pop(name, default), dtype=dtype), count)
-        )
-        for name, (default, dtype) in defaults.items()
-    }
-    assert not settings, f"unknown settings {settings}"
-    return SamplingBatch(**arrays, suppressed=tuple(suppressed), edits=edits, named=named)
+def row_params(count: int, **columns) -> RowParams:
+    """Records of `count` rows; a column is one value for all or a list of one each."""
+    params = neutral_params(count)
+    for name, value in {"seed": 1, **columns}.items():
+        params[name] = value
+    return params
+
+
+def sampling_rows(
+    count: int, suppressed=(), edits=(), named=(), num_logprobs=-1, **columns
+) -> SamplingBatch:
+    """`count` rows, greedy unless a temperature is given."""
+    return SamplingBatch(
+        row_params(count, **{"temperature": 0.0, **columns}),
+        np.broadcast_to(np.array(num_logprobs, dtype=np.int32), count).copy(),
+        suppressed=tuple(suppressed),
+        edits=edits,
+        named=named,
+    )

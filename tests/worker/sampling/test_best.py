@@ -26,9 +26,9 @@ def test_it_is_the_largest_and_of_equals_the_lowest_id(variant, dtype: torch.dty
         best = backend.best(logits)
         expected = logits.float().numpy()
         assert best.token_ids.tolist() == expected.argmax(axis=1).tolist()
-        assert best.scores.tolist() == expected.max(axis=1).tolist()
+        assert best.logits.tolist() == expected.max(axis=1).tolist()
         assert best.token_ids[1] == min(ties)
-        assert not best.broken.any()
+        assert not best.nonfinite.any()
 
 
 @each_backend
@@ -41,10 +41,10 @@ def test_logits_may_be_masked_but_not_odd(variant) -> None:
     logits[4, 1], logits[4, 2] = NAN, -INF
     logits[6, 2998] = NAN
     best = backend_of(variant).best(logits)
-    assert best.broken.tolist() == [False, True, True, True, True, False, True]
+    assert best.nonfinite.tolist() == [False, True, True, True, True, False, True]
     assert best.token_ids[0] == 2999
     assert ((best.token_ids >= 0) & (best.token_ids < 3000)).all()
-    assert np.isnan(best.scores[[1, 4, 6]]).all()
+    assert np.isnan(best.logits[[1, 4, 6]]).all()
 
 
 @each_backend

@@ -8,9 +8,9 @@ import torch
 from proto.logit_edits import LogitEdits
 from tests.worker.sampling.settings import backend_of, each_backend
 from tests.worker.sampling.test_edits import as_grown
-from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.draw import Change
+from worker.sampling.cpu_kernels import RowChange
 from worker.sampling.logit_edits import RowEdits, edit_logits
+from worker.sampling.torch_backend import TorchBackend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,14 +32,14 @@ def some_edits(rng: random.Random, ids: list[int]) -> LogitEdits:
     )
 
 
-def change_of(rng: random.Random, row: int, scores: torch.Tensor) -> Change:
+def change_of(rng: random.Random, row: int, scores: torch.Tensor) -> RowChange:
     """Most of what it names is among the best, so that the lead changes hands."""
     ids = scores.argsort(descending=True).tolist()
     ids = ids[:30] + rng.sample(ids, min(len(ids), 100))
     make = rng.choice([RowEdits, as_grown])
     prompt, outputs = rng.choices(ids, k=20), rng.choices(ids, k=50)
     late = tuple(rng.sample(sorted(set(ids)), rng.choice([0, 0, 1, min(3, len(set(ids)) - 1)])))
-    return Change(row, make(some_edits(rng, sorted(set(ids))), prompt, outputs), late)
+    return RowChange(row, make(some_edits(rng, sorted(set(ids))), prompt, outputs), late)
 
 
 @each_backend
@@ -55,12 +55,12 @@ def test_it_is_the_best_once_the_changes_are_made(variant, dtype: torch.dtype, s
         changes = [change_of(rng, row, logits[row].float()) for row in range(0, 24) if row % 5]
         found = backend.best(logits, changes)
         assert torch.equal(logits, before), "other rows' log-probabilities are of these"
-        plain = ReferenceBackend().best(before)
-        assert found.scores.tolist() == plain.scores.tolist()
+        plain = TorchBackend().best(before)
+        assert found.logits.tolist() == plain.logits.tolist()
         expected = before.float()
         edit_logits(expected, [(each.row, each.edits) for each in changes])
         for each in changes:
-            expected[each.row, list(each.late)] = float("-inf")
+            expected[each.row, list(each.suppressed)] = float("-inf")
         possible = (expected.amax(1) > float("-inf")).tolist()
         for row, token_id in enumerate(found.token_ids.tolist()):
             if possible[row]:
@@ -75,9 +75,9 @@ def test_rows_that_are_no_numbers_are_told_apart_whatever_is_changed(variant) ->
     logits = torch.randn(4, 2000)
     logits[1, 7], logits[2, 1999] = float("nan"), float("inf")
     edits = LogitEdits(bad_words=((7,), (1999,)), presence_penalty=1.0)
-    changes = [Change(row, RowEdits(edits, [3], [7])) for row in range(3)]
+    changes = [RowChange(row, RowEdits(edits, [3], [7])) for row in range(3)]
     best = backend_of(variant).best(logits, changes)
-    assert best.broken.tolist() == [False, True, True, False]
+    assert best.nonfinite.tolist() == [False, True, True, False]
     assert ((best.token_ids >= 0) & (best.token_ids < 2000)).all()
 
 

@@ -25,28 +25,33 @@ from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
 from tests.worker.sampling.test_device_sampling import need_triton
 from tests.worker.sampling.test_edits import some_edits
 from worker.device.placement import OnHost, Placement
-from worker.input_batch import BatchLogitEdits, InputBatch, batch_logit_edits, logprob_requests
-from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_edits import (
+from worker.input_batch import InputBatch
+from worker.sampling.device_kernels import (
     NONE,
     SEEN,
-    Listed,
-    RowChanges,
-    ScoreEdits,
+    ListedEdits,
+    RowEditArrays,
     TritonEdits,
-    hardest_changes,
+    largest_edits,
 )
-from worker.sampling.device_sampler import DeviceSampler, pack_logprobs
+from worker.sampling.device_sampler import (
+    BatchLogitEdits,
+    DeviceSampler,
+    batch_logit_edits,
+    logprob_requests,
+    pack_logprobs,
+)
 from worker.sampling.grammar_masks import row_masks, rule_out
 from worker.sampling.logit_edits import edit_logits
 from worker.sampling.sampler import Sampler, SamplingBatch
+from worker.sampling.torch_backend import TorchBackend
 
 NUM_ROWS = 12
 SIZES = [97, 1024, 1031, 2500]
 
 
 @pytest.fixture(params=["torch", "triton"])
-def edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScoreEdits:
+def edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonEdits:
     if request.param == "torch":
         return TorchEdits()
     need_triton()
@@ -133,7 +138,7 @@ def scores_of(seed: int, vocab_size: int) -> torch.Tensor:
 
 
 def changed(
-    scores: torch.Tensor, wishes: BatchLogitEdits, kernels: ScoreEdits, last: torch.Tensor
+    scores: torch.Tensor, wishes: BatchLogitEdits, kernels: TritonEdits, last: torch.Tensor
 ) -> torch.Tensor:
     """By the kernels, with counts that the host has counted."""
     vocab_size = scores.shape[1]
@@ -145,14 +150,14 @@ def changed(
         counts[slot, torch.from_numpy(each.edits.counts.ids)] = said + SEEN
     send: Placement = OnHost()
     scores = scores.clone()
-    kernels.add_listed(scores, Listed(*send.send(wishes.listed)), last)
+    kernels.add_listed(scores, ListedEdits(*send.send(wishes.listed)), last)
     rows = [wishes.at, slots, wishes.masks, wishes.rules, wishes.words]
-    kernels.change_rows(scores, RowChanges(*send.send(rows)), counts)
+    kernels.edit_rows(scores, RowEditArrays(*send.send(rows)), counts)
     return scores
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
-def test_random_edits_are_those_of_the_host(vocab_size: int, edits: ScoreEdits) -> None:
+def test_random_edits_are_those_of_the_host(vocab_size: int, edits: TritonEdits) -> None:
     rng = random.Random(vocab_size)
     rows = InputBatch(NUM_ROWS, 64, 16)
     handles = list(range(50, 50 + NUM_ROWS))
@@ -212,19 +217,13 @@ class Twins:
         position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
         late = np.flatnonzero(position < rows.min_output[at])
         asked = SamplingBatch(
-            rows.temperature[at],
-            rows.top_k[at],
-            rows.top_p[at],
-            rows.min_p[at],
-            rows.seed[at],
-            rows.choice[at],
-            position.astype(np.uint32),
+            rows.params_of_step(at),
             rows.num_logprobs[at],
             suppressed=tuple((int(i), np.array([3, 5])) for i in late),
             edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
             masks=row_masks(masks, self.handles),
         )
-        result = Sampler(ReferenceBackend()).sample(scores.clone(), asked)
+        result = Sampler(TorchBackend()).sample(scores.clone(), asked)
         rows.append_sampled(at, result.token_ids)
         return result.token_ids, [each for each in result.logprobs if each is not None]
 
@@ -232,7 +231,7 @@ class Twins:
 @pytest.mark.parametrize("on", ["host", "fake device"])
 @pytest.mark.parametrize("vocab_size", [97, 1031])
 def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
-    vocab_size: int, on: str, edits: ScoreEdits
+    vocab_size: int, on: str, edits: TritonEdits
 ) -> None:
     """Sequences come and go, and their rows are given to others."""
     if on == "fake device" and isinstance(edits, TritonEdits):
@@ -296,18 +295,18 @@ def test_named_tokens_are_in_place_of_the_best_ones() -> None:
 
 def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
     need_triton()
-    pointers = dict.fromkeys(("at", "slots", "masks"), "*i64")
+    pointers = dict.fromkeys(("rows", "slots", "masks"), "*i64")
     rows = Kernel(
-        "worker.sampling.device_edits:_rows_kernel",
-        {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
+        "worker.sampling.device_kernels:_rows_kernel",
+        {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
         | pointers
         | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
         {"seen": SEEN, "block": 1024},
         {"enable_fp_fusion": False},
     )
     listed = Kernel(
-        "worker.sampling.device_edits:_listed_kernel",
-        {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
+        "worker.sampling.device_kernels:_listed_kernel",
+        {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
         | dict.fromkeys(("sources", "needed", "last"), "*i64")
         | {"count": "i32"},
         {"any_token": -1, "block": 128},
@@ -321,13 +320,13 @@ def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
 def test_the_hardest_changes_are_those_of_every_row_at_once() -> None:
     """Penalties of all rows by the counts of each, and masks as long as those of grammars."""
     vocab_size = 97
-    at, slots, masks, rules, words = map(torch.from_numpy, hardest_changes(3, vocab_size))
+    at, slots, masks, rules, words = map(torch.from_numpy, largest_edits(3, vocab_size))
     scores = scores_of(1, vocab_size)[:3].contiguous()
     counts = torch.zeros(3, vocab_size, dtype=torch.int32)
     counts[1, 5] = SEEN + 2
     changed = scores.clone()
-    changes = RowChanges(at, slots, masks, rules.view(-1, 3), words.view(3, -1))
-    TorchEdits().change_rows(changed, changes, counts)
+    changes = RowEditArrays(at, slots, masks, rules.view(-1, 3), words.view(3, -1))
+    TorchEdits().edit_rows(changed, changes, counts)
     expected = scores.clone()
     score = float(scores[1, 5])
     expected[1, 5] = (score / 1.1 if score > 0 else score * 1.1) - 0.1 * 2 - 0.1

@@ -14,8 +14,9 @@ from tests.worker.sampling.test_device_edits import (
     some_params,
     step_of,
 )
-from worker.input_batch import InputBatch, batch_logit_edits
-from worker.sampling.device_edits import Listed, RowChanges, TritonEdits
+from worker.input_batch import InputBatch
+from worker.sampling.device_kernels import ListedEdits, RowEditArrays, TritonEdits
+from worker.sampling.device_sampler import batch_logit_edits
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,7 @@ def test_random_edits_are_those_of_the_host(vocab_size: int) -> None:
         listed, changes = (
             [torch.from_numpy(each).to(device) for each in some] for some in (wishes.listed, arrays)
         )
-        kernels.add_listed(there, Listed(*listed), last.to(device))
-        kernels.change_rows(there, RowChanges(*changes), counts.to(device))
+        kernels.add_listed(there, ListedEdits(*listed), last.to(device))
+        kernels.edit_rows(there, RowEditArrays(*changes), counts.to(device))
         found.append(there.cpu())
     assert torch.equal(*found)

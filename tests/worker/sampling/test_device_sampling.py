@@ -1,4 +1,4 @@
-"""What is filtered and drawn on a device equals what the host's backend gives.
+"""What is filtered and drawn on a device equals what the host gives.
 
 The kernel runs in Triton's interpreter and is compiled for Hopper, which takes no GPU.
 """
@@ -15,18 +15,14 @@ from hypothesis import strategies as st
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.reference.filters import filter_by_sorting
 from tests.worker.reference.torch_kernels import draw_by_torch
-from tests.worker.sampling.settings import backend_of, each_backend
+from tests.worker.sampling.settings import backend_of, each_backend, row_params
 from worker.device.placement import OnDevice, OnHost
-from worker.sampling.cpu_kernels import DrawKeys, ReferenceBackend, RowFilters
-from worker.sampling.device_draw import KeyedDraw, TritonDraw
-from worker.sampling.device_sampler import (
-    DeviceSampling,
-    DeviceSamplingBatch,
-    FilterPlan,
-    filter_on_device,
-)
-from worker.sampling.draw import ROUNDS
+from worker.sampling.device_kernels import TritonDraw
+from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.sampling.row_params import FILTERS, RowParams, widened
+from worker.sampling.torch_backend import ROUNDS, FilterPlan, TorchBackend, filter_logits
 
 VOCAB_SIZE = 3001
 
@@ -45,23 +41,16 @@ def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Key
     return TritonDraw()
 
 
-def rows_of(count: int, seed: int = 0, **settings: Any) -> DeviceSamplingBatch:
+def rows_of(count: int, seed: int = 0, **columns: Any) -> RowParams:
     generator = np.random.default_rng(seed)
     fields = {
         "temperature": generator.uniform(0.3, 2.0, count),
-        "top_k": np.zeros(count),
-        "top_p": np.ones(count),
-        "min_p": np.zeros(count),
+        "seed": generator.integers(0, 1 << 64, count, dtype=np.uint64),
+        "choice": generator.integers(0, 1 << 32, count, dtype=np.uint32),
+        "position": generator.integers(0, 1 << 32, count, dtype=np.uint32),
     }
-    fields |= {name: np.resize(value, count) for name, value in settings.items()}
-    return DeviceSamplingBatch(
-        fields["temperature"].astype(np.float32),
-        fields["top_k"].astype(np.int32),
-        fields["top_p"].astype(np.float32),
-        fields["min_p"].astype(np.float32),
-        generator.integers(0, 1 << 64, count, dtype=np.uint64),
-        generator.integers(0, 1 << 32, count, dtype=np.uint32),
-        generator.integers(0, 1 << 32, count, dtype=np.uint32),
+    return row_params(
+        count, **fields | {name: np.resize(value, count) for name, value in columns.items()}
     )
 
 
@@ -73,18 +62,16 @@ def logits_of(count: int, dtype: torch.dtype) -> torch.Tensor:
     return logits
 
 
-def on_the_host(logits: torch.Tensor, rows: DeviceSamplingBatch) -> list[int]:
-    """One row after the other, by the backend that defines it."""
-    backend, logits, tokens = ReferenceBackend(), logits.float().clone(), []
+def on_the_host(logits: torch.Tensor, rows: RowParams) -> list[int]:
+    """One row after the other, filtered by sorting."""
+    backend, logits, tokens = TorchBackend(), logits.float().clone(), []
     for row in range(len(logits)):
-        at, t = np.array([row]), rows.temperature[row : row + 1]
-        one = slice(row, row + 1)
-        if t[0] < 1e-5:
+        at, params = np.array([row]), rows[row : row + 1]
+        if params["temperature"][0] < 1e-5:
             tokens.append(int(logits[row].argmax()))
             continue
-        backend.filter(logits, at, t, RowFilters(rows.top_k[one], rows.top_p[one], rows.min_p[one]))
-        keys = DrawKeys(rows.seed[one], rows.choice[one], rows.position[one])
-        tokens += backend.draw(logits, at, t, keys).tolist()
+        filter_by_sorting(logits, at, params)
+        tokens += backend.draw(logits, at, params).tolist()
     return tokens
 
 
@@ -106,29 +93,33 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_equal_those_of_the_host(name: str, dtype: torch.dtype, draw: KeyedDraw) -> None:
     logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
-    found = DeviceSampling(OnHost(), draw).tokens(logits, rows)
+    found = DeviceDraw(OnHost(), draw).tokens(logits, rows)
     assert found.tolist() == on_the_host(logits, rows)
 
 
 def test_a_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
     logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
     order = np.array([4, 0, 5])
-    some = DeviceSamplingBatch(
-        *(getattr(rows, name)[order] for name in DeviceSamplingBatch.__slots__)
-    )
-    sampling = DeviceSampling(OnHost(), draw)
+    sampling = DeviceDraw(OnHost(), draw)
     everyone = sampling.tokens(logits, rows)
-    assert sampling.tokens(logits[order], some).tolist() == everyone[order].tolist()
+    assert sampling.tokens(logits[order], rows[order]).tolist() == everyone[order].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_waits_for_the_device(name: str) -> None:
     logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
     with FakeCuda() as cuda:
-        sampling = DeviceSampling(OnDevice(cuda.device), draw_by_torch)
+        sampling = DeviceDraw(OnDevice(cuda.device), draw_by_torch)
         found = sampling.tokens(cuda.device.adopt(logits), rows)
     assert cuda.device.completed == 0
     assert on_host(found).tolist() == on_the_host(logits, rows)
+
+
+def filtered(logits: torch.Tensor, rows: RowParams) -> torch.Tensor:
+    """By what a device runs."""
+    columns = [rows["temperature"].copy(), *widened(rows, FILTERS)]
+    plan = FilterPlan.of(rows, logits.shape[1])
+    return filter_logits(logits, plan, *map(torch.from_numpy, columns))
 
 
 STEPS = st.sampled_from((0.0, 0.25, 1.0, 3.0))
@@ -136,7 +127,7 @@ STEPS = st.sampled_from((0.0, 0.25, 1.0, 3.0))
 
 
 @st.composite
-def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, DeviceSamplingBatch]:
+def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, RowParams]:
     count, size = draw(st.integers(1, 4)), draw(st.integers(1, 200))
     seed, step = draw(st.integers(0, 1 << 30)), draw(STEPS)
     generator = torch.Generator().manual_seed(seed)
@@ -153,30 +144,20 @@ def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, DeviceSamplingBatch]:
         "min_p": draw(st.sampled_from((0.0, 0.0, 0.1))),
     }
     rows = rows_of(count, seed, **settings)
-    rows.top_k[1:] = 0  # what is not bounded is searched for
+    rows["top_k"][1:] = 0  # what is not bounded is searched for
     return logits.masked_fill(gone, float("-inf")), rows
 
 
 @given(filtered_rows())
 @settings(max_examples=150, deadline=None)
 def test_what_is_kept_is_what_the_host_keeps(
-    case: tuple[torch.Tensor, DeviceSamplingBatch],
+    case: tuple[torch.Tensor, RowParams],
 ) -> None:
     """The very same tokens, ties at the edge among them."""
     logits, rows = case
     host = logits.clone()
-    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
-    ReferenceBackend().filter(host, np.arange(len(logits)), rows.temperature, filters)
-    plan = FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1])
-    found = filter_on_device(
-        logits,
-        plan,
-        torch.from_numpy(rows.temperature),
-        torch.from_numpy(rows.top_k).long(),
-        torch.from_numpy(rows.top_p).double(),
-        torch.from_numpy(rows.min_p).double(),
-    )
-    assert torch.equal(found, host)
+    filter_by_sorting(host, np.arange(len(logits)), rows)
+    assert torch.equal(filtered(logits, rows), host)
 
 
 @each_backend
@@ -185,15 +166,9 @@ def test_a_nucleus_of_a_whole_vocabulary_is_that_of_the_host(variant) -> None:  
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 50_000, generator=generator) * torch.linspace(6, 0.5, 8)[:, None]
     rows = rows_of(8, temperature=1.0, top_p=np.linspace(0.05, 0.97, 8))
-    found = filter_on_device(
-        logits,
-        FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1]),
-        *(torch.from_numpy(each) for each in (rows.temperature, rows.top_k.astype(np.int64))),
-        *(torch.from_numpy(each.astype(np.float64)) for each in (rows.top_p, rows.min_p)),
-    )
+    found = filtered(logits, rows)
     host = logits.clone()
-    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
-    backend.filter(host, np.arange(8), rows.temperature, filters)
+    backend.filter(host, np.arange(8), rows)
     differing = (found != host).sum(dim=1)
     # The kernels' exponentials have another last bit.
     assert int(differing.max()) <= (variant != "reference")
@@ -209,11 +184,11 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
         "seeds": "*i64",
         "choices": "*i64",
         "positions": "*i64",
-        "scores": "*fp64",
+        "sums": "*fp64",
         "tokens": "*i64",
         "vocab_size": "i32",
         "stride": "i64",
-        "num_pieces": "i32",
+        "num_chunks": "i32",
     }
-    kernel = Kernel("worker.sampling.device_draw:TritonDraw", signature, constants)
+    kernel = Kernel("worker.sampling.device_kernels:TritonDraw", signature, constants)
     assert compiled([kernel])

@@ -7,21 +7,15 @@ import pytest
 import torch
 
 from tests.worker.sampling.philox_words import token_word
-from tests.worker.sampling.settings import backend_of, each_backend
-from worker.sampling.cpu_kernels import DrawKeys
+from tests.worker.sampling.settings import backend_of, each_backend, row_params
+from worker.sampling.row_params import RowParams
 
 
-def keys_of(seeds, choice: int = 0, positions=0) -> DrawKeys:
+def keys_of(seeds, choice: int = 0, positions=0, temperature=1.0) -> RowParams:
     seed = np.asarray(seeds, dtype=np.uint64)
-    return DrawKeys(
-        seed,
-        np.full(len(seed), choice, dtype=np.uint32),
-        np.broadcast_to(np.asarray(positions, dtype=np.uint32), len(seed)).copy(),
+    return row_params(
+        len(seed), seed=seed, choice=choice, position=positions, temperature=temperature
     )
-
-
-def ones(count: int) -> np.ndarray:
-    return np.ones(count, dtype=np.float32)
 
 
 @each_backend
@@ -32,7 +26,7 @@ def test_token_is_the_argmax_of_the_definition(variant, vocab_size: int) -> None
     seeds = [3, 2**64 - 1, 2**32, 17, 0x123456789]
     temperature = np.array([0.3, 1.0, 1.7, 5.0, 1e-4], dtype=np.float32)
     drawn = backend_of(variant).draw(
-        logits, np.arange(5), temperature, keys_of(seeds, choice=2, positions=[0, 1, 9, 4, 2])
+        logits, np.arange(5), keys_of(seeds, 2, [0, 1, 9, 4, 2], temperature)
     )
     for row, (seed, position) in enumerate(zip(seeds, [0, 1, 9, 4, 2], strict=True)):
         scores = []
@@ -59,7 +53,7 @@ def assert_draws_of_the_reference(variant, count: int, vocab_size: int) -> None:
     spread = torch.linspace(0.1, 8, count)[:, None]
     logits = torch.randn(count, vocab_size, generator=generator) * spread
     keys = keys_of(np.arange(count) * 977, positions=np.arange(count))
-    arguments = (logits, np.arange(count), ones(count), keys)
+    arguments = (logits, np.arange(count), keys)
     drawn = backend_of(variant).draw(*arguments)
     assert drawn.tolist() == backend_of("reference").draw(*arguments).tolist()
     assert len(set(drawn.tolist())) > 4
@@ -73,8 +67,7 @@ def test_frequencies_follow_the_softmax(variant) -> None:
     drawn = backend_of(variant).draw(
         logits,
         np.arange(draws),
-        np.full(draws, temperature, dtype=np.float32),
-        keys_of(np.full(draws, 99), positions=np.arange(draws)),
+        keys_of(np.full(draws, 99), positions=np.arange(draws), temperature=temperature),
     )
     expected = (logits[0].double() / temperature).softmax(0).numpy() * draws
     observed = np.bincount(drawn, minlength=8)
@@ -88,12 +81,12 @@ def test_the_row_in_the_batch_does_not_matter(variant) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(9, 777, generator=generator)
     keys = keys_of(np.arange(9) + 40)
-    batch = backend.draw(logits, np.arange(9), ones(9), keys)
+    batch = backend.draw(logits, np.arange(9), keys)
     order = np.array([4, 0, 8, 2])
-    some = backend.draw(logits, order, ones(4), keys_of(keys.seed[order]))
+    some = backend.draw(logits, order, keys_of(keys["seed"][order]))
     assert some.tolist() == batch[order].tolist()
     alone = [
-        int(backend.draw(logits[row : row + 1], np.array([0]), ones(1), keys_of([row + 40]))[0])
+        int(backend.draw(logits[row : row + 1], np.array([0]), keys_of([row + 40]))[0])
         for row in range(9)
     ]
     assert alone == batch.tolist()
@@ -103,7 +96,7 @@ def test_the_row_in_the_batch_does_not_matter(variant) -> None:
 def test_what_a_filter_dropped_is_never_drawn(variant) -> None:
     logits = torch.full((200, 300), float("-inf"))
     logits[:, 7], logits[:, 250] = -50.0, -51.0
-    drawn = backend_of(variant).draw(logits, np.arange(200), ones(200), keys_of(np.arange(200)))
+    drawn = backend_of(variant).draw(logits, np.arange(200), keys_of(np.arange(200)))
     assert set(drawn.tolist()) == {7, 250}
 
 
@@ -111,6 +104,6 @@ def test_what_a_filter_dropped_is_never_drawn(variant) -> None:
 def test_strided_rows_are_read_in_place(variant) -> None:
     wide = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
     keys = keys_of(np.arange(6))
-    part = backend_of(variant).draw(wide[:, :333], np.arange(6), ones(6), keys)
-    copy = backend_of(variant).draw(wide[:, :333].contiguous(), np.arange(6), ones(6), keys)
+    part = backend_of(variant).draw(wide[:, :333], np.arange(6), keys)
+    copy = backend_of(variant).draw(wide[:, :333].contiguous(), np.arange(6), keys)
     assert part.tolist() == copy.tolist()

@@ -14,8 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
-from worker.sampling.cpu_kernels import RowFilters
+from tests.worker.sampling.settings import backend_of, each_backend, row_params, sampling_rows
 from worker.sampling.sampler import Sampler
 
 
@@ -40,17 +39,9 @@ def kept_slowly(logits: list[float], temperature: float, k: int, p: float, m: fl
 
 def filtered(variant, logits: torch.Tensor, temperature, top_k, top_p, min_p) -> list[set[int]]:
     """Ids that are left in each row; checks that those have their logits still."""
-    rows = len(logits)
     masked = logits.clone()
-    as_array = lambda value, dtype: np.broadcast_to(np.array(value, dtype=dtype), rows).copy()  # noqa: E731
-    backend_of(variant).filter(
-        masked,
-        np.arange(rows),
-        as_array(temperature, np.float32),
-        RowFilters(
-            as_array(top_k, np.int32), as_array(top_p, np.float32), as_array(min_p, np.float32)
-        ),
-    )
+    params = row_params(len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    backend_of(variant).filter(masked, np.arange(len(logits)), params)
     kept = masked != float("-inf")
     assert torch.equal(masked[kept], logits[kept])
     return [set(row.nonzero().squeeze(1).tolist()) for row in kept]
@@ -121,16 +112,7 @@ def test_top_p_counts_what_top_k_and_min_p_left(variant) -> None:
 def test_rows_without_filters_and_rows_not_named_are_untouched(variant) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(4))
     masked = logits.clone()
-    backend_of(variant).filter(
-        masked,
-        np.array([1, 3]),
-        np.ones(2, dtype=np.float32),
-        RowFilters(
-            np.array([2, 0], dtype=np.int32),
-            np.ones(2, dtype=np.float32),
-            np.zeros(2, dtype=np.float32),
-        ),
-    )
+    backend_of(variant).filter(masked, np.array([1, 3]), row_params(2, top_k=[2, 0]))
     assert torch.equal(masked[[0, 2, 3]], logits[[0, 2, 3]])
     assert masked[1].isfinite().sum() == 2
 

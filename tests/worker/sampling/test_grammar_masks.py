@@ -72,7 +72,7 @@ def test_constrained_rows_beside_others(variant):
         token = int(bound.token_ids[row])
         if handle in allowed:
             assert token in allowed[handle]
-            if rows.temperature[row] == 0.0:
+            if rows.params["temperature"][row] == 0.0:
                 assert token == max(allowed[handle], key=lambda each: float(logits[row, each]))
         else:
             assert token == free.token_ids[row]

@@ -6,7 +6,7 @@ import torch
 
 from proto.engine_io import LogprobsArrays
 from worker.sampling import logprobs
-from worker.sampling.draw import best_tokens, order_keys, token_ids_of, token_ranks
+from worker.sampling.torch_backend import best_tokens, order_keys, token_ids_of, token_ranks
 
 
 def unpack(arrays: LogprobsArrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

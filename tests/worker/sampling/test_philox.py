@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.worker.sampling.philox_words import philox, token_word
-from worker.sampling.draw import gumbel_noise, philox_4x32_10, token_words
+from worker.sampling.torch_backend import gumbel_noise, philox_4x32_10, token_words
 
 # Known answers that the authors publish with Random123 (kat_vectors, philox4x32 10):
 # all zeros, all ones, the digits of pi.

@@ -1,0 +1,293 @@
+"""The Triton kernels of sampling on a device: edits of logits, and the keyed draw.
+
+    listed   numbers added to single logits: biases, −inf for tokens that are forbidden
+    rows     penalties from counts that are on the device, then −inf for what a mask rules out
+    draw     token = argmax of logit / T plus noise, for all rows of a step at once
+
+They give the same numbers as the kernels of the CPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.sampling.grammar_masks import WORD_BITS
+from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
+
+SEEN: Final = 1 << 30
+"""Bit of a count: the token was among those the host sent. The other bits count outputs."""
+ANY_TOKEN: Final = -1
+"""In ListedEdits.needed: the edit applies whatever the row's last token is."""
+NONE: Final = -1
+"""In RowEditArrays: the row has no counts, or no mask."""
+_LISTED_BLOCK: Final = 128
+_ROW_BLOCK: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ListedEdits:
+    """E numbers added to single logits, as arrays of one device or of the host.
+
+    index: int64 [E], row · V + token. value: float32 [E]; −inf forbids a token.
+    source: int64 [E], a row of `last`. needed: int64 [E]: the edit is made only where this is the
+    last token of the source row; ANY_TOKEN makes it always.
+    """
+
+    index: torch.Tensor
+    value: torch.Tensor
+    source: torch.Tensor
+    needed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowEditArrays:
+    """R rows, each with penalties or a mask or both.
+
+    rows: int64 [R], of the logits. slots: int64 [R], of the counts, or NONE. masks: int64
+    [R], rows of `words`, or NONE. rules: float32 [R, 3], repetition, frequency and presence
+    penalty. words: int32 [M, W], bit i of word j allows token 32 j + i.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    masks: torch.Tensor
+    rules: torch.Tensor
+    words: torch.Tensor
+
+
+def largest_edits(num_rows: int, vocab_size: int) -> list[npt.NDArray[Any]]:
+    """Return the fields of `RowEditArrays`, flat, of a step that takes the most memory.
+
+    Every row has a slot, a penalty of each kind, and a mask that allows all tokens.
+    """
+    rows = np.arange(num_rows, dtype=np.int64)
+    rules = np.tile(np.array([1.1, 0.1, 0.1], dtype=np.float32), num_rows)
+    words = np.full(num_rows * -(-vocab_size // WORD_BITS), -1, dtype=np.int32)
+    return [rows, rows, rows, rules, words]
+
+
+class TritonEdits:
+    """Edits of logits float32 [N, V], contiguous, in place; waits for nothing."""
+
+    def __init__(self) -> None:
+        self.listed_kernel = _listed_kernel()
+        self.kernel = _rows_kernel()
+
+    def add_listed(self, logits: torch.Tensor, listed: ListedEdits, last: torch.Tensor) -> None:
+        """Add numbers to single logits. last: int64, the last token of every row of the worker."""
+        count = len(listed.index)
+        self.listed_kernel[(-(-count // _LISTED_BLOCK),)](
+            logits,
+            listed.index,
+            listed.value,
+            listed.source,
+            listed.needed,
+            last,
+            count,
+            any_token=ANY_TOKEN,
+            block=_LISTED_BLOCK,
+        )
+
+    def edit_rows(self, logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
+        """Make penalties, then write −inf over what masks rule out.
+
+        counts: int32 [S, V]: 0 for a token that was not seen; see SEEN. A product and a
+        difference are rounded each, as on the host.
+        """
+        vocab_size = logits.shape[1]
+        self.kernel[(len(edits.rows), -(-vocab_size // _ROW_BLOCK))](
+            logits,
+            counts,
+            edits.words,
+            edits.rows,
+            edits.slots,
+            edits.masks,
+            edits.rules,
+            vocab_size,
+            edits.words.shape[1],
+            seen=SEEN,
+            block=_ROW_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
+def _listed_kernel() -> Any:
+    """One program for each block of listed edits."""
+    import triton
+    import triton.language as tl
+
+    # Triton reads the annotations too, and knows none but its own.
+    def add_listed(  # type: ignore[no-untyped-def]
+        logits,
+        indices,
+        values,
+        sources,
+        needed,
+        last,
+        count,
+        any_token: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        index = tl.program_id(0) * block + tl.arange(0, block)
+        inside = index < count
+        wanted = tl.load(needed + index, mask=inside, other=any_token)
+        source = tl.load(sources + index, mask=inside, other=0)
+        found = tl.load(last + source, mask=inside, other=0)
+        applies = inside & ((wanted == any_token) | (wanted == found))
+        value = tl.load(values + index, mask=inside, other=0.0)
+        target = tl.load(indices + index, mask=inside, other=0)
+        tl.atomic_add(logits + target, value, mask=applies)
+
+    return triton.jit(add_listed)
+
+
+def _rows_kernel() -> Any:
+    """One program for each chunk of each row."""
+    import triton
+    import triton.language as tl
+
+    # Triton reads the annotations too, and knows none but its own.
+    def edit_chunk(  # type: ignore[no-untyped-def]
+        logits,
+        counts,
+        words,
+        rows,
+        slots,
+        masks,
+        rules,
+        vocab_size,
+        num_words,
+        seen: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        number, chunk = tl.program_id(0), tl.program_id(1)
+        token = chunk * block + tl.arange(0, block)
+        inside = token < vocab_size
+        nothing = tl.zeros_like(token).to(tl.int64)
+        slot, word_row = nothing + tl.load(slots + number), nothing + tl.load(masks + number)
+        address = logits + tl.load(rows + number) * vocab_size + token
+        logit = tl.load(address, mask=inside, other=0.0)
+        entry = tl.load(counts + slot * vocab_size + token, mask=inside & (slot >= 0), other=0)
+        said = (entry & (seen - 1)).to(tl.float32)
+        repetition = tl.load(rules + 3 * number)
+        frequency = tl.load(rules + 3 * number + 1)
+        presence = tl.load(rules + 3 * number + 2)
+        scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
+        changed = scaled - frequency * said - tl.where(said > 0, presence, 0.0)
+        logit = tl.where(entry != 0, changed, logit)
+        word = tl.load(
+            words + word_row * num_words + token // 32, mask=inside & (word_row >= 0), other=0
+        )
+        allowed = (word_row < 0) | (((word >> (token % 32)) & 1) != 0)
+        tl.store(address, tl.where(allowed, logit, float("-inf")), mask=inside)
+
+    return triton.jit(edit_chunk)
+
+
+_DRAW_COUNTERS: Final = 512
+"""Philox counters of a chunk, four tokens each."""
+
+
+class TritonDraw:
+    """The keyed draw of cpu_kernels.py for all rows of a step, in two passes.
+
+        row       [ chunk 0 | chunk 1 | … ]      best sum and token of each chunk, by the kernel
+        result    the best of these, the first among equals, by torch
+
+    Sums are float64, as on a CPU, so that no tie is made by rounding. A temperature of 0 gives
+    the best token of the row.
+    """
+
+    def __init__(self) -> None:
+        self.kernel = _draw_kernel()
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seed: torch.Tensor,
+        choice: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return token ids int64 [N] of logits float32 [N, V], contiguous; wait for nothing.
+
+        temperature: float32 [N], 0 or more. seed, choice, position: int64 [N], the bits of
+        unsigned numbers. −inf is never drawn; equal sums give the lowest id.
+        """
+        num_rows, vocab_size = logits.shape
+        num_chunks = -(-vocab_size // (4 * _DRAW_COUNTERS))
+        sums = logits.new_empty((num_rows, num_chunks), dtype=torch.float64)
+        tokens = logits.new_empty((num_rows, num_chunks), dtype=torch.int64)
+        self.kernel[(num_rows, num_chunks)](
+            logits,
+            temperature,
+            seed,
+            choice,
+            position,
+            sums,
+            tokens,
+            vocab_size,
+            logits.stride(0),
+            num_chunks,
+            stream=STREAM_SAMPLE,
+            rounds=ROUNDS,
+            counters=_DRAW_COUNTERS,
+        )
+        return tokens.gather(1, sums.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def _draw_kernel() -> Any:
+    """One program for each chunk of each row."""
+    import triton
+    import triton.language as tl
+
+    # Triton reads the annotations too, and knows none but its own.
+    def draw_chunk(  # type: ignore[no-untyped-def]
+        logits,
+        temperatures,
+        seeds,
+        choices,
+        positions,
+        sums,
+        tokens,
+        vocab_size,
+        stride,
+        num_chunks,
+        stream: tl.constexpr,
+        rounds: tl.constexpr,
+        counters: tl.constexpr,
+    ):
+        row, chunk = tl.program_id(0), tl.program_id(1)
+        temperature = tl.load(temperatures + row)
+        seed = tl.load(seeds + row)
+        counter = chunk * counters + tl.arange(0, counters)
+        nothing = tl.zeros_like(counter)
+        position = (nothing + tl.load(positions + row)).to(tl.uint32)
+        choice = (nothing + tl.load(choices + row)).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(
+            seed,
+            counter.to(tl.uint32),
+            position,
+            choice,
+            (nothing + stream).to(tl.uint32),
+            rounds,
+        )
+        # Tokens 4 c to 4 c + 3 have the words of counter c.
+        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        token = chunk * counters * 4 + tl.arange(0, counters * 4)
+        inside = token < vocab_size
+        logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+        uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        random = temperature > 0
+        divisor = tl.where(random, temperature, 1.0).to(tl.float64)
+        noise = tl.where(random, -tl.log(-tl.log(uniform)), 0.0)
+        total = logit.to(tl.float64) / divisor + noise
+        most = tl.max(total, 0)
+        first = tl.min(tl.where(total == most, token, vocab_size - 1), 0)
+        tl.store(sums + row * num_chunks + chunk, most)
+        tl.store(tokens + row * num_chunks + chunk, first.to(tl.int64))
+
+    return triton.jit(draw_chunk)

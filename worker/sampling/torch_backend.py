@@ -1,0 +1,260 @@
+"""Sampling in torch and numpy: on a host without compiled kernels, and its filters on any device.
+
+noise      Philox-4x32-10 words, a function of (seed, choice, position, token id) alone
+order      a higher logit first, among equals the lower id; top-k, logprobs and ranks follow it
+filters    min-p, top-k, top-p, each on the distribution that the one before it left
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.sampling.cpu_kernels import Best, RowChange
+from worker.sampling.logit_edits import NEVER, EditsByRow, edit_logits
+from worker.sampling.row_params import FILTERS, RowParams, widened
+
+ROUNDS: Final = 10
+"""Of Philox. Algorithm and constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As
+Easy as 1, 2, 3" (SC 2011), section 3.4."""
+_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_LOW_WORD: Final = np.uint64(0xFFFFFFFF)
+_WORD_BITS: Final = np.uint64(32)
+
+STREAM_SAMPLE: Final = 0
+"""Last counter word of the draws that choose an output token."""
+
+
+def philox_4x32_10(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDArray[np.uint64]:
+    """counter [4, n], 32-bit words held in uint64 → the four output words, [4, n]."""
+    c0, c1, c2, c3 = counter
+    for round_number in range(ROUNDS):
+        keys = [
+            np.uint64((word + round_number * weyl) & 0xFFFFFFFF)
+            for word, weyl in zip(key, _WEYL, strict=True)
+        ]
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> _WORD_BITS) ^ c1 ^ keys[0],
+            product1 & _LOW_WORD,
+            (product0 >> _WORD_BITS) ^ c3 ^ keys[1],
+            product0 & _LOW_WORD,
+        )
+    return np.stack((c0, c1, c2, c3))
+
+
+def token_words(seed: int, choice: int, position: int, num_tokens: int) -> npt.NDArray[np.uint64]:
+    """Word x_i of every token id i in [0, num_tokens): uint64 below 2^32."""
+    num_counters = -(-num_tokens // 4)
+    counter = np.empty((4, num_counters), dtype=np.uint64)
+    counter[0] = np.arange(num_counters, dtype=np.uint64)
+    counter[1], counter[2], counter[3] = position, choice, STREAM_SAMPLE
+    words = philox_4x32_10(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    return words.T.reshape(-1)[:num_tokens]
+
+
+def gumbel_noise(seed: int, choice: int, position: int, num_tokens: int) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise −ln(−ln u_i) with u_i = (x_i + ½)·2⁻³², float64 [num_tokens]."""
+    words = token_words(seed, choice, position, num_tokens).astype(np.float64)
+    uniform = (words + 0.5) * 2.0**-32
+    return -np.log(-np.log(uniform))
+
+
+_LOW_32_BITS: Final = 0xFFFFFFFF
+_VALUE_BITS: Final = 0x7FFFFFFF
+
+
+def order_keys(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [N, V] → int64 [N, V], unique in a row; a better token has a larger key.
+
+    | logit as an order-preserving int32 | 2^32 - 1 - id |
+    """
+    return _pack_keys(logits, torch.arange(logits.shape[1], device=logits.device))
+
+
+def ordered_bits(logits: torch.Tensor) -> torch.Tensor:
+    """float32 to int32 in the same order; both zeros are one."""
+    bits = (logits + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ _VALUE_BITS, bits)
+
+
+def _pack_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return (ordered_bits(logits).long() << 32) | (_LOW_32_BITS - token_ids)
+
+
+def token_ids_of(keys: torch.Tensor) -> torch.Tensor:
+    """The token ids, int64, in keys made by order_keys."""
+    return _LOW_32_BITS - (keys & _LOW_32_BITS)
+
+
+def best_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best token ids of each row in order, int64 [N, count].
+
+    topk leaves open which of several equal logits it takes and in which order; keys
+    decide, over the whole row only where a tie crosses the edge.
+    """
+    if count == 0:
+        return torch.empty(logits.shape[0], 0, dtype=torch.int64)
+    values, ids = logits.topk(count, dim=1)
+    keys = _pack_keys(values, ids).sort(dim=1, descending=True).values
+    tied = ((logits >= values[:, -1:]).sum(dim=1) > count).nonzero().squeeze(1)
+    if len(tied):
+        keys[tied] = order_keys(logits[tied]).topk(count, dim=1).values
+    return token_ids_of(keys)
+
+
+def token_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rank of token_ids int64 [N, 1] in each row, 1 for the best, int64 [N]."""
+    chosen = logits.gather(1, token_ids)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    better = (logits > chosen) | ((logits == chosen) & (ids < token_ids))
+    return better.sum(dim=1) + 1
+
+
+_WORST = torch.iinfo(torch.int64).min
+_SCORE_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FilterPlan:
+    """Which filters the rows of a step need, decided on the host so that no device is waited for.
+
+    most_k: largest top-k below the size of the vocabulary; 0 where no row has one.
+    bounded: every row with a top-p has a top-k, too.
+    """
+
+    min_p: bool
+    most_k: int
+    top_p: bool
+    bounded: bool
+
+    @staticmethod
+    def of(params: RowParams, vocab_size: int) -> "FilterPlan":
+        """Return the plan of rows with these parameters."""
+        top_k = params["top_k"]
+        limited = (top_k > 0) & (top_k < vocab_size)
+        most_k = int(top_k[limited].max(initial=0))
+        nucleus = params["top_p"] < 1
+        bounded = bool((limited | ~nucleus).all())
+        return FilterPlan(bool((params["min_p"] > 0).any()), most_k, bool(nucleus.any()), bounded)
+
+
+def filter_logits(
+    logits: torch.Tensor,
+    plan: FilterPlan,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """Return logits float32 [N, V] with −inf over the tokens that a row's filters drop.
+
+    The order is min-p, top-k, top-p; each sees the distribution that the one before it left. The
+    best token always stays. No vocabulary is sorted: a top-p looks through as many of the best
+    tokens as the largest top-k, where every row with a top-p has one; else see `_nucleus`.
+    temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `widened` gives them,
+    top_k int64 [N], top_p and min_p float64 [N].
+    """
+    scaled = logits / temperature[:, None]
+    if plan.min_p:
+        limit = scaled.amax(dim=1) + min_p.log()
+        scaled = scaled.masked_fill(scaled < limit[:, None], float("-inf"))
+    if plan.most_k:
+        keys = order_keys(scaled)
+        best = keys.topk(plan.most_k, dim=1).values
+        last = best.gather(1, top_k.clamp(1, plan.most_k)[:, None] - 1)
+        limited = (top_k > 0) & (top_k < logits.shape[1])
+        scaled = _drop(scaled, keys, last, limited)
+    if plan.top_p and plan.bounded:
+        keys = order_keys(scaled)
+        best = keys.topk(plan.most_k, dim=1).values
+        log_total = scaled.logsumexp(dim=1, keepdim=True)
+        shares = (scaled.gather(1, token_ids_of(best)) - log_total).exp()
+        reached = shares.cumsum(dim=1, dtype=torch.float64)
+        # The token at which the sum reaches p is the last one in.
+        place = (reached < top_p[:, None]).sum(dim=1, keepdim=True).clamp(max=plan.most_k - 1)
+        scaled = _drop(scaled, keys, best.gather(1, place), top_p < 1)
+    elif plan.top_p:
+        scaled = scaled.masked_fill(~_nucleus(scaled, top_p), float("-inf"))
+    return logits.masked_fill(scaled == float("-inf"), float("-inf"))
+
+
+def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Bool [N, V]: the smallest set of best tokens whose probability reaches top_p [N].
+
+    The value of the last token in it is searched for, a bit at a time:
+
+        scaled    [ 3.1 | 2.0 | 2.0 | 2.0 | 0.4 | … ]      p = 0.9
+        shares      .5    .16   .16   .16   .01            of those above 2.0: .5; from 2.0 on: .98
+        kept      [  x  |  x  |  x  |  x  |     |   ]      of equal ones the lowest ids, until p
+
+    Sums are float64, of shares that are rounded to float32.
+    """
+    wanted = top_p[:, None]
+    order = ordered_bits(scaled)
+    shares = (scaled - scaled.logsumexp(dim=1, keepdim=True)).exp()
+
+    def share_from(least: torch.Tensor) -> torch.Tensor:
+        """Probability of all tokens with at least this value, float64 [N, 1]."""
+        chosen = shares.masked_fill(order < least.to(torch.int32), 0.0)
+        return chosen.sum(dim=1, keepdim=True, dtype=torch.float64)
+
+    # From `low` on p is reached, from `high` on it is not; or it is never reached.
+    low = torch.full_like(wanted, -(1 << _SCORE_BITS - 1), dtype=torch.int64)
+    high = -low
+    for _ in range(_SCORE_BITS):
+        middle = (low + high) >> 1
+        reached = share_from(middle) >= wanted
+        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
+    above, equal = order > low, order == low
+    tied = shares.masked_fill(~equal, 0.0)
+    before = shares.masked_fill(~above, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    # The token at which the sum reaches p is the last one in.
+    before = before + tied.cumsum(dim=1, dtype=torch.float64) - tied
+    return above | (equal & (before < wanted)) | (top_p >= 1)[:, None]
+
+
+def _drop(
+    scaled: torch.Tensor, keys: torch.Tensor, last: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """−inf behind the key `last` [N, 1] of those `rows`, bool [N]."""
+    limit = torch.where(rows[:, None], last, _WORST)
+    return scaled.masked_fill(keys < limit, float("-inf"))
+
+
+class TorchBackend:
+    """SamplingBackend in torch and numpy; draws in float64, row by row."""
+
+    def best(self, logits: torch.Tensor, changes: Sequence[RowChange] = ()) -> Best:
+        largest: npt.NDArray[np.float32] = logits.amax(dim=1).float().numpy()
+        best = Best(largest, logits.argmax(dim=1).numpy())
+        for change in changes:
+            changed = logits[change.row : change.row + 1].float().clone()
+            edit_logits(changed, [(0, change.edits)])
+            changed[0, list(change.suppressed)] = float(NEVER)
+            best.token_ids[change.row] = changed.argmax()
+        return best
+
+    def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
+        edit_logits(logits, edits)
+
+    def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
+        index = torch.from_numpy(rows)
+        some = logits[index]
+        columns = [params["temperature"].copy(), *widened(params, FILTERS)]
+        plan = FilterPlan.of(params, logits.shape[1])
+        logits[index] = filter_logits(some, plan, *map(torch.from_numpy, columns))
+
+    def draw(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams
+    ) -> npt.NDArray[np.int64]:
+        tokens = np.empty(len(rows), dtype=np.int64)
+        for index, (row, record) in enumerate(zip(rows, params, strict=True)):
+            scaled = logits[row].numpy().astype(np.float64) / np.float64(record["temperature"])
+            key = int(record["seed"]), int(record["choice"]), int(record["position"])
+            tokens[index] = np.argmax(scaled + gumbel_noise(*key, len(scaled)))
+        return tokens
