@@ -280,8 +280,8 @@ class BusyLoop:
             self._in_flight.append(output)
         elif not (
             wanted
-            or output.finished_handles
-            or output.preempted_handles
+            or output.finished_seq_ids
+            or output.preempted_seq_ids
             or output.connector_metadata
         ):
             assert self._may_wait, "no request can progress"
@@ -338,5 +338,5 @@ class BusyLoop:
 
 def _check_empty(result: ModelRunnerOutput) -> None:
     """Raise WorkerFailedError if a result belongs to no step in flight and is not empty."""
-    if result.handles:
+    if result.seq_ids:
         raise WorkerFailedError(0, f"answered step {result.step} unasked")

@@ -1,6 +1,6 @@
 """What the front ends ask for, turned into calls of the scheduler.
 
-Owns the minting of handles. Whatever is wrong with one request ends as one output
+Owns the minting of seq_ids. Whatever is wrong with one request ends as one output
 of that request and harms nothing else. Knows no sockets.
 """
 
@@ -216,8 +216,8 @@ class InputProcessor:
                 return
             self._scheduler.queue_limits.check(message)
             accepted = self._grammars.admit(client, message)
-            mint_handle = self._scheduler.mint_handle
-            for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
+            next_seq_id = self._scheduler.next_seq_id
+            for request in choices_of(message, next_seq_id, client, self._kv_cache.hasher):
                 if message.resumable:
                     self._scheduler.sessions.open(request)
                 self._add(request, message)

@@ -71,7 +71,7 @@ class Request:
     """One choice being generated. Only engine_core/scheduler changes it.
 
     Identity, fixed:
-        handle: names it towards the worker, never used twice in an epoch.
+        seq_id: names it towards the worker, never used twice in an epoch.
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
@@ -120,7 +120,6 @@ class Request:
         "crash_count",
         "finds_retained_prefix",
         "first_info_sent",
-        "handle",
         "job_arrival",
         "kv_transfer_params",
         "label",
@@ -143,6 +142,7 @@ class Request:
         "sampling_params",
         "scheduled_at",
         "seed",
+        "seq_id",
         "skip_reading_prefix_cache",
         "spec_token_ids",
         "status",
@@ -154,7 +154,7 @@ class Request:
     def __init__(
         self,
         *,
-        handle: int,
+        seq_id: int,
         request_id: int,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
@@ -174,7 +174,7 @@ class Request:
         reader: int = 0,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
-        self.handle = handle
+        self.seq_id = seq_id
         self.request_id = request_id
         self.choice = choice
         self.client_index = client_index
@@ -222,7 +222,7 @@ class Request:
         self.repetition = sampling_params.repetition
         self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
 
-    def next_turn(self, handle: int) -> "Request":
+    def next_turn(self, seq_id: int) -> "Request":
         """The request that goes on where this one, a finished turn of a session, ended.
 
             this one    |------- prompt -------|---- outputs ----|x|
@@ -233,7 +233,7 @@ class Request:
         """
         assert self.num_output_tokens > 0, f"{self!r} is not over"
         return Request(
-            handle=handle,
+            seq_id=seq_id,
             request_id=self.request_id,
             prompt_token_ids=self.all_token_ids[:-1],
             sampling_params=self.sampling_params,
@@ -313,20 +313,20 @@ class Request:
         return self.order < other.order
 
     def __hash__(self) -> int:
-        return self.handle
+        return self.seq_id
 
     def __repr__(self) -> str:
         return (
-            f"Request(handle={self.handle}, request_id={self.request_id}, choice={self.choice}, "
+            f"Request(seq_id={self.seq_id}, request_id={self.request_id}, choice={self.choice}, "
             f"{self.status.name}, tokens={self.num_prompt_tokens}+{self.num_output_tokens}, "
             f"computed={self.num_computed_tokens})"
         )
 
 
 def choices_of(
-    message: EngineCoreRequest, mint_handle: Callable[[], int], client_index: int, hasher: Hasher
+    message: EngineCoreRequest, next_seq_id: Callable[[], int], client_index: int, hasher: Hasher
 ) -> list[Request]:
-    """The choices of a message that still need tokens, each with a fresh handle.
+    """The choices of a message that still need tokens, each with a fresh seq_id.
 
     They share the prompt, whose hashes are computed once.
     """
@@ -335,7 +335,7 @@ def choices_of(
     outputs = dict(enumerate(message.output_token_ids))
     return [
         Request(
-            handle=mint_handle(),
+            seq_id=next_seq_id(),
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
             sampling_params=message.sampling_params,

@@ -10,7 +10,7 @@ the index of its first token, so that repeated tokens after a restart are recogn
     63      55 54          40 39                                0
     | client  | incarnation  | counter                          |
 
-    handle     32 bits, made by the engine at admission; names a sequence (one choice of a
+    seq_id     32 bits, made by the engine at admission; names a sequence (one choice of a
                request) between engine and workers, and is not reused within an epoch
 
 A session is a request whose input comes in parts. Each part is a turn, which ends as a request

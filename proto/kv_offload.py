@@ -45,13 +45,13 @@ class OffloadMetadata(msgspec.Struct, array_like=True, frozen=True):
     loads: to begin before the step. stores: to begin with the step that follows, so that
     they do not stand in the way of this one's tokens. flush: jobs that have to be over before the
     step is computed (there are too few free blocks, and these are held until then).
-    load_handles: of the requests that wait for them, parallel to `loads`.
+    load_seq_ids: of the requests that wait for them, parallel to `loads`.
     """
 
     loads: list[TransferJob] = []
     stores: list[TransferJob] = []
     flush: list[int] = []
-    load_handles: list[int] = []
+    load_seq_ids: list[int] = []
 
 
 class FinishedJob(msgspec.Struct, array_like=True, frozen=True):

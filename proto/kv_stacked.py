@@ -31,7 +31,7 @@ class MultiStep(msgspec.Struct, array_like=True, frozen=True):
 class MultiReport(msgspec.Struct, array_like=True, frozen=True):
     """What each child of this rank reports, in the order of the children.
 
-    sending: handles whose blocks it does not read any more.
+    sending: seq_ids whose blocks it does not read any more.
     """
 
     parts: list[bytes]

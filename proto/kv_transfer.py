@@ -41,8 +41,8 @@ def unpack(payload: Payload, message_type: type[T]) -> T:
 class KVConnectorOutput(msgspec.Struct, array_like=True, frozen=True):
     """What the copying half of one worker has finished since its last report.
 
-    finished_sending: handles whose blocks nobody reads any more, of requests that are over.
-    finished_recving: handles whose loads have ended, well or not.
+    finished_sending: seq_ids whose blocks nobody reads any more, of requests that are over.
+    finished_recving: seq_ids whose loads have ended, well or not.
     invalid_block_ids: device blocks that a load was to fill, and that do not hold what they should.
     worker_metadata: for the deciding half, of this one rank.
     """

@@ -9,14 +9,14 @@ from proto.errors import ErrorInfo
 class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities of one sequence."""
 
-    handle: int
+    seq_id: int
     arrays: LogprobsArrays
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Sampled tokens and log-probabilities of one step.
 
-    handles: every sequence of the step, in the order new requests, cached requests.
+    seq_ids: every sequence of the step, in the order new requests, cached requests.
     sampled_token_ids: parallel; empty for a sequence whose prompt is not complete yet.
     logprobs: of the sampled tokens, for sequences that request them.
     prompt_logprobs: of positions computed in this step, for sequences that request them;
@@ -24,7 +24,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     compute_seconds: time from the message to the sampled tokens; for steps queued on a device,
         from the end of the step before.
     error: the step failed, and the worker exits.
-    failed_handles: sequences whose hidden states or logits are not finite. They have no
+    failed_seq_ids: sequences whose hidden states or logits are not finite. They have no
         sampled tokens.
     candidates: for rows of a beam search whose last token is computed, the best next tokens in
         order, without ranks; nothing is sampled for them.
@@ -32,11 +32,11 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
     epoch: int
     step: int
-    handles: list[int]
+    seq_ids: list[int]
     sampled_token_ids: list[list[int]]
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[RowLogprobs] = []
     compute_seconds: float = 0.0
     error: ErrorInfo | None = None
-    failed_handles: list[int] = []
+    failed_seq_ids: list[int] = []
     candidates: list[RowLogprobs] = []

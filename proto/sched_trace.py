@@ -5,7 +5,7 @@ reader ignores unknown fields. The first line is the header. A trace holds names
 but no text, token ids or hashes of them (see `Content`).
 
 Times are whole microseconds since the header's `started_at`. A sequence (one choice of a request)
-is named by its handle, which is unique in a trace.
+is named by its seq_id, which is unique in a trace.
 
     header
     arrival 0
@@ -25,7 +25,7 @@ from proto.config import SchedulerConfig
 from proto.errors import ProtocolError
 from proto.lifecycle import KVGroup
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the format; incremented by changes that break readers."""
 MAX_PINS: Final = 64
 """Maximum number of pins in a snapshot."""
@@ -86,7 +86,7 @@ class Arrival(_Line, frozen=True, kw_only=True, tag="arrival"):
     outputs. reads_cache: whether prefix cache lookups are allowed.
     """
 
-    handle: int
+    seq_id: int
     request_id: int
     choice: int = 0
     arrived_us: int
@@ -150,7 +150,7 @@ class PrefixHit(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, g
     loaded by `connector`, within the step or (asynchronous) before it.
     """
 
-    handle: int
+    seq_id: int
     num_tokens: int
     local_tokens: int = 0
     external_tokens: int = 0
@@ -159,7 +159,7 @@ class PrefixHit(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, g
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """What a step computes: lists of handles, each with a parallel list of token counts.
+    """What a step computes: lists of seq_ids, each with a parallel list of token counts.
 
     new: admitted for the first time; resumed: admitted again; hits: of both.
     running, running_tokens: sequences that ran already; an empty list of counts means 1 each.
@@ -205,7 +205,7 @@ class Finish(_Line, frozen=True, kw_only=True, tag="finish"):
     num_cached_tokens: cached tokens at its first admission. blocks: of all its tokens.
     """
 
-    handle: int
+    seq_id: int
     reason: str
     num_output_tokens: int
     num_cached_tokens: int = 0
@@ -225,7 +225,7 @@ class PinBegin(_Line, frozen=True, kw_only=True, tag="pin"):
     """A job retains blocks after a turn. ttl_us: for at most this long."""
 
     job: str
-    handle: int
+    seq_id: int
     num_blocks: int
     ttl_us: int = 0
 

@@ -153,9 +153,9 @@ class InFlight:
             return
         self._arrived = list(self._download.arrays())
         self._seconds = self._device_time.end(self._begun.started)
-        inputs, handles = self._begun.inputs, self._begun.handles
+        inputs, seq_ids = self._begun.inputs, self._begun.seq_ids
         self._rows.fill_in(
-            [handles[at] for at in self._sequences.tolist()],
+            [seq_ids[at] for at in self._sequences.tolist()],
             inputs.rows[self._sequences],
             self._positions,
             self._arrived[0].astype(np.int64),
@@ -167,7 +167,7 @@ class InFlight:
         token_ids, best, odd = self._arrived[:3]
         broken = sequences_of(torch.from_numpy(odd), self._begun.inputs.query_start)
         broken[self._sequences] |= ~np.isfinite(best)
-        sampled: list[list[int]] = [[] for _ in self._begun.handles]
+        sampled: list[list[int]] = [[] for _ in self._begun.seq_ids]
         for sequence, token_id in zip(self._sequences.tolist(), token_ids.tolist(), strict=True):
             if not broken[sequence]:
                 sampled[sequence].append(token_id)
@@ -182,7 +182,7 @@ class InFlight:
             self._arrived[3:], wanted.num_logprobs, wanted.position, wanted.named
         )
         return [
-            RowLogprobs(self._begun.handles[sequence], arrays)
+            RowLogprobs(self._begun.seq_ids[sequence], arrays)
             for sequence, arrays in zip(self._sequences[wanted.at].tolist(), packed, strict=True)
             if not broken[sequence]
         ]
@@ -221,7 +221,7 @@ class AsyncModelRunner:
             output = self._runner.complete(begun, masks)
             self._device_time.end(begun.started)
             return Done(output)
-        grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
+        grammars = masks.masks_of(step) if step.constrained_seq_ids else NO_GRAMMARS
         # Edits of scores allow for one token that is not known, that of the step before.
         self._settle(self._in_flight[:-1])
         launched = self._queue(begun, grammars)
@@ -237,14 +237,14 @@ class AsyncModelRunner:
         inputs, rows = begun.inputs, self._rows
         sequences = inputs.samples.nonzero()[0]
         at = inputs.rows[sequences]
-        handles = [begun.handles[each] for each in sequences.tolist()]
+        seq_ids = [begun.seq_ids[each] for each in sequences.tolist()]
         odd = odd_tokens(begun.hidden)
-        wanted = self._sampler.logprobs_of(at, handles)
+        wanted = self._sampler.logprobs_of(at, seq_ids)
         logprobs: list[torch.Tensor] = []
         if len(at):
             scores = self._runner.scores(begun)
             best = scores.amax(dim=1).float()
-            token_ids, logprobs = self._sampler.sample(scores, at, handles, grammars, wanted)
+            token_ids, logprobs = self._sampler.sample(scores, at, seq_ids, grammars, wanted)
             self._tokens.keep(self._placement.send([at])[0], token_ids)
         else:
             best, token_ids = odd.new_empty(0, dtype=torch.float32), odd.new_empty(0).long()

@@ -63,7 +63,7 @@ _OTHER_BYTES = 256
 class RowState:
     """What never changes about a sequence."""
 
-    handle: int
+    seq_id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
@@ -115,27 +115,25 @@ class InputBatch:
 
         The order is that of the step: new requests, then cached ones. int64 [num_sequences].
         """
-        for handle in step.finished_handles:
-            self._forget(handle)
-        for handle in step.preempted_handles:
-            self._release_row(handle)
+        for seq_id in step.finished_seq_ids:
+            self._forget(seq_id)
+        for seq_id in step.preempted_seq_ids:
+            self._release_row(seq_id)
         for new in step.new_requests:
             self._add(new)
         cached = step.cached_requests
-        resumed = dict(zip(cached.resumed_handles, cached.resumed_output_token_ids, strict=True))
-        for handle, block_ids in zip(cached.handles, cached.new_block_ids, strict=True):
-            if handle in resumed:
-                self._place(self._sequences[handle], resumed[handle])
+        resumed = dict(zip(cached.resumed_seq_ids, cached.resumed_output_token_ids, strict=True))
+        for seq_id, block_ids in zip(cached.seq_ids, cached.new_block_ids, strict=True):
+            if seq_id in resumed:
+                self._place(self._sequences[seq_id], resumed[seq_id])
                 assert block_ids is not None, "a resumed sequence brings its block table"
-                self.block_table.replace(self._row_of[handle], block_ids)
+                self.block_table.replace(self._row_of[seq_id], block_ids)
             elif block_ids is not None:
-                self.block_table.append(self._row_of[handle], block_ids)
-        for handle, token_id in zip(
-            cached.dictated_handles, cached.dictated_token_ids, strict=True
-        ):
-            self.append_sampled(np.array([self._row_of[handle]]), np.array([token_id]))
-        handles = [new.handle for new in step.new_requests] + cached.handles
-        return np.fromiter(map(self._row_of.__getitem__, handles), np.int64, len(handles))
+                self.block_table.append(self._row_of[seq_id], block_ids)
+        for seq_id, token_id in zip(cached.forced_seq_ids, cached.forced_token_ids, strict=True):
+            self.append_sampled(np.array([self._row_of[seq_id]]), np.array([token_id]))
+        seq_ids = [new.seq_id for new in step.new_requests] + cached.seq_ids
+        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def append_sampled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Each of `rows` [n] gets one more token."""
@@ -154,16 +152,16 @@ class InputBatch:
 
     def fill_in(
         self,
-        handles: list[int],
+        seq_ids: list[int],
         rows: NDArray[np.int64],
         places: NDArray[np.int64],
         token_ids: NDArray[np.int64],
     ) -> None:
         """What `append_pending` left open, all [n]; nothing for a row that is another's by now."""
-        for handle, row, place, token_id in zip(
-            handles, rows.tolist(), places.tolist(), token_ids.tolist(), strict=True
+        for seq_id, row, place, token_id in zip(
+            seq_ids, rows.tolist(), places.tolist(), token_ids.tolist(), strict=True
         ):
-            if self._row_of.get(handle) == row and self.token_ids[row, place] == PENDING:
+            if self._row_of.get(seq_id) == row and self.token_ids[row, place] == PENDING:
                 self.token_ids[row, place] = token_id
                 if row in self.edits:
                     self.edits[row].append(token_id)
@@ -197,14 +195,14 @@ class InputBatch:
         params["position"] = self.num_outputs(rows)
         return params
 
-    def params(self, handle: int) -> SamplingParams:
+    def params(self, seq_id: int) -> SamplingParams:
         """The sampling parameters of a sequence."""
-        return self._sequences[handle].params
+        return self._sequences[seq_id].params
 
     def clear(self) -> None:
         """Forget every sequence."""
-        for handle in list(self._sequences):
-            self._forget(handle)
+        for seq_id in list(self._sequences):
+            self._forget(seq_id)
 
     @property
     def num_sequences(self) -> int:
@@ -213,17 +211,17 @@ class InputBatch:
 
     def _add(self, new: NewRequestData) -> None:
         sequence = RowState(
-            new.handle, new.prompt_token_ids, new.sampling_params, new.seed, new.choice
+            new.seq_id, new.prompt_token_ids, new.sampling_params, new.seed, new.choice
         )
-        self._sequences[new.handle] = sequence
+        self._sequences[new.seq_id] = sequence
         self._place(sequence, new.output_token_ids)
-        self.block_table.replace(self._row_of[new.handle], new.block_ids)
+        self.block_table.replace(self._row_of[new.seq_id], new.block_ids)
 
     def _place(self, sequence: RowState, output_token_ids: list[int]) -> None:
         """Fill a row: the one that the sequence has, or a free one."""
-        if sequence.handle not in self._row_of:
-            self._row_of[sequence.handle] = self._free.pop()
-        row = self._row_of[sequence.handle]
+        if sequence.seq_id not in self._row_of:
+            self._row_of[sequence.seq_id] = self._free.pop()
+        row = self._row_of[sequence.seq_id]
         prompt_end = len(sequence.prompt_token_ids)
         end = prompt_end + len(output_token_ids)
         self.token_ids[row, :prompt_end] = sequence.prompt_token_ids
@@ -247,15 +245,15 @@ class InputBatch:
         if params.edits is not None:
             self.edits[row] = RowEdits(params.edits, sequence.prompt_token_ids, output_token_ids)
 
-    def _release_row(self, handle: int) -> None:
-        row = self._row_of.pop(handle)
+    def _release_row(self, seq_id: int) -> None:
+        row = self._row_of.pop(seq_id)
         self.edits.pop(row, None)
         self._free.append(row)
 
-    def _forget(self, handle: int) -> None:
-        if handle in self._row_of:
-            self._release_row(handle)
-        self._sequences.pop(handle, None)
+    def _forget(self, seq_id: int) -> None:
+        if seq_id in self._row_of:
+            self._release_row(seq_id)
+        self._sequences.pop(seq_id, None)
 
 
 # The arrays of one step, built from rows and counts with numpy.

@@ -44,14 +44,14 @@ NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 class ForwardOutput:
     """A step whose hidden states are computed, or queued to be.
 
-    handles: of the sequences as `inputs` has them. back: place of each sequence of the
+    seq_ids: of the sequences as `inputs` has them. back: place of each sequence of the
     step among those. hidden [T, H] and last_token, that of the inputs, are where the model is.
     """
 
     step: SchedulerOutput
     started: float
     inputs: StepInputs
-    handles: list[int]
+    seq_ids: list[int]
     back: list[int]
     hidden: torch.Tensor
     last_token: torch.Tensor
@@ -72,12 +72,12 @@ class ForwardOutput:
         return ModelRunnerOutput(
             self.step.epoch,
             self.step.step,
-            [self.handles[at] for at in self.back],
+            [self.seq_ids[at] for at in self.back],
             [sampled[at] for at in self.back],
             logprobs,
             prompt_logprobs,
             seconds,
-            failed_handles=[self.handles[at] for at in broken.nonzero()[0].tolist()],
+            failed_seq_ids=[self.seq_ids[at] for at in broken.nonzero()[0].tolist()],
             candidates=candidates,
         )
 
@@ -157,12 +157,12 @@ class ModelRunner:
             if len(block_copies):
                 self.kv_cache.copy_blocks(*self._placement.send(list(block_copies.T)))
             return ModelRunnerOutput(step.epoch, step.step, [], [])
-        handles = [new.handle for new in step.new_requests] + step.cached_requests.handles
-        back = list(range(len(handles)))
+        seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
+        back = list(range(len(seq_ids)))
         if self._placement.decodes_first:
             order = decodes_first(step)
             inputs = build_inputs(step, step_rows, self._rows, order)
-            handles = [handles[at] for at in order]
+            seq_ids = [seq_ids[at] for at in order]
             back = np.argsort(order).tolist()
         else:
             inputs = build_inputs(step, step_rows, self._rows)
@@ -178,15 +178,15 @@ class ModelRunner:
         if len(block_copies):
             self.kv_cache.copy_blocks(sources, copies)
         hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)
-        return ForwardOutput(step, started, inputs, handles, back, hidden, last_token)
+        return ForwardOutput(step, started, inputs, seq_ids, back, hidden, last_token)
 
     @torch.inference_mode()
     def complete(self, begun: ForwardOutput, masks: MaskSource) -> ModelRunnerOutput:
         """Sample on the host; every row has its tokens then. masks: as of `execute`."""
-        inputs, handles = begun.inputs, begun.handles
+        inputs, seq_ids = begun.inputs, begun.seq_ids
         broken = self._broken_before_scores(inputs, begun.hidden)
         chosen = self._sample(begun, broken, masks)
-        prompts = self._prompt_logprobs(inputs, begun.hidden, handles, broken)
+        prompts = self._prompt_logprobs(inputs, begun.hidden, seq_ids, broken)
         seconds = time.monotonic() - begun.started
         return begun.output(
             chosen.tokens, broken, chosen.logprobs, prompts, chosen.candidates, seconds
@@ -217,14 +217,14 @@ class ModelRunner:
     def _sample(self, begun: ForwardOutput, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
         """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""
         if len(begun.inputs.last_token) == 0:
-            return Chosen([[] for _ in begun.handles], [], [])
+            return Chosen([[] for _ in begun.seq_ids], [], [])
 
         def grammars() -> GrammarOutput:
-            constrained = begun.step.constrained_handles
+            constrained = begun.step.constrained_seq_ids
             return masks.masks_of(begun.step) if constrained else NO_GRAMMARS
 
         scores = self._placement.fetch(self.scores(begun))
-        return self._step_sampler.choose(begun.inputs, begun.handles, scores, broken, grammars)
+        return self._step_sampler.choose(begun.inputs, begun.seq_ids, scores, broken, grammars)
 
     def scores(self, begun: ForwardOutput) -> torch.Tensor:
         """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
@@ -234,7 +234,7 @@ class ModelRunner:
         self,
         inputs: StepInputs,
         hidden: torch.Tensor,
-        handles: list[int],
+        seq_ids: list[int],
         broken: NDArray[np.bool_],
     ) -> list[RowLogprobs]:
         """Position p's hidden state gives the log-probability of prompt token p + 1."""
@@ -253,7 +253,7 @@ class ModelRunner:
                 int(self._rows.num_prompt_logprobs[row]),
                 first,
             )
-            found.append(RowLogprobs(handles[sequence], arrays))
+            found.append(RowLogprobs(seq_ids[sequence], arrays))
         return found
 
     def _prompt_arrays(

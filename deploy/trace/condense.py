@@ -105,19 +105,19 @@ class Condenser:
         condensed.end = max(condensed.end, line.time_us)
         match line:
             case Arrival():
-                row = self._rows[line.handle] = len(condensed.arrivals)
+                row = self._rows[line.seq_id] = len(condensed.arrivals)
                 condensed.arrivals.append(line)
-                self._lives[line.handle] = _Life(row, State.QUEUED, line.time_us)
+                self._lives[line.seq_id] = _Life(row, State.QUEUED, line.time_us)
             case Step():
                 self._step(line)
             case Result():
                 self._result(line)
             case Finish():
-                self._end(line.handle, line.time_us)
-                condensed.finishes[line.handle] = line
+                self._end(line.seq_id, line.time_us)
+                condensed.finishes[line.seq_id] = line
             case PinBegin():
                 self._unpin(line.job, line.time_us)
-                self._pins[line.job] = (self._rows[line.handle], line.time_us)
+                self._pins[line.job] = (self._rows[line.seq_id], line.time_us)
             case PinEnd():
                 self._unpin(line.job, line.time_us)
             case Event():
@@ -128,8 +128,8 @@ class Condenser:
     def finish(self) -> Condensed:
         """No more lines: what is under way lasts until the end."""
         end = self.condensed.end
-        for handle in list(self._lives):
-            self._end(handle, end)
+        for seq_id in list(self._lives):
+            self._end(seq_id, end)
         for job in list(self._pins):
             self._unpin(job, end)
         self.condensed.segments.sort(key=lambda each: (each[0], each[2]))
@@ -137,11 +137,11 @@ class Condenser:
 
     def _step(self, line: Step) -> None:
         made, condensed = line.decision, self.condensed
-        for handle in made.preempted:
-            self._turn(handle, State.PREEMPTED, line.time_us)
+        for seq_id in made.preempted:
+            self._turn(seq_id, State.PREEMPTED, line.time_us)
         for hit in made.hits:
-            self._turn(hit.handle, State.PREFILL, line.time_us)
-            life = self._lives.get(hit.handle)
+            self._turn(hit.seq_id, State.PREFILL, line.time_us)
+            life = self._lives.get(hit.seq_id)
             if life is not None:
                 life.missing = hit.num_tokens - hit.local_tokens - hit.external_tokens
         num_prefill = self._compute(line.step, made)
@@ -172,32 +172,32 @@ class Condenser:
         """Count what sequences still miss; returns the tokens of those that miss something."""
         num_prefill = 0
         ones = [1] * len(made.running)
-        for handle, number in (
+        for seq_id, number in (
             *zip(made.new, made.new_tokens, strict=True),
             *zip(made.resumed, made.resumed_tokens, strict=True),
             *zip(made.running, made.running_tokens or ones, strict=True),
         ):
-            life = self._lives.get(handle)
+            life = self._lives.get(seq_id)
             if life is not None and life.missing > 0:
                 life.missing -= number
                 num_prefill += number
                 if life.missing <= 0:
-                    self._complete_after.setdefault(step, []).append(handle)
+                    self._complete_after.setdefault(step, []).append(seq_id)
         return num_prefill
 
     def _result(self, line: Result) -> None:
         index = self._index_of_step.pop(line.step, None)
         if index is not None:
             self.condensed.step_ends[index] = line.time_us
-        for handle in line.first:
-            self.condensed.firsts[handle] = line.time_us
-        for handle in self._complete_after.pop(line.step, ()):
-            life = self._lives.get(handle)
+        for seq_id in line.first:
+            self.condensed.firsts[seq_id] = line.time_us
+        for seq_id in self._complete_after.pop(line.step, ()):
+            life = self._lives.get(seq_id)
             if life is not None and life.state is State.PREFILL:
-                self._turn(handle, State.DECODE, line.time_us)
+                self._turn(seq_id, State.DECODE, line.time_us)
 
-    def _turn(self, handle: int, state: State, time: int) -> None:
-        life = self._lives.get(handle)
+    def _turn(self, seq_id: int, state: State, time: int) -> None:
+        life = self._lives.get(seq_id)
         if life is None:
             return
         self._segment(life.row, life.state, life.since, time)
@@ -207,8 +207,8 @@ class Condenser:
         if end > start:
             self.condensed.segments.append((row, int(state), start, end))
 
-    def _end(self, handle: int, time: int) -> None:
-        life = self._lives.pop(handle, None)
+    def _end(self, seq_id: int, time: int) -> None:
+        life = self._lives.pop(seq_id, None)
         if life is not None:
             self._segment(life.row, life.state, life.since, time)
 

@@ -91,14 +91,14 @@ def _columns(condensed: Condensed) -> _Columns:
     columns.add("segment_from", "d", [each[2] for each in segments])
     columns.add("segment_to", "d", [each[3] for each in segments])
     columns.add("arrival", "d", [each.time_us for each in arrivals])
-    columns.add("first", "d", [firsts.get(each.handle, -1) for each in arrivals])
-    finishes = [ends.get(each.handle) for each in arrivals]
+    columns.add("first", "d", [firsts.get(each.seq_id, -1) for each in arrivals])
+    finishes = [ends.get(each.seq_id) for each in arrivals]
     columns.add("end", "d", [each.time_us if each else last for each in finishes])
     for name in STEP_COLUMNS:
         columns.add(name, "i", condensed.steps[name])
     columns.add("segment_row", "i", [each[0] for each in segments])
     columns.add("segment_state", "i", [each[1] for each in segments])
-    columns.add("handle", "i", [each.handle for each in arrivals])
+    columns.add("seq_id", "i", [each.seq_id for each in arrivals])
     columns.add("prompt", "i", [each.num_prompt_tokens for each in arrivals])
     columns.add("priority", "i", [each.priority for each in arrivals])
     columns.add("output", "i", [each.num_output_tokens if each else 0 for each in finishes])
@@ -109,7 +109,7 @@ def _columns(condensed: Condensed) -> _Columns:
 
 def _about(condensed: Condensed, name: str) -> dict[str, Any]:
     header, arrivals = condensed.header, condensed.arrivals
-    finishes = [condensed.finishes.get(each.handle) for each in arrivals]
+    finishes = [condensed.finishes.get(each.seq_id) for each in arrivals]
     return {
         "name": name,
         "states": [each.name.lower() for each in State],

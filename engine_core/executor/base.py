@@ -72,7 +72,7 @@ class Executor(Protocol):
     def take_reports(self) -> list[KVConnectorOutput]:
         """What workers have finished for the KV connector, told before `receive`'s steps.
 
-        One for each report of each rank, in order; the handles are those that all ranks have
+        One for each report of each rank, in order; the seq_ids are those that all ranks have
         finished with it.
         """
         ...

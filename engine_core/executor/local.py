@@ -34,7 +34,7 @@ class ReportJoiner:
         self._recving: dict[int, int] = {}
 
     def join(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """One rank's report, of which only those handles are left that all ranks have finished."""
+        """One rank's report, of which only those seq_ids are left that all ranks have finished."""
         if self._num_ranks == 1:
             return output
         return KVConnectorOutput(
@@ -44,13 +44,13 @@ class ReportJoiner:
             output.worker_metadata,
         )
 
-    def _count(self, left: dict[int, int], handles: Sequence[int]) -> list[int]:
+    def _count(self, left: dict[int, int], seq_ids: Sequence[int]) -> list[int]:
         finished = []
-        for handle in handles:
-            left[handle] = left.get(handle, self._num_ranks) - 1
-            if not left[handle]:
-                del left[handle]
-                finished.append(handle)
+        for seq_id in seq_ids:
+            left[seq_id] = left.get(seq_id, self._num_ranks) - 1
+            if not left[seq_id]:
+                del left[seq_id]
+                finished.append(seq_id)
         return finished
 
 

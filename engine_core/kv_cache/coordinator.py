@@ -98,13 +98,13 @@ class NoCacheCoordinator:
         """The longest prefix of at most `max_tokens` tokens that every group holds."""
         return NOTHING_COMPUTED
 
-    def release_passed(self, handle: int, num_computed: int) -> None:
+    def release_passed(self, seq_id: int, num_computed: int) -> None:
         """Give back what tokens from position `num_computed` on do not need."""
         for group in self._windows:
-            group.release_passed(handle, num_computed)
+            group.release_passed(seq_id, num_computed)
 
     def num_new_blocks(
-        self, handle: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
+        self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
     ) -> int:
         """Blocks that `extend` would append after `attach`; changes nothing.
 
@@ -113,36 +113,36 @@ class NoCacheCoordinator:
         num_new = 0
         for number, group in enumerate(self.groups):
             num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
-            num_new += group.num_new_blocks(handle, num_slots, num_hits, num_computed)
+            num_new += group.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
         return num_new
 
-    def attach(self, handle: int, computed: ComputedBlocks) -> None:
+    def attach(self, seq_id: int, computed: ComputedBlocks) -> None:
         """Start the tables of a sequence with blocks that hold its prefix, referencing them."""
         for number, group in enumerate(self.groups):
-            group.attach(handle, computed.block_ids[number] if computed.num_tokens else ())
+            group.attach(seq_id, computed.block_ids[number] if computed.num_tokens else ())
 
-    def extend(self, handle: int, num_slots: int) -> BlockIds:
+    def extend(self, seq_id: int, num_slots: int) -> BlockIds:
         """Append new blocks until every table has room; returns them per group."""
-        return [group.extend(handle, num_slots) for group in self.groups]
+        return [group.extend(seq_id, num_slots) for group in self.groups]
 
-    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         """Make what the first `num_tokens` tokens filled findable.
 
         Returns a number of slots: as long as fewer are wanted, no group has work.
         """
         return min(
-            [group.register_full_blocks(handle, content, num_tokens) for group in self.groups]
+            [group.register_full_blocks(seq_id, content, num_tokens) for group in self.groups]
         )
 
-    def rename(self, handle: int, new_handle: int) -> None:
-        """The sequence, which has tables, goes by another handle from now on."""
+    def rename(self, seq_id: int, new_seq_id: int) -> None:
+        """The sequence, which has tables, has another seq_id from now on."""
         for group in self.groups:
-            group.rename(handle, new_handle)
+            group.rename(seq_id, new_seq_id)
 
-    def free(self, handle: int) -> None:
+    def free(self, seq_id: int) -> None:
         """Give back all blocks of a sequence, group by group, last block first."""
         for group in self.groups:
-            group.free(handle)
+            group.free(seq_id)
 
 
 class UnitaryCoordinator(NoCacheCoordinator):
@@ -159,13 +159,13 @@ class UnitaryCoordinator(NoCacheCoordinator):
         return ComputedBlocks((hits,), len(hits) * self._only.block_size)
 
     def num_new_blocks(
-        self, handle: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
+        self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
     ) -> int:
         num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
-        return self._only.num_new_blocks(handle, num_slots, num_hits, num_computed)
+        return self._only.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
 
-    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
-        return self._only.register_full_blocks(handle, content, num_tokens)
+    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._only.register_full_blocks(seq_id, content, num_tokens)
 
 
 class HybridCoordinator(NoCacheCoordinator):

@@ -17,14 +17,14 @@ from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks
 from engine_core.kv_cache.groups import FullAttentionGroup
 
 
-def fork_of(groups: Sequence[FullAttentionGroup], handle: int, num_tokens: int) -> ComputedBlocks:
-    """What a new sequence can start from that shares its first tokens with sequence `handle`.
+def fork_of(groups: Sequence[FullAttentionGroup], seq_id: int, num_tokens: int) -> ComputedBlocks:
+    """What a new sequence can start from that shares its first tokens with sequence `seq_id`.
 
     NOTHING_COMPUTED where a window of the source has passed what the next token sees.
     """
     shared, tails = [], []
     for group in groups:
-        blocks = group.find_fork(handle, num_tokens)
+        blocks = group.find_fork(seq_id, num_tokens)
         if not blocks:
             return NOTHING_COMPUTED
         num_full = num_tokens // group.block_size

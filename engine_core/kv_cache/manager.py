@@ -97,7 +97,7 @@ class KVCacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
-        if request.handle in self._recheck_after:
+        if request.seq_id in self._recheck_after:
             return NOTHING_COMPUTED
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
@@ -108,9 +108,9 @@ class KVCacheManager:
         where a window of the source has passed what the next token sees, or where it is not known
         yet whether its KV was loaded. Changes nothing.
         """
-        if source.handle in self._confirmed_until:
+        if source.seq_id in self._confirmed_until:
             return NOTHING_COMPUTED
-        return fork_of(self.groups, source.handle, num_tokens)
+        return fork_of(self.groups, source.seq_id, num_tokens)
 
     def branch(self, request: Request, source: Request, num_tokens: int) -> int:
         """Give a request that holds no blocks the first tokens of another one, at once.
@@ -118,7 +118,7 @@ class KVCacheManager:
         Returns how many tokens it holds now: whole blocks only where there is none for the
         copy of the last one, and nothing where the source holds nothing itself.
         """
-        if source.handle not in self._recheck_after:
+        if source.seq_id not in self._recheck_after:
             return 0
         for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
             computed = self.fork(source, shared)
@@ -170,7 +170,7 @@ class KVCacheManager:
         """
         num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         # Most calls are a decode inside its last block: one comparison decides.
-        if num_slots < self._recheck_after.get(request.handle, 0):
+        if num_slots < self._recheck_after.get(request.seq_id, 0):
             return NO_NEW_BLOCKS
         return self._allocate(
             request, num_new_tokens, computed, num_lookahead_tokens, num_external_tokens
@@ -185,7 +185,7 @@ class KVCacheManager:
         smaller just as taking a new block does.
         """
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        num_new = self._coordinator.num_new_blocks(request.handle, num_slots, computed)
+        num_new = self._coordinator.num_new_blocks(request.seq_id, num_slots, computed)
         return num_new + self._num_free_hits(computed)
 
     def confirm_loaded(self, request: Request, num_tokens: int) -> None:
@@ -193,10 +193,10 @@ class KVCacheManager:
 
         It may be found from now on, with what is computed on top of it: up to `num_tokens`.
         """
-        if self._confirmed_until.pop(request.handle, None) is not None:
-            self._coordinator.release_passed(request.handle, num_tokens)
-            self._recheck_after[request.handle] = self._coordinator.register_full_blocks(
-                request.handle, request, min(num_tokens, request.num_tokens)
+        if self._confirmed_until.pop(request.seq_id, None) is not None:
+            self._coordinator.release_passed(request.seq_id, num_tokens)
+            self._recheck_after[request.seq_id] = self._coordinator.register_full_blocks(
+                request.seq_id, request, min(num_tokens, request.num_tokens)
             )
 
     def num_sound_tokens(self, request: Request, bad_blocks: Collection[int]) -> int | None:
@@ -206,14 +206,14 @@ class KVCacheManager:
         """
         has_windows = self.has_windows
         for group in self.groups:
-            for index, block in enumerate(group.tables().get(request.handle, ())):
+            for index, block in enumerate(group.tables().get(request.seq_id, ())):
                 if block in bad_blocks:
                     return 0 if has_windows else index * group.block_size
         return None
 
     def rewind(self, request: Request, num_tokens: int) -> None:
         """Only the first tokens of a request have the KV that they should; it keeps the blocks."""
-        self._confirmed_until.pop(request.handle, None)
+        self._confirmed_until.pop(request.seq_id, None)
         self.withdraw(request, num_tokens)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
@@ -224,7 +224,7 @@ class KVCacheManager:
         offers them again.
         """
         for group in self.groups:
-            group.withdraw(request.handle, num_valid_tokens)
+            group.withdraw(request.seq_id, num_valid_tokens)
 
     def forget(self, request: Request) -> None:
         """Make every block with content of this request unfindable, whichever filled it.
@@ -241,12 +241,12 @@ class KVCacheManager:
         What the blocks hold after these tokens will be overwritten, so nobody is to
         find it. Nothing happens where the request has no blocks.
         """
-        recheck_after = self._recheck_after.pop(request.handle, None)
-        self._confirmed_until.pop(request.handle, None)
+        recheck_after = self._recheck_after.pop(request.seq_id, None)
+        self._confirmed_until.pop(request.seq_id, None)
         if recheck_after is not None:
             self.withdraw(request, num_shared_tokens)
-            self._coordinator.rename(request.handle, heir.handle)
-            self._recheck_after[heir.handle] = recheck_after
+            self._coordinator.rename(request.seq_id, heir.seq_id)
+            self._recheck_after[heir.seq_id] = recheck_after
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none.
@@ -254,25 +254,25 @@ class KVCacheManager:
         First they become findable as far as they are computed and their tokens are
         known: a block may have filled before the id of its last token was.
         """
-        recheck_after = self._recheck_after.pop(request.handle, None)
+        recheck_after = self._recheck_after.pop(request.seq_id, None)
         if recheck_after is None:
             return
         num_verified = min(
             request.num_computed_tokens,
-            self._confirmed_until.pop(request.handle, request.num_tokens),
+            self._confirmed_until.pop(request.seq_id, request.num_tokens),
             request.num_tokens,
         )
         if num_verified >= recheck_after:
-            self._coordinator.register_full_blocks(request.handle, request, num_verified)
+            self._coordinator.register_full_blocks(request.seq_id, request, num_verified)
         if self._copies.pending:
-            self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
-        self._coordinator.free(request.handle)
+            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))
+        self._coordinator.free(request.seq_id)
 
     def mark_found(self, request: Request) -> None:
         """Note that an admitted request has found blocks that another request computed."""
         for group in self.groups:
             num_found = request.num_cached_tokens // group.block_size
-            self.pool.mark_shared(group.table(request.handle)[:num_found])
+            self.pool.mark_shared(group.table(request.seq_id)[:num_found])
 
     def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
         """Return the findable blocks of a finished request, without the null block.
@@ -280,13 +280,13 @@ class KVCacheManager:
         Of all groups, in the order of their tokens, from the one of `first_token` on. To be asked
         before `free`, which would make them findable.
         """
-        if request.handle not in self._recheck_after:
+        if request.seq_id not in self._recheck_after:
             return []
-        proven = self._confirmed_until.get(request.handle, request.num_tokens)
+        proven = self._confirmed_until.get(request.seq_id, request.num_tokens)
         num_verified = min(request.num_computed_tokens, proven, request.num_tokens)
-        self._coordinator.register_full_blocks(request.handle, request, num_verified)
+        self._coordinator.register_full_blocks(request.seq_id, request, num_verified)
         hashes = self.pool.hashes
-        tables = [group.table(request.handle) for group in self.groups]
+        tables = [group.table(request.seq_id) for group in self.groups]
         sizes = [group.block_size for group in self.groups]
         if len(tables) == 1:
             own = tables[0][first_token // sizes[0] :]
@@ -299,9 +299,9 @@ class KVCacheManager:
         ]
         return [block for _, _, block in sorted(found)]
 
-    def block_ids(self, handle: int) -> BlockIds:
+    def block_ids(self, seq_id: int) -> BlockIds:
         """A copy of the block table of a request, per group."""
-        return [group.table(handle) for group in self.groups]
+        return [group.table(seq_id) for group in self.groups]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any block is in use.
@@ -345,14 +345,14 @@ class KVCacheManager:
             tables = group.tables()
             if tables.keys() != self._recheck_after.keys():
                 odd = sorted(tables.keys() ^ self._recheck_after.keys())
-                yield [f"sequences: group {number} and the manager disagree on handles {odd}"]
-            for handle, table in tables.items():
-                found = group.violations(handle)
+                yield [f"sequences: group {number} and the manager disagree on seq_ids {odd}"]
+            for seq_id, table in tables.items():
+                found = group.violations(seq_id)
                 room = len(table) * group.block_size
-                recheck_after = self._recheck_after.get(handle, 0)
+                recheck_after = self._recheck_after.get(seq_id, 0)
                 if recheck_after > room + 1:
                     found.append(
-                        f"room: sequence {handle} has {room} slots in group {number}, but is "
+                        f"room: sequence {seq_id} has {room} slots in group {number}, but is "
                         f"not looked at before {recheck_after} are wanted"
                     )
                 yield found
@@ -395,37 +395,37 @@ class KVCacheManager:
         num_lookahead: int,
         num_external: int = 0,
     ) -> BlockIds | None:
-        handle, coordinator = request.handle, self._coordinator
+        seq_id, coordinator = request.seq_id, self._coordinator
         num_computed = request.num_computed_tokens + computed.num_tokens + num_external
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
-        coordinator.release_passed(handle, num_computed)
+        coordinator.release_passed(seq_id, num_computed)
         num_elsewhere = num_computed if num_external else 0
-        num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed, num_elsewhere)
+        num_new_blocks = coordinator.num_new_blocks(seq_id, num_slots, computed, num_elsewhere)
         room = self.pool.num_available - num_new_blocks
         if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
-        if handle not in self._recheck_after:
-            coordinator.attach(handle, computed)
+        if seq_id not in self._recheck_after:
+            coordinator.attach(seq_id, computed)
             self._count_lookup(request, computed)
             if num_external:
-                coordinator.release_passed(handle, num_computed)
+                coordinator.release_passed(seq_id, num_computed)
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
             if num_new_blocks > self.pool.num_free:  # hits are referenced by now
                 assert self.reserve is not None, "blocks are pinned, but nothing can give them back"
                 self.reserve.give_back(num_new_blocks - self.pool.num_free)
-            new_blocks = coordinator.extend(handle, num_slots)
+            new_blocks = coordinator.extend(seq_id, num_slots)
         if computed.tails:
             self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         if num_external:
-            self._confirmed_until[handle] = num_computed - num_external
+            self._confirmed_until[seq_id] = num_computed - num_external
         num_verified = min(
-            num_tokens, len(request.all_token_ids), self._confirmed_until.get(handle, num_tokens)
+            num_tokens, len(request.all_token_ids), self._confirmed_until.get(seq_id, num_tokens)
         )
-        self._recheck_after[handle] = coordinator.register_full_blocks(
-            handle, request, num_verified
+        self._recheck_after[seq_id] = coordinator.register_full_blocks(
+            seq_id, request, num_verified
         )
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 

@@ -50,7 +50,7 @@ class BlockHolds(Protocol):
 DEFAULTS: Final = ServeConfig()
 
 
-def always_sound(handle: int) -> bool:
+def always_sound(seq_id: int) -> bool:
     """Where nobody loads within a step."""
     return True
 
@@ -61,11 +61,11 @@ class SchedulerContext:
 
     geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
     changes KV values, the same on every rank. num_ranks: workers that share the model.
-    block_ids: the block tables of a request now, by handle, a copy; null blocks for what a
+    block_ids: the block tables of a request now, by seq_id, a copy; null blocks for what a
     window has passed.
     wake: puts requests that were told to ask again back into the line; in the engine's thread.
     serve_config: all settings, for those that some media cannot do with.
-    is_storable: by handle, whether nothing of a request rests on a load that is not known yet to
+    is_storable: by seq_id, whether nothing of a request rests on a load that is not known yet to
     have succeeded; only then is what it computes to be stored.
     """
 

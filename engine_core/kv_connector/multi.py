@@ -59,7 +59,7 @@ class MultiScheduler:
             return ASK_AGAIN
         for index, match in enumerate(matches):
             if match.num_tokens:
-                self._chosen[request.handle] = index
+                self._chosen[request.seq_id] = index
                 return match
         return NO_MATCH
 
@@ -67,7 +67,7 @@ class MultiScheduler:
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         """The child that loads gets the blocks, the others none."""
-        chosen = self._chosen.pop(request.handle, -1) if num_external_tokens else -1
+        chosen = self._chosen.pop(request.seq_id, -1) if num_external_tokens else -1
         for index, child in enumerate(self.children):
             if index == chosen:
                 child.update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -93,14 +93,14 @@ class MultiScheduler:
                     sent, output.finished_recving, output.invalid_block_ids, report.parts[index]
                 )
             )
-            for handle in sent:
-                self._holds.release(self._kept.pop((index, handle), []))
+            for seq_id in sent:
+                self._holds.release(self._kept.pop((index, seq_id), []))
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
         """Children that delay the end have references of their own; the request has an end."""
-        self._chosen.pop(request.handle, None)
+        self._chosen.pop(request.seq_id, None)
         told: dict[str, Any] = {}
         for index, child in enumerate(self.children):
             delays, params = child.request_finished(request, block_ids)
@@ -108,7 +108,7 @@ class MultiScheduler:
             if delays:
                 blocks = list(chain.from_iterable(block_ids))
                 self._holds.hold(blocks)
-                self._kept[index, request.handle] = blocks
+                self._kept[index, request.seq_id] = blocks
         return False, told or None
 
     def withdraw(self, request: Request) -> None:
@@ -145,9 +145,9 @@ class MultiScheduler:
         for each in self.children:
             each.close()
 
-    def _is_sent(self, index: int, handle: int) -> bool:
+    def _is_sent(self, index: int, seq_id: int) -> bool:
         """Whether this was the last rank to say so."""
-        key = (index, handle)
+        key = (index, seq_id)
         self._ranks_left[key] = self._ranks_left.get(key, self._num_ranks) - 1
         if self._ranks_left[key]:
             return False

@@ -58,7 +58,7 @@ class SharedStorageScheduler(NoConnector):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        self._requests[request.handle] = request
+        self._requests[request.seq_id] = request
         end = request.num_computed_tokens // self._context.block_size
         for index in range(end - num_external_tokens // self._context.block_size, end):
             self._loads.append((request.block_hashes[index], block_ids[0][index]))
@@ -93,8 +93,8 @@ class SharedStorageScheduler(NoConnector):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._requests.pop(request.handle, None)
-        self._num_offered.pop(request.handle, None)
+        self._requests.pop(request.seq_id, None)
+        self._num_offered.pop(request.seq_id, None)
         return False, None
 
     def withdraw(self, request: Request) -> None:
@@ -117,24 +117,24 @@ class SharedStorageScheduler(NoConnector):
         """(hash, block) of what this step fills and no file has, but for what may be unsound."""
         cached = output.cached_requests
         ends = [
-            (new.handle, new.num_computed_tokens + new.num_scheduled_tokens)
+            (new.seq_id, new.num_computed_tokens + new.num_scheduled_tokens)
             for new in output.new_requests
         ] + [
-            (handle, computed + scheduled)
-            for handle, computed, scheduled in zip(
-                cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
+            (seq_id, computed + scheduled)
+            for seq_id, computed, scheduled in zip(
+                cached.seq_ids, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
             )
         ]
-        for handle, num_computed in ends:
-            request = self._requests.get(handle)
-            if request is None or not self._context.is_storable(handle):
+        for seq_id, num_computed in ends:
+            request = self._requests.get(seq_id)
+            if request is None or not self._context.is_storable(seq_id):
                 continue
-            first = self._num_offered.get(handle, 0)
+            first = self._num_offered.get(seq_id, 0)
             end = min(num_computed, request.num_tokens) // self._context.block_size
             if end <= first:
                 continue
-            self._num_offered[handle] = end
-            hashes, (table, *_) = request.block_hashes, self._context.block_ids(handle)
+            self._num_offered[seq_id] = end
+            hashes, (table, *_) = request.block_hashes, self._context.block_ids(seq_id)
             for index in range(first, end):
                 if table[index] == NULL_BLOCK:
                     continue

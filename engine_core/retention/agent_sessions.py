@@ -34,7 +34,7 @@ class Job:
 
     arrival: seconds, of its first turn; seen: when something of it was here last, counted only
     while nothing is. request_id: of its last turn; num_here: choices that have not ended; waiting:
-    by handle, those of them that have not run. first_block: hash of what its turns begin with;
+    by seq_id, those of them that have not run. first_block: hash of what its turns begin with;
     num_first_tokens: of the prompt of the first one that began so, and num_own_tokens: of the
     longest one since then, with its answer: a longer hit was computed by other sessions.
     ended: when the last turn was over; None while it is not. tool: what it waits for, or None
@@ -89,7 +89,7 @@ class AgentSessions:
         self._rule = rule
         self._kv_cache = kv_cache
         self._retires = retires
-        self._spent: dict[int, list[int]] = {}  # by handle
+        self._spent: dict[int, list[int]] = {}  # by seq_id
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._job_seconds: list[float] = []
@@ -108,7 +108,7 @@ class AgentSessions:
         job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
-        job.waiting[request.handle] = request
+        job.waiting[request.seq_id] = request
         if job.request_id != request.request_id:
             self._begin_turn(job, request, now)
             self._forget_old(now)
@@ -161,7 +161,7 @@ class AgentSessions:
             self._retained_prefixes.drop(name, "last step")
             if self._retires:
                 blocks = self._kv_cache.findable_blocks(request, job.num_first_tokens)
-                self._spent[request.handle] = blocks
+                self._spent[request.seq_id] = blocks
         else:
             self._pin(request, now)
 
@@ -196,7 +196,7 @@ class AgentSessions:
             self._see_found(request)
         if not request.agent.job:
             return
-        self._jobs[request.agent.job].waiting.pop(request.handle, None)
+        self._jobs[request.agent.job].waiting.pop(request.seq_id, None)
         pin = self._retained_prefixes.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
             self._retained_prefixes.use(pin, found=request.num_cached_tokens > 0)
@@ -212,9 +212,9 @@ class AgentSessions:
         name = request.agent.job
         if not name:
             return
-        self._jobs[name].waiting.pop(request.handle, None)
-        if request.handle in self._spent:  # it has given back its blocks by now
-            self._kv_cache.pool.evict_first(self._spent.pop(request.handle))
+        self._jobs[name].waiting.pop(request.seq_id, None)
+        if request.seq_id in self._spent:  # it has given back its blocks by now
+            self._kv_cache.pool.evict_first(self._spent.pop(request.seq_id))
         job, now = self._jobs[name], self._clock()
         job.num_here -= 1
         if not job.num_here:

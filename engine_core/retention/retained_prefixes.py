@@ -34,7 +34,7 @@ _SLACK: Final = 64
 class RetainedPrefix:
     """Blocks that a job keeps between two turns.
 
-    request_id, handle: of the turn that is over; number: grows from pin to pin.
+    request_id, seq_id: of the turn that is over; number: grows from pin to pin.
     blocks: in the order of their tokens; those at the end are given up first, and none is left
         only in a pin that is over. num_tokens: whose KV is in them, of all groups together.
     ended: seconds, when the turn did. value: what keeping a block is worth, in seconds.
@@ -45,12 +45,12 @@ class RetainedPrefix:
         "blocks",
         "by_client",
         "ended",
-        "handle",
         "is_awaited",
         "job",
         "num_tokens",
         "number",
         "request_id",
+        "seq_id",
         "tenant",
         "value",
     )
@@ -61,7 +61,7 @@ class RetainedPrefix:
         job: str,
         tenant: int,
         request_id: int,
-        handle: int,
+        seq_id: int,
         blocks: list[int],
         num_tokens: int,
         ended: float,
@@ -70,7 +70,7 @@ class RetainedPrefix:
         self.job = job
         self.tenant = tenant
         self.request_id = request_id
-        self.handle = handle
+        self.seq_id = seq_id
         self.blocks = blocks
         self.num_tokens = num_tokens
         self.ended = ended
@@ -231,7 +231,7 @@ class RetainedPrefixes:
             job,
             request.tenant,
             request.request_id,
-            request.handle,
+            request.seq_id,
             blocks,
             num_computed - num_computed % self._block_size,
             now,

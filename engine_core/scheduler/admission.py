@@ -82,14 +82,14 @@ class Pause:
         request = candidate.request
         if not self.stops(request):
             return False
-        self._held[request.handle] = request
+        self._held[request.seq_id] = request
         return True
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._begun.add(request.request_id)
 
     def on_released(self, request: Request) -> None:
-        self._held.pop(request.handle, None)
+        self._held.pop(request.seq_id, None)
         if len(self._choices[request.request_id]) == 1:
             self._begun.discard(request.request_id)
 

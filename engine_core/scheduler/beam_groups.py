@@ -161,7 +161,7 @@ class BeamGroups:
     def on_released(self, request: Request) -> None:
         self._groups.pop(request.request_id, None)
         self._reporting.pop(request.request_id, None)
-        self._forced_tokens.forget(request.handle)
+        self._forced_tokens.forget(request.seq_id)
 
     # Parts of the above
 

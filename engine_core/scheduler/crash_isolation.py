@@ -140,7 +140,7 @@ class CrashIsolation:
     def enter(self, request: Request) -> None:
         """A request is added; it may bring crashes of an engine along."""
         if request.crash_count:
-            self._records[request.handle] = _Record(request, sys.maxsize, of_engine=True)
+            self._records[request.seq_id] = _Record(request, sys.maxsize, of_engine=True)
             self._suspect(request)
 
     def note_crash(self) -> list[Request]:
@@ -148,10 +148,10 @@ class CrashIsolation:
         poisonous = []
         for request in self._running:
             under_way = request.num_computed_tokens
-            record = self._records.get(request.handle)
+            record = self._records.get(request.seq_id)
             if record is None:
                 record = _Record(request, under_way, of_engine=False)
-                self._records[request.handle] = record
+                self._records[request.seq_id] = record
             elif record.got_further:
                 request.crash_count = 0
             request.crash_count += 1
@@ -204,12 +204,12 @@ class CrashIsolation:
         for record in list(self._records.values()):
             record.look()
             request = record.request
-            if record.got_further and request.handle in self._suspects:
+            if record.got_further and request.seq_id in self._suspects:
                 request.crash_count = 0
                 self._clear(request)
             if record.has_token and not request.sampling_params.beam_width:
                 request.crash_count = 0
-                del self._records[request.handle]
+                del self._records[request.seq_id]
         if self._trials_due and not all(map(self._is_suspected, self._running)):
             self._preemption.preempt_running(plan)
 
@@ -228,14 +228,14 @@ class CrashIsolation:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
-        self._held.pop(request.handle, None)
-        self._records.pop(request.handle, None)
+        self._held.pop(request.seq_id, None)
+        self._records.pop(request.seq_id, None)
         if self._suspects:
             self._clear(request)
 
     def _hold(self, request: Request) -> None:
         request.status = self.status
-        self._held[request.handle] = request
+        self._held[request.seq_id] = request
 
     @property
     def _trials_due(self) -> bool:
@@ -247,10 +247,10 @@ class CrashIsolation:
 
     def _say_begun(self, request: Request) -> None:
         """Once: the same request may be looked at in many steps before there is room for it."""
-        record = self._records.get(request.handle)
+        record = self._records.get(request.seq_id)
         if record is None:
             return
-        alone = request.handle in self._suspects
+        alone = request.seq_id in self._suspects
         if (alone and not record.told_alone) or (record.of_engine and not record.told_begun):
             self._herald.begins(request, alone=alone)
             record.told_begun = True
@@ -258,12 +258,12 @@ class CrashIsolation:
 
     def _suspect(self, request: Request) -> None:
         if request.crash_count >= self._crashes_until_isolated:
-            self._suspects[request.handle] = request
+            self._suspects[request.seq_id] = request
 
     def _is_suspected(self, request: Request) -> bool:
         """Some choice of its request is."""
         suspects = self._suspects
-        return request.handle in suspects or any(
+        return request.seq_id in suspects or any(
             each.request_id == request.request_id for each in suspects.values()
         )
 
@@ -272,7 +272,7 @@ class CrashIsolation:
 
     def _clear(self, request: Request) -> None:
         """Nobody suspects it any more, or it is over: those who are held may ask again."""
-        self._suspects.pop(request.handle, None)
+        self._suspects.pop(request.seq_id, None)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -163,7 +163,7 @@ class TenantFairness:
         return [
             each
             for each in running
-            if each.handle not in usage.prefills
+            if each.seq_id not in usage.prefills
             and usage.served(each.tenant) > least
             and self._policy.priority_key(each) >= priority_key
         ]
@@ -171,8 +171,8 @@ class TenantFairness:
     def _put_last(self, requests: list[Request]) -> None:
         running = self._running
         if requests and running[-len(requests) :] != requests:
-            handles = {each.handle for each in requests}
-            running[:] = [each for each in running if each.handle not in handles] + requests
+            seq_ids = {each.seq_id for each in requests}
+            running[:] = [each for each in running if each.seq_id not in seq_ids] + requests
             self._preemption_order.move_to_end(requests)
 
 

@@ -106,7 +106,7 @@ class AdmissionGate(RequestListener, Protocol):
 class TokenConstraints(AdmissionGate, Protocol):
     """The gate of requests that wait for a grammar; it also knows which rows are masked."""
 
-    def handles_of(self, plan: StepPlan) -> list[int]:
+    def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Constrained sequences that sample in this step; call it before the counters advance."""
         ...
 

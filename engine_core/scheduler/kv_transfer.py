@@ -58,7 +58,7 @@ class _UnconfirmedLoad:
 
 
 class UnconfirmedLoads:
-    """By handle; what the KV cache is told when they are proven."""
+    """By seq_id; what the KV cache is told when they are proven."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -72,44 +72,44 @@ class UnconfirmedLoads:
     def note_step(self, step: int) -> None:
         """This is the step."""
         for request in self._beginning:
-            tables = self._kv_cache.block_ids(request.handle)
+            tables = self._kv_cache.block_ids(request.seq_id)
             blocks = frozenset(chain.from_iterable(tables))
-            self._unconfirmed[request.handle] = _UnconfirmedLoad(request, step, blocks)
+            self._unconfirmed[request.seq_id] = _UnconfirmedLoad(request, step, blocks)
         self._beginning.clear()
 
     def confirm_loads(self, step: int) -> None:
         """The result of a step is here, and nobody has said that its loads failed."""
-        for handle, each in list(self._unconfirmed.items()):
+        for seq_id, each in list(self._unconfirmed.items()):
             if each.step <= step:
-                del self._unconfirmed[handle]
+                del self._unconfirmed[seq_id]
                 self._kv_cache.confirm_loaded(each.request, each.request.num_computed_tokens)
 
     def has_lost(self, request: Request, bad: Collection[int]) -> bool:
         """It began with a load that failed, and gave way before anybody knew."""
-        unconfirmed = self._unconfirmed.get(request.handle)
+        unconfirmed = self._unconfirmed.get(request.seq_id)
         return (
             unconfirmed is not None
             and request.status is not RequestStatus.RUNNING
             and not unconfirmed.blocks.isdisjoint(bad)
         )
 
-    def forget(self, handle: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """Nothing of it is to be proven."""
-        self._unconfirmed.pop(handle, None)
+        self._unconfirmed.pop(seq_id, None)
 
     def clear(self) -> None:
         """No step is in flight any more."""
         self._beginning.clear()
         self._unconfirmed.clear()
 
-    def __contains__(self, handle: int) -> bool:
-        return handle in self._unconfirmed
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._unconfirmed
 
 
 IsStorable = Callable[[int], bool]
 Connect = Callable[[TransferRefs, Unblock, IsStorable], SchedulerConnector]
 """Makes a connector from the references it may take, the way to wake who was told to wait, and
-whether what a request computes, by handle, may be stored."""
+whether what a request computes, by seq_id, may be stored."""
 
 
 def no_connector(
@@ -138,7 +138,7 @@ class KVTransferManager:
 
     waiting: a request is parked in it while its KV is loaded. non_running_blocks: gets requests
     whose load has finished, until they run.
-    discard_until_step: by handle, the last step whose result does not count for a request, because
+    discard_until_step: by seq_id, the last step whose result does not count for a request, because
     that step read KV that was never loaded. Written here only.
     """
 
@@ -195,7 +195,7 @@ class KVTransferManager:
         num_local = candidate.computed.num_tokens
         match = self.connector.get_num_new_matched_tokens(request, num_local)
         if match.num_tokens is None:
-            self._asked[request.handle] = request
+            self._asked[request.seq_id] = request
             return True
         usable = self._usable(request, num_local, match.num_tokens)
         if request.num_preemptions and not self._swap_rule.loads(usable):
@@ -205,18 +205,18 @@ class KVTransferManager:
         return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._loaded.pop(request.handle, None)
+        self._loaded.pop(request.seq_id, None)
 
     def on_released(self, request: Request) -> None:
         """It is over; `on_finish` has seen to its blocks."""
-        handle = request.handle
-        self._asked.pop(handle, None)
-        self._loads.pop(handle, None)
-        self._loaded.pop(handle, None)
-        self._unconfirmed.forget(handle)
-        self._given_up.discard(handle)
-        self.discard_until_step.pop(handle, None)
-        self._rewound.pop(handle, None)
+        seq_id = request.seq_id
+        self._asked.pop(seq_id, None)
+        self._loads.pop(seq_id, None)
+        self._loaded.pop(seq_id, None)
+        self._unconfirmed.forget(seq_id)
+        self._given_up.discard(seq_id)
+        self.discard_until_step.pop(seq_id, None)
+        self._rewound.pop(seq_id, None)
 
     # Admission
 
@@ -246,7 +246,7 @@ class KVTransferManager:
         self._waiting.park(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
-        self._loads[request.handle] = _Load(
+        self._loads[request.seq_id] = _Load(
             request, num_tokens, self._clock(), candidate.num_external_tokens
         )
         self._count(request, candidate.num_external_tokens)
@@ -259,7 +259,7 @@ class KVTransferManager:
         request, num_external = candidate.request, candidate.num_external_tokens
         if num_external:
             self._unconfirmed.begin(request)
-        if request.handle not in self._loaded:
+        if request.seq_id not in self._loaded:
             self._count(request, num_external)
         self._notify_allocated(request, num_external, is_async=False)
 
@@ -303,40 +303,40 @@ class KVTransferManager:
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
-    def is_storable(self, handle: int) -> bool:
+    def is_storable(self, seq_id: int) -> bool:
         """Nothing of a request rests on a load of which it is not known whether it succeeds.
 
         Nor is anything still being copied into blocks that were given to it.
         """
         return not (
-            handle in self._unconfirmed or handle in self._loads or handle in self._left_loading
+            seq_id in self._unconfirmed or seq_id in self._loads or seq_id in self._left_loading
         )
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
-        for handle, request in list(self._rewound.items()):
+        for seq_id, request in list(self._rewound.items()):
             if request.status is not RequestStatus.RUNNING:
-                del self._rewound[handle]
+                del self._rewound[seq_id]
             elif request in plan.continued:
                 plan.resend_full(request)
-                del self._rewound[handle]
+                del self._rewound[seq_id]
 
     def confirm_loads(self, step: int) -> None:
         """The result of a step is here, and nobody has said that its loads failed."""
         self._unconfirmed.confirm_loads(step)
-        for handle, last in list(self.discard_until_step.items()):
+        for seq_id, last in list(self.discard_until_step.items()):
             if last < step:
-                del self.discard_until_step[handle]
+                del self.discard_until_step[seq_id]
 
     # Reports
 
     def note(self, output: KVConnectorOutput) -> None:
         """The connector's other half has finished this; failed blocks have been seen to."""
         self.connector.update_connector_output(output)
-        for handle in output.finished_recving:
-            self._end_load(handle)
-        for handle in output.finished_sending:
-            blocks = self._left_sending.pop(handle, None)
+        for seq_id in output.finished_recving:
+            self._end_load(seq_id)
+        for seq_id in output.finished_sending:
+            blocks = self._left_sending.pop(seq_id, None)
             if blocks is not None:
                 self._kv_cache.transfer_refs.release(blocks)
 
@@ -357,7 +357,7 @@ class KVTransferManager:
                 num_sound = 0
             elif num_sound is None or num_sound >= request.num_computed_tokens:
                 continue
-            load = self._loads.get(request.handle)
+            load = self._loads.get(request.seq_id)
             if load is not None:
                 load.num_tokens = min(load.num_tokens, num_sound)
                 load.failed = True
@@ -384,18 +384,18 @@ class KVTransferManager:
         """A request is over, and still has its blocks: some may have to outlast it."""
         if not self.connected:
             return
-        handle = request.handle
-        tables = self._kv_cache.block_ids(handle)
+        seq_id = request.seq_id
+        tables = self._kv_cache.block_ids(seq_id)
         delays, params = self.connector.request_finished(request, tables)
         if params:
             request.kv_transfer_params = to_compact_json(params)
         blocks = list(chain.from_iterable(tables))
         if delays:
             self._kv_cache.transfer_refs.hold(blocks)
-            self._left_sending[handle] = blocks
-        if handle in self._loads:
+            self._left_sending[seq_id] = blocks
+        if seq_id in self._loads:
             self._kv_cache.transfer_refs.hold(blocks)
-            self._left_loading[handle] = blocks
+            self._left_loading[seq_id] = blocks
 
     def invalidate_cache(self, request: Request) -> None:
         """What a request computed is no numbers: nobody is to find any of it, wherever it is.
@@ -407,10 +407,10 @@ class KVTransferManager:
 
     def drop_loads(self) -> None:
         """Nobody waits for a load any more; blocks are kept until the copies are over."""
-        for handle, load in list(self._loads.items()):
-            blocks = list(chain.from_iterable(self._kv_cache.block_ids(handle)))
+        for seq_id, load in list(self._loads.items()):
+            blocks = list(chain.from_iterable(self._kv_cache.block_ids(seq_id)))
             self._kv_cache.transfer_refs.hold(blocks)
-            self._left_loading[handle] = blocks
+            self._left_loading[seq_id] = blocks
             self._abandon(load.request)
         self._loads.clear()
 
@@ -448,7 +448,7 @@ class KVTransferManager:
             return False
         if request.num_output_placeholders or candidate.computed.tails:
             return False
-        if request.handle in self._given_up or request.handle in self._left_loading:
+        if request.seq_id in self._given_up or request.seq_id in self._left_loading:
             return False
         return self._plan is None or request not in self._plan.preempted
 
@@ -476,7 +476,7 @@ class KVTransferManager:
         if num_external:
             name = type(self.connector).__name__
             self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
-        tables = self._kv_cache.block_ids(request.handle)
+        tables = self._kv_cache.block_ids(request.seq_id)
         self.connector.update_state_after_alloc(request, tables, num_external)
 
     def _count(self, request: Request, num_external: int) -> None:
@@ -487,26 +487,26 @@ class KVTransferManager:
 
     def _unblock_asked(self, request: Request) -> None:
         """The connector has an answer for who was told to ask again."""
-        if self._asked.pop(request.handle, None) is not None:
+        if self._asked.pop(request.seq_id, None) is not None:
             self._unblock(request)
 
-    def _end_load(self, handle: int) -> None:
+    def _end_load(self, seq_id: int) -> None:
         """All ranks have ended a load; one that nobody waits for gives its blocks back."""
-        load = self._loads.pop(handle, None)
+        load = self._loads.pop(seq_id, None)
         if load is None:
-            blocks = self._left_loading.pop(handle, None)
+            blocks = self._left_loading.pop(seq_id, None)
             if blocks is not None:
                 self._kv_cache.transfer_refs.release(blocks)
             return
         request, kv_cache = load.request, self._kv_cache
         if load.failed:
-            self._given_up.add(handle)
+            self._given_up.add(seq_id)
         else:
             self._swap_rule.learn_load(load.num_external, self._clock() - load.begun)
         if load.num_tokens:
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
-            self._loaded[handle] = request
+            self._loaded[seq_id] = request
             self._non_running_blocks.add_resting(request)
             self._non_running_blocks.move_to_queued(request)
         else:
@@ -522,17 +522,17 @@ class KVTransferManager:
 
     def _rewind(self, request: Request, num_sound: int, step: int) -> None:
         """Back to the last token whose KV is good; what steps in flight make of it is void."""
-        handle = request.handle
-        self._unconfirmed.forget(handle)
-        self._given_up.add(handle)
+        seq_id = request.seq_id
+        self._unconfirmed.forget(seq_id)
+        self._given_up.add(seq_id)
         request.num_computed_tokens = num_sound
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-        self.discard_until_step[handle] = step
+        self.discard_until_step[seq_id] = step
         self._kv_cache.rewind(request, num_sound)
         if request.status is RequestStatus.RUNNING:
-            self._rewound[handle] = request
+            self._rewound[seq_id] = request
         if not num_sound:
             self._kv_cache.free(request)
             self._non_running_blocks.forget(request)
-            self._loaded.pop(handle, None)
+            self._loaded.pop(seq_id, None)

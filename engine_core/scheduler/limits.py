@@ -173,7 +173,7 @@ class QueueLimits:
         self.limits = limits
         self._all = Share()
         self._shares: dict[int, Share] = {}  # by tenant; none is empty
-        self._tokens: dict[int, int] = {}  # that each one counts for, by handle
+        self._tokens: dict[int, int] = {}  # that each one counts for, by seq_id
         self._drain_rate = QueueDrainRate(clock)
 
     def __len__(self) -> int:
@@ -216,7 +216,7 @@ class QueueLimits:
         if not self._tokens:
             self._drain_rate.begin()
         num_tokens = 0 if request.choice else request.num_prompt_tokens
-        self._tokens[request.handle] = num_tokens
+        self._tokens[request.seq_id] = num_tokens
         self._all.add(1, num_tokens)
         self._shares.setdefault(request.tenant, Share()).add(1, num_tokens)
 
@@ -232,9 +232,9 @@ class QueueLimits:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        if request.handle not in self._tokens:
+        if request.seq_id not in self._tokens:
             return
-        num_tokens = self._tokens.pop(request.handle)
+        num_tokens = self._tokens.pop(request.seq_id)
         self._all.add(-1, -num_tokens)
         share = self._shares[request.tenant]
         share.add(-1, -num_tokens)

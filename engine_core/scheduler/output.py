@@ -23,31 +23,31 @@ class ForcedTokens:
 
     def append(self, request: Request, token_id: int) -> None:
         """The last token of a request was not sampled."""
-        self._tokens[request.handle] = token_id
+        self._tokens[request.seq_id] = token_id
 
     def replace(self, request: Request) -> None:
         """Tokens and block table of a request are other ones now."""
-        self._replaced.add(request.handle)
+        self._replaced.add(request.seq_id)
 
-    def forget(self, handle: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """A sequence is over."""
-        self._tokens.pop(handle, None)
-        self._replaced.discard(handle)
+        self._tokens.pop(seq_id, None)
+        self._replaced.discard(seq_id)
 
     def take(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """What this step has to tell: handles, and the token of each.
+        """What this step has to tell: seq_ids, and the token of each.
 
         A row that was replaced is described like one that comes back; what comes
         back is told everything anyway. What the step does not compute waits.
         """
         if not self._tokens and not self._replaced:
             return [], []
-        for request in [each for each in plan.continued if each.handle in self._replaced]:
+        for request in [each for each in plan.continued if each.seq_id in self._replaced]:
             plan.resend_full(request)
         for request in plan.admitted:
-            self.forget(request.handle)
-        handles = [each.handle for each in plan.continued if each.handle in self._tokens]
-        return handles, [self._tokens.pop(handle) for handle in handles]
+            self.forget(request.seq_id)
+        seq_ids = [each.seq_id for each in plan.continued if each.seq_id in self._tokens]
+        return seq_ids, [self._tokens.pop(seq_id) for seq_id in seq_ids]
 
 
 class OutputBuilder:
@@ -75,15 +75,15 @@ class OutputBuilder:
         self._finished.clear()
 
     @property
-    def has_finished_handles(self) -> bool:
+    def has_finished_seq_ids(self) -> bool:
         """The workers hold rows that they could give up."""
         return bool(self._finished)
 
-    def forget(self, handle: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """A sequence is over; the workers hear of it with the next step."""
-        if handle in self._known:
-            self._known.remove(handle)
-            self._finished.append(handle)
+        if seq_id in self._known:
+            self._known.remove(seq_id)
+            self._finished.append(seq_id)
 
     def build(self, plan: StepPlan) -> SchedulerOutput:
         """The message for the next step; call it before the counters advance."""
@@ -93,11 +93,11 @@ class OutputBuilder:
         resumed: list[Request] = []
         resumed_tokens: list[int] = []
         for request, num_tokens in zip(plan.admitted, plan.admitted_tokens, strict=True):
-            if request.handle in self._known:
+            if request.seq_id in self._known:
                 resumed.append(request)
                 resumed_tokens.append(num_tokens)
             else:
-                self._known.add(request.handle)
+                self._known.add(request.seq_id)
                 new.append(self._describe(request, num_tokens))
         finished, self._finished = self._finished, []
         return SchedulerOutput(
@@ -106,23 +106,23 @@ class OutputBuilder:
             new_requests=new,
             cached_requests=self._changes(plan, resumed, resumed_tokens, dictated),
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
-            finished_handles=finished,
-            preempted_handles=[request.handle for request in plan.preempted],
+            finished_seq_ids=finished,
+            preempted_seq_ids=[request.seq_id for request in plan.preempted],
             block_copies=self._kv_cache.take_block_copies(),
-            constrained_handles=(
-                [] if self._constraints is None else self._constraints.handles_of(plan)
+            constrained_seq_ids=(
+                [] if self._constraints is None else self._constraints.constrained_seq_ids(plan)
             ),
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:
         return NewRequestData(
-            handle=request.handle,
+            seq_id=request.seq_id,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids,
             sampling_params=request.sampling_params,
             seed=request.seed,
             choice=request.choice,
-            block_ids=self._kv_cache.block_ids(request.handle),
+            block_ids=self._kv_cache.block_ids(request.seq_id),
             num_computed_tokens=request.num_computed_tokens,
             num_scheduled_tokens=num_tokens,
         )
@@ -136,15 +136,15 @@ class OutputBuilder:
     ) -> CachedRequestData:
         known = plan.continued + resumed
         return CachedRequestData(
-            handles=[request.handle for request in known],
+            seq_ids=[request.seq_id for request in known],
             num_computed_tokens=[request.num_computed_tokens for request in known],
             num_scheduled_tokens=plan.continued_tokens + resumed_tokens,
             new_block_ids=[
                 None if blocks is NO_NEW_BLOCKS else blocks for blocks in plan.continued_blocks
             ]
-            + [self._kv_cache.block_ids(request.handle) for request in resumed],
-            resumed_handles=[request.handle for request in resumed],
+            + [self._kv_cache.block_ids(request.seq_id) for request in resumed],
+            resumed_seq_ids=[request.seq_id for request in resumed],
             resumed_output_token_ids=[request.output_token_ids for request in resumed],
-            dictated_handles=dictated[0],
-            dictated_token_ids=dictated[1],
+            forced_seq_ids=dictated[0],
+            forced_token_ids=dictated[1],
         )

@@ -139,7 +139,7 @@ class KVWatermarks:
 
 
 class NonRunningBlocks:
-    """Requests, by handle, that hold blocks and are not in the running list."""
+    """Requests, by seq_id, that hold blocks and are not in the running list."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -157,17 +157,17 @@ class NonRunningBlocks:
     def add_resting(self, request: Request) -> None:
         """Add a request that waits for input; it has blocks if anything of it is computed."""
         if request.num_computed_tokens:
-            self._resting[request.handle] = request
+            self._resting[request.seq_id] = request
 
     def move_to_queued(self, request: Request) -> None:
         """A resting request has been given its input."""
-        if self._resting.pop(request.handle, None) is not None:
-            self._queued[request.handle] = request
+        if self._resting.pop(request.seq_id, None) is not None:
+            self._queued[request.seq_id] = request
 
     def forget(self, request: Request) -> None:
         """A request runs or has ended."""
-        self._resting.pop(request.handle, None)
-        self._queued.pop(request.handle, None)
+        self._resting.pop(request.seq_id, None)
+        self._queued.pop(request.seq_id, None)
 
     def free_resting(self) -> bool:
         """Free the blocks of one resting request; False if none has any."""

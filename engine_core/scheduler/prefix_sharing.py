@@ -24,7 +24,7 @@ CROWD: Final = 16
 """A wait has to spare a part of a chunk, which so many who do not wait would make a whole one."""
 
 _Ticket = tuple[int, int]
-"""(number of the wait, handle of who waits); one that is over is void, not taken out."""
+"""(number of the wait, seq_id of who waits); one that is over is void, not taken out."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PrefixWait:
     Nor does anybody wait for a leader that has not got as far as the cache has, or
     for less than a CROWD'th of a chunk: a step later for a block or two.
 
-        _leaders         by handle, in the order of admission
+        _leaders         by seq_id, in the order of admission
         _by_first_block  the same, by the hash of the block they begin with
         leader.waiters   those who wait for it, the one that needs the fewest tokens first
         leader.limits    the same, the one whose patience is over first
@@ -104,7 +104,7 @@ class PrefixWait:
             return False  # who holds blocks already looks for none
         hashes = request.block_hashes
         leaders = self._by_first_block.get(hashes[0]) if hashes else None
-        if leaders is None or self._num_lost.get(request.handle, 0) >= PATIENCE:
+        if leaders is None or self._num_lost.get(request.seq_id, 0) >= PATIENCE:
             return False
         num_found = candidate.computed.num_tokens
         found = num_found // self._block_size
@@ -126,24 +126,24 @@ class PrefixWait:
         return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._num_lost.pop(request.handle, None)
+        self._num_lost.pop(request.seq_id, None)
         reached = request.num_computed_tokens + num_new_tokens
         if reached < request.num_tokens and (hashes := request.block_hashes):
             leader = _Leader(request, reached, hashes[0], wanted=reached)
-            self._leaders[request.handle] = leader
-            self._by_first_block.setdefault(hashes[0], {})[request.handle] = leader
+            self._leaders[request.seq_id] = leader
+            self._by_first_block.setdefault(hashes[0], {})[request.seq_id] = leader
 
     def on_released(self, request: Request) -> None:
-        self._num_lost.pop(request.handle, None)
-        self._waiters.pop(request.handle, None)
-        leader = self._leaders.get(request.handle)
+        self._num_lost.pop(request.seq_id, None)
+        self._waiters.pop(request.seq_id, None)
+        leader = self._leaders.get(request.seq_id)
         if leader is not None:
             self._dismiss(leader)
 
     def _follow_leaders(self, plan: StepPlan) -> None:
         planned = plan.num_new_tokens(self._leaders)
         least = max(1, min(self._longest_chunk, plan.budget, plan.prompt_budget))
-        for handle, leader in list(self._leaders.items()):
+        for seq_id, leader in list(self._leaders.items()):
             request = leader.request
             if request.status is not RequestStatus.RUNNING:
                 self._dismiss(leader)
@@ -151,7 +151,7 @@ class PrefixWait:
             num_computed = request.num_computed_tokens
             leader.num_lost += num_computed < leader.wanted
             leader.wanted = min(num_computed + least, request.num_tokens)
-            leader.reached = num_computed + planned.get(handle, 0)
+            leader.reached = num_computed + planned.get(seq_id, 0)
             while leader.waiters and leader.waiters[0][0] <= leader.reached:
                 self._release(heapq.heappop(leader.waiters)[1], leader.num_lost)
             while leader.limits and leader.limits[0][0] <= leader.num_lost:
@@ -161,17 +161,17 @@ class PrefixWait:
 
     def _hold(self, request: Request, leader: _Leader, num_tokens: int) -> None:
         self._num_waits += 1
-        ticket = (self._num_waits, request.handle)
-        origin = leader.num_lost - self._num_lost.get(request.handle, 0)
-        self._waiters[request.handle] = _Waiter(request, self._num_waits, origin)
+        ticket = (self._num_waits, request.seq_id)
+        origin = leader.num_lost - self._num_lost.get(request.seq_id, 0)
+        self._waiters[request.seq_id] = _Waiter(request, self._num_waits, origin)
         heapq.heappush(leader.waiters, (num_tokens, ticket))
         heapq.heappush(leader.limits, (origin + PATIENCE, ticket))
 
     def _dismiss(self, leader: _Leader) -> None:
         """It leads nobody any more; who waits for it has lost another step."""
-        handle, first_block = leader.request.handle, leader.first_block
-        del self._leaders[handle]
-        del self._by_first_block[first_block][handle]
+        seq_id, first_block = leader.request.seq_id, leader.first_block
+        del self._leaders[seq_id]
+        del self._by_first_block[first_block][seq_id]
         if not self._by_first_block[first_block]:
             del self._by_first_block[first_block]
         for _, ticket in leader.waiters:
@@ -179,12 +179,12 @@ class PrefixWait:
 
     def _release(self, ticket: _Ticket, num_lost: int) -> None:
         """Let the holder of a ticket go, unless it is void. num_lost: by its leader."""
-        number, handle = ticket
-        waiter = self._waiters.get(handle)
+        number, seq_id = ticket
+        waiter = self._waiters.get(seq_id)
         if waiter is None or waiter.number != number:
             return
-        del self._waiters[handle]
-        self._num_lost[handle] = num_lost - waiter.origin
+        del self._waiters[seq_id]
+        self._num_lost[seq_id] = num_lost - waiter.origin
         self._unblock(waiter.request)
 
 

@@ -111,20 +111,20 @@ class ImpossibleResultError(ProtocolError):
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
     """Raise ImpossibleResultError unless there is a row for each sequence, with real tokens."""
-    expected = [each.handle for each in output.new_requests] + output.cached_requests.handles
+    expected = [each.seq_id for each in output.new_requests] + output.cached_requests.seq_ids
     if result.step != output.step:
         raise ImpossibleResultError(
             f"step {result.step} was answered instead of step {output.step}"
         )
-    if result.handles != expected or len(result.sampled_token_ids) != len(expected):
+    if result.seq_ids != expected or len(result.sampled_token_ids) != len(expected):
         raise ImpossibleResultError(
             f"step {output.step} has sequences {_shown(expected)}, the answer has "
-            f"{_shown(result.handles)} and {len(result.sampled_token_ids)} rows of tokens"
+            f"{_shown(result.seq_ids)} and {len(result.sampled_token_ids)} rows of tokens"
         )
-    if result.failed_handles and not set(result.failed_handles) <= set(expected):
+    if result.failed_seq_ids and not set(result.failed_seq_ids) <= set(expected):
         raise ImpossibleResultError(
             f"step {output.step} failed sequences that it does not have: "
-            f"{_shown(result.failed_handles)}"
+            f"{_shown(result.failed_seq_ids)}"
         )
     sampled = list(chain.from_iterable(result.sampled_token_ids))
     if sampled and not (min(sampled) >= 0 and max(sampled) < vocab_size):
@@ -156,11 +156,11 @@ def _check_candidates(row: RowLogprobs, vocab_size: int) -> None:
         and token_ids.max() < vocab_size
         and not np.isnan(scores).any()
     ):
-        raise ImpossibleResultError(f"the candidates of sequence {row.handle} are none")
+        raise ImpossibleResultError(f"the candidates of sequence {row.seq_id} are none")
 
 
-def _shown(handles: list[int]) -> str:
-    return f"{handles[:8]}{'…' if len(handles) > 8 else ''}"
+def _shown(seq_ids: list[int]) -> str:
+    return f"{seq_ids[:8]}{'…' if len(seq_ids) > 8 else ''}"
 
 
 def reserve_placeholders(plan: StepPlan) -> None:
@@ -185,8 +185,8 @@ def reserve_placeholders(plan: StepPlan) -> None:
 class ResultPass:
     """Turns the rows of a result into outputs.
 
-    requests: all that are not over, by handle; read only.
-    discard_until_step: by handle, the last step whose row of a request does not count; read only.
+    requests: all that are not over, by seq_id; read only.
+    discard_until_step: by seq_id, the last step whose row of a request does not count; read only.
     """
 
     def __init__(
@@ -215,26 +215,26 @@ class ResultPass:
 
         Returns what is wrong with that one; empty where nothing is.
         """
-        self._fail(result.failed_handles, output.step, outputs)
-        logprobs = {row.handle: row.arrays for row in result.logprobs}
-        prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
-        candidates = {row.handle: row.arrays for row in result.candidates}
+        self._fail(result.failed_seq_ids, output.step, outputs)
+        logprobs = {row.seq_id: row.arrays for row in result.logprobs}
+        prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
+        candidates = {row.seq_id: row.arrays for row in result.candidates}
         requests, discard_until_step, wrong = self._requests, self._discard_until_step, ""
-        for handle, token_ids, end in zip(
-            result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
+        for seq_id, token_ids, end in zip(
+            result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
-            request = requests.get(handle)
+            request = requests.get(seq_id)
             if request is None or (
-                discard_until_step and discard_until_step.get(handle, 0) >= output.step
+                discard_until_step and discard_until_step.get(seq_id, 0) >= output.step
             ):
                 self._num_discarded += len(token_ids)
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
             if bool(token_ids) is (end < len(tokens)):
-                if self._beams.report(request, candidates.get(handle)):
+                if self._beams.report(request, candidates.get(seq_id)):
                     continue
-                wrong = f"sequence {handle} has {len(token_ids)} tokens at {end}"
+                wrong = f"sequence {seq_id} has {len(token_ids)} tokens at {end}"
                 break
             # Nearly every row is one token that ends nothing.
             if (
@@ -246,12 +246,12 @@ class ResultPass:
                 tokens.append(token_ids[0])
             elif token_ids:
                 if self._beams.owns(request.request_id):
-                    wrong = f"sequence {handle} has a token, and is to have candidates"
+                    wrong = f"sequence {seq_id} has a token, and is to have candidates"
                     break
                 token_ids = self._append(request, token_ids)
-                if handle not in requests:
+                if seq_id not in requests:
                     finish_reason = request.status.finish_reason
-            elif handle not in prompt_logprobs:
+            elif seq_id not in prompt_logprobs:
                 continue
             if token_ids and not request.first_info_sent:
                 first = _first_token_info(request)
@@ -267,8 +267,8 @@ class ResultPass:
                     finish_reason,
                     request.stop_reason,
                     first,
-                    logprobs.get(handle) if logprobs else None,
-                    prompt_logprobs.get(handle) if prompt_logprobs else None,
+                    logprobs.get(seq_id) if logprobs else None,
+                    prompt_logprobs.get(seq_id) if prompt_logprobs else None,
                     kv_transfer_params=request.kv_transfer_params,
                 )
             )
@@ -281,17 +281,17 @@ class ResultPass:
 
     def depart(self, request: Request, step: int) -> None:
         """A request is over; steps up to this one may compute it, and find that it is broken."""
-        self._departed[request.handle] = (request, step)
+        self._departed[request.seq_id] = (request, step)
 
     def fill_placeholders(self, result: ModelRunnerOutput) -> None:
         """Drop the placeholders of tokens that are known now; results come in order of steps."""
         discard_until_step = self._discard_until_step
-        for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=True):
-            request = self._requests.get(handle)
+        for seq_id, token_ids in zip(result.seq_ids, result.sampled_token_ids, strict=True):
+            request = self._requests.get(seq_id)
             if (
                 token_ids
                 and request is not None
-                and discard_until_step.get(handle, 0) < result.step
+                and discard_until_step.get(seq_id, 0) < result.step
             ):
                 request.num_output_placeholders -= 1
 
@@ -314,29 +314,29 @@ class ResultPass:
         taken, self._num_discarded = self._num_discarded, 0
         return taken
 
-    def _fail(self, handles: Sequence[int], step: int, outputs: ClientOutputs) -> None:
+    def _fail(self, seq_ids: Sequence[int], step: int, outputs: ClientOutputs) -> None:
         """End requests whose logits are not finite, and make their KV unfindable.
 
         This includes requests that have ended, whose blocks may have been found since.
         """
-        for handle in handles:
-            request = self._requests.get(handle)
-            if self._discard_until_step.get(handle, 0) >= step:
+        for seq_id in seq_ids:
+            request = self._requests.get(seq_id)
+            if self._discard_until_step.get(seq_id, 0) >= step:
                 continue
             if request is not None:
                 self._scheduler.withdraw(request)
                 request.num_computed_tokens = 0
                 self._num_corrupted += 1
                 self.end_with(corrupted_output(request), request, outputs)
-            elif handle in self._departed:
-                self._scheduler.withdraw(self._departed[handle][0])
+            elif seq_id in self._departed:
+                self._scheduler.withdraw(self._departed[seq_id][0])
 
     def _forget_departed(self, step: int) -> None:
         """The result of this step is here; they departed in the order of the steps."""
-        for handle, (_, last_step) in list(self._departed.items()):
+        for seq_id, (_, last_step) in list(self._departed.items()):
             if last_step > step:
                 return
-            del self._departed[handle]
+            del self._departed[seq_id]
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""

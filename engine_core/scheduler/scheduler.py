@@ -51,7 +51,7 @@ LOAD_ERROR: Final = ErrorInfo(
 class Scheduler:
     """Requests in, steps out, tokens back in.
 
-    mint_handle: names for new requests, never the same twice. sessions: more input for
+    next_seq_id: names for new requests, never the same twice. sessions: more input for
     requests that were opened with it. backlog, deadlines: who takes requests in tells them.
     jobs: keep KV between two turns, until `jobs.end_overdue` or a step finds their time over.
 
@@ -98,7 +98,7 @@ class Scheduler:
         self._clock = clock
         self._max_num_seqs = config.max_num_seqs
         self._step_budget = parts.chunks.step_budget
-        self.mint_handle: Callable[[], int] = itertools.count().__next__
+        self.next_seq_id: Callable[[], int] = itertools.count().__next__
         self._requests: dict[int, Request] = {}
         self._choices = parts.choices
         self.waiting = parts.waiting
@@ -143,7 +143,7 @@ class Scheduler:
         choices = self._choices.setdefault(request.request_id, {})
         assert request.choice not in choices, f"{request!r} is here already"
         choices[request.choice] = request
-        self._requests[request.handle] = request
+        self._requests[request.seq_id] = request
         request.max_tokens = min(
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
@@ -214,7 +214,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something or tell the workers what they can forget."""
-        if self._output_builder.has_finished_handles or self.kv_transfer.wants_step:
+        if self._output_builder.has_finished_seq_ids or self.kv_transfer.wants_step:
             return True
         return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
 
@@ -257,7 +257,7 @@ class Scheduler:
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
         for request in poisonous:
-            if request.handle in self._requests:
+            if request.seq_id in self._requests:
                 self._result_pass.end_with(repeated_crash_output(request), request, outputs)
         return outputs
 
@@ -279,7 +279,7 @@ class Scheduler:
             self.kv_transfer.drop_loads()
             preemption_order = self._preemption.preempt_all(self._clock())
             for victim in preemption_order:
-                self._output_builder.forget(victim.handle)
+                self._output_builder.forget(victim.seq_id)
             self._num_preemptions += len(preemption_order)
         if not self._kv_cache.num_sequences:
             self._retained_prefixes.drop_all("reset")
@@ -360,15 +360,15 @@ class Scheduler:
             ended = self.kv_transfer.invalidate(
                 report.invalid_block_ids, self._requests.values(), self.step
             )
-            outputs = self.end_with_errors({each.handle: LOAD_ERROR for each in ended})
+            outputs = self.end_with_errors({each.seq_id: LOAD_ERROR for each in ended})
         self.kv_transfer.note(report)
         return outputs
 
     def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
-        """End requests by handle with an error; requests that have ended already are skipped."""
+        """End requests by seq_id with an error; requests that have ended already are skipped."""
         outputs: ClientOutputs = {}
-        for handle, error in errors.items():
-            request = self._requests.get(handle)
+        for seq_id, error in errors.items():
+            request = self._requests.get(seq_id)
             if request is not None:
                 self._result_pass.end_with(error_output(request, error), request, outputs)
         self._clear_running()
@@ -467,10 +467,10 @@ class Scheduler:
         if request.scheduled_at is not None:
             self._result_pass.depart(request, self.step)
             self._request_preemptions.append(request.num_preemptions)
-        self._output_builder.forget(request.handle)
+        self._output_builder.forget(request.seq_id)
         for listener in self._listeners:
             listener.on_released(request)
-        del self._requests[request.handle]
+        del self._requests[request.seq_id]
         choices = self._choices[request.request_id]
         del choices[request.choice]
         if not choices:

@@ -41,8 +41,8 @@ class StepPlan:
         self.admitted_tokens: list[int] = []
         self.preempted: list[Request] = []
 
-    def num_new_tokens(self, handles: Collection[int]) -> dict[int, int]:
-        """Tokens planned, by handle, for those that ran before this step; others are left out.
+    def num_new_tokens(self, seq_ids: Collection[int]) -> dict[int, int]:
+        """Tokens planned, by seq_id, for those that ran before this step; others are left out.
 
         One look through the plan, from the end, where those are that were admitted last.
         """
@@ -50,10 +50,10 @@ class StepPlan:
         for request, num_tokens in zip(
             reversed(self.continued), reversed(self.continued_tokens), strict=True
         ):
-            if len(found) == len(handles):
+            if len(found) == len(seq_ids):
                 break
-            if request.handle in handles:
-                found[request.handle] = num_tokens
+            if request.seq_id in seq_ids:
+                found[request.seq_id] = num_tokens
         return found
 
     def resend_full(self, request: Request) -> None:

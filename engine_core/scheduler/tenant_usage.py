@@ -53,7 +53,7 @@ class TenantUsage:
 
     credit: tokens, the distance behind the others that a tenant keeps while it is away. With
     the length of the longest request, one of any length has its turn before all others.
-    prefills: running requests, by handle, that have more than one token to compute, in the
+    prefills: running requests, by seq_id, that have more than one token to compute, in the
     order in which they were admitted; read only.
 
     The clock never goes back, and what is admitted beside others moves it as well, by the
@@ -90,7 +90,7 @@ class TenantUsage:
         if self.prefills:
             for request in list(self.prefills.values()):
                 if request.num_computed_tokens + 1 >= request.num_tokens:
-                    del self.prefills[request.handle]
+                    del self.prefills[request.seq_id]
                     self._decode(request)
 
     def enter(self, request: Request) -> None:
@@ -118,19 +118,19 @@ class TenantUsage:
             if len(self._accounts) > 1:
                 self._clock += num_missing / len(self._accounts)
         if num_new_tokens < num_missing:
-            self.prefills[request.handle] = request
+            self.prefills[request.seq_id] = request
         else:
             self._decode(request)
 
     def stop(self, request: Request) -> None:
         """A request does not run any more."""
         account = self._accounts[request.tenant]
-        if request.handle in self._decoding:
-            self._decoding.remove(request.handle)
+        if request.seq_id in self._decoding:
+            self._decoding.remove(request.seq_id)
             account.settle(self._step)
             account.num_decoding -= 1
         else:
-            del self.prefills[request.handle]
+            del self.prefills[request.seq_id]
         account.num_running -= 1
         if not account.num_running:
             del self._running[request.tenant]
@@ -138,7 +138,7 @@ class TenantUsage:
 
     def runs(self, request: Request) -> bool:
         """It was admitted and has not stopped since."""
-        return request.handle in self._decoding or request.handle in self.prefills
+        return request.seq_id in self._decoding or request.seq_id in self.prefills
 
     def leave(self, request: Request) -> None:
         """A request is over, wherever it was."""
@@ -154,7 +154,7 @@ class TenantUsage:
         account = self._accounts[request.tenant]
         account.settle(self._step)
         account.num_decoding += 1
-        self._decoding.add(request.handle)
+        self._decoding.add(request.seq_id)
 
     def _remember(self, tenant: int, served: float) -> None:
         """Who is no more than the credit behind comes back as a new one would."""

@@ -54,15 +54,15 @@ class GrammarGate:
 
     def enter(self, request: Request, thinking: ThinkingRule | None) -> None:
         """A choice is in the queue and its grammar is not there."""
-        self._waiting[request.handle] = request, thinking
+        self._waiting[request.seq_id] = request, thinking
 
     def open(self, request_id: int, matcher: Matcher, texts: Texts) -> None:
         """The grammar of a request is there; each choice has it from now on."""
         for request, thinking in list(self._waiting.values()):
             if request.request_id != request_id:
                 continue
-            del self._waiting[request.handle]
-            self._rows[request.handle] = _row(request, matcher.copy(), thinking, texts)
+            del self._waiting[request.seq_id]
+            self._rows[request.seq_id] = _row(request, matcher.copy(), thinking, texts)
             self._unblock(request)
 
     def attach(self, unblock: Unblock) -> None:
@@ -72,16 +72,16 @@ class GrammarGate:
         """Nothing changes by a step."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        return candidate.request.handle in self._waiting
+        return candidate.request.seq_id in self._waiting
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         """Its matcher goes on where it stood."""
 
     def on_released(self, request: Request) -> None:
-        self._waiting.pop(request.handle, None)
-        self._rows.pop(request.handle, None)
+        self._waiting.pop(request.seq_id, None)
+        self._rows.pop(request.seq_id, None)
 
-    def handles_of(self, plan: StepPlan) -> list[int]:
+    def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Those of the plan that sample, in a step that ends where nothing is known behind:
 
         all_token_ids, placeholders   |-------------|
@@ -97,23 +97,23 @@ class GrammarGate:
 
     def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
         for request, number in zip(requests, num_tokens, strict=True):
-            row = self._rows.get(request.handle)
+            row = self._rows.get(request.seq_id)
             if row is not None:
                 known = len(request.all_token_ids) + request.num_output_placeholders
                 if request.num_computed_tokens + number >= known and row.may_forbid(
                     known - request.num_prompt_tokens
                 ):
-                    yield request.handle
+                    yield request.seq_id
 
     def job(self, output: SchedulerOutput, backend: GrammarBackend) -> MaskJob:
         """The masks of a step, all before which have been taken in."""
         job = MaskJob(output.epoch, output.step, backend)
-        for handle in output.constrained_handles:
-            row = self._rows.get(handle)
+        for seq_id in output.constrained_seq_ids:
+            row = self._rows.get(seq_id)
             if row is None:
                 continue  # over since the step was sent
             request = row.request
-            job.handles.append(handle)
+            job.seq_ids.append(seq_id)
             job.matchers.append(row.matcher)
             job.token_ids.append(request.all_token_ids[request.num_prompt_tokens + row.num_seen :])
             row.num_seen = request.num_output_tokens

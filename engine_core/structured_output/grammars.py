@@ -94,7 +94,7 @@ class Grammars(Protocol):
     def violations(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, ErrorInfo]:
-        """Sequences of the oldest step in flight that cannot go on, by handle, and why.
+        """Sequences of the oldest step in flight that cannot go on, by seq_id, and why.
 
         Raises EarlyAnswerError for a result that came before the masks were made.
         """
@@ -197,7 +197,7 @@ class CompiledGrammars:
         return answers
 
     def order_masks(self, output: SchedulerOutput) -> None:
-        if output.constrained_handles and output.step > self._ordered:
+        if output.constrained_seq_ids and output.step > self._ordered:
             self._ordered = output.step
             self._masks.clear()  # of steps that were lost with their workers
             self._masker.order(self._gate.job(output, self._compiler.backend))
@@ -211,22 +211,22 @@ class CompiledGrammars:
     def violations(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, ErrorInfo]:
-        if not output.constrained_handles:
+        if not output.constrained_seq_ids:
             return {}
         masks = self._masks.pop(output.step, None)
         if masks is None:
             raise EarlyAnswerError(f"step {output.step} was answered before its masks were made")
         found = {}
-        for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=False):
-            error = masks.errors.get(handle)
+        for seq_id, token_ids in zip(result.seq_ids, result.sampled_token_ids, strict=False):
+            error = masks.errors.get(seq_id)
             if (
                 error is None
-                and handle in masks.rows
-                and not _allows(masks.rows[handle], token_ids)
+                and seq_id in masks.rows
+                and not _allows(masks.rows[seq_id], token_ids)
             ):
                 error = CONTRADICTION
             if error is not None:
-                found[handle] = ErrorInfo("invalid_request", error or BROKEN, FIELD)
+                found[seq_id] = ErrorInfo("invalid_request", error or BROKEN, FIELD)
         return found
 
     def close(self) -> None:

@@ -34,14 +34,14 @@ class MaskJob:
     epoch: int
     step: int
     backend: GrammarBackend
-    handles: list[int] = field(default_factory=list)
+    seq_ids: list[int] = field(default_factory=list)
     matchers: list[Matcher] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """output: for the worker. rows: the same masks, by handle. errors: of handles that failed."""
+    """output: for the worker. rows: the same masks, by seq_id. errors: of seq_ids that failed."""
 
     output: GrammarOutput
     rows: dict[int, MaskRow]
@@ -78,22 +78,22 @@ class Masker:
                 masks = made(job)
             except Exception:  # the step waits for an answer
                 logger.exception("the masks of step %d could not be made", job.step)
-                errors = dict.fromkeys(job.handles, "")
+                errors = dict.fromkeys(job.seq_ids, "")
                 masks = StepMasks(GrammarOutput(job.epoch, job.step, [], b""), {}, errors)
             self._done.put(masks)
             self._ring()
 
 
 def made(job: MaskJob) -> StepMasks:
-    """Take the tokens in, then fill a mask for each; uint32 [len(job.handles), words]."""
+    """Take the tokens in, then fill a mask for each; uint32 [len(job.seq_ids), words]."""
     for matcher, token_ids in zip(job.matchers, job.token_ids, strict=True):
         matcher.consume(token_ids)
-    masks = np.empty((len(job.handles), mask_words(job.backend.vocab_size)), dtype=np.int32)
+    masks = np.empty((len(job.seq_ids), mask_words(job.backend.vocab_size)), dtype=np.int32)
     fill(job.backend, job.matchers, masks)
     errors = {
-        handle: matcher.error
-        for handle, matcher in zip(job.handles, job.matchers, strict=True)
+        seq_id: matcher.error
+        for seq_id, matcher in zip(job.seq_ids, job.matchers, strict=True)
         if matcher.error
     }
-    output = GrammarOutput(job.epoch, job.step, job.handles, masks.tobytes())
-    return StepMasks(output, dict(zip(job.handles, masks, strict=True)), errors)
+    output = GrammarOutput(job.epoch, job.step, job.seq_ids, masks.tobytes())
+    return StepMasks(output, dict(zip(job.seq_ids, masks, strict=True)), errors)

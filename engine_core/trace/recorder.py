@@ -78,12 +78,12 @@ class Recorder:
         self._queue, self._running, self._kv_cache = waiting, running, kv_cache
 
     def added(self, request: Request) -> None:
-        self._waiting[request.handle] = request
-        self._tokenless.add(request.handle)
+        self._waiting[request.seq_id] = request
+        self._tokenless.add(request.seq_id)
         self._put(
             Arrival(
                 time_us=self._now(),
-                handle=request.handle,
+                seq_id=request.seq_id,
                 request_id=request.request_id,
                 choice=request.choice,
                 arrived_us=self._micros(request.arrival_time),
@@ -148,15 +148,15 @@ class Recorder:
     def found_elsewhere(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None:
-        self._elsewhere[request.handle] = num_tokens, connector, is_async
+        self._elsewhere[request.seq_id] = num_tokens, connector, is_async
 
     def step_done(self, result: ModelRunnerOutput) -> None:
         first: list[int] = []
         if self._tokenless:
             first = [
-                handle
-                for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True)
-                if tokens and handle in self._tokenless
+                seq_id
+                for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True)
+                if tokens and seq_id in self._tokenless
             ]
             self._tokenless.difference_update(first)
         self._put(
@@ -171,12 +171,12 @@ class Recorder:
 
     def finished(self, request: Request) -> None:
         self._left(request)
-        self._tokenless.discard(request.handle)
-        self._elsewhere.pop(request.handle, None)
+        self._tokenless.discard(request.seq_id)
+        self._elsewhere.pop(request.seq_id, None)
         self._put(
             Finish(
                 time_us=self._now(),
-                handle=request.handle,
+                seq_id=request.seq_id,
                 reason=str(request.status.finish_reason),
                 num_output_tokens=request.num_output_tokens,
                 num_cached_tokens=request.num_cached_tokens,
@@ -195,7 +195,7 @@ class Recorder:
             PinBegin(
                 time_us=self._now(),
                 job=pin.job,
-                handle=pin.handle,
+                seq_id=pin.seq_id,
                 num_blocks=len(pin.blocks),
                 ttl_us=round(ttl * 1e6),
             )
@@ -221,15 +221,15 @@ class Recorder:
             context += request.num_computed_tokens + number
             num_tokens += number
             if request.num_preemptions:
-                resumed.append(request.handle)
+                resumed.append(request.seq_id)
                 resumed_tokens.append(number)
             else:
-                new.append(request.handle)
+                new.append(request.seq_id)
                 new_tokens.append(number)
             self._left(request)
             hits.append(self._hit(request))
         for request in plan.preempted:
-            self._waiting[request.handle] = request
+            self._waiting[request.seq_id] = request
         self._num_preempted += len(plan.preempted)
         all_one = num_tokens - sum(plan.admitted_tokens) == len(plan.continued)
         return Decision(
@@ -237,9 +237,9 @@ class Recorder:
             new_tokens=new_tokens,
             resumed=resumed,
             resumed_tokens=resumed_tokens,
-            running=[each.handle for each in plan.continued],
+            running=[each.seq_id for each in plan.continued],
             running_tokens=[] if all_one else plan.continued_tokens,
-            preempted=[each.handle for each in plan.preempted],
+            preempted=[each.seq_id for each in plan.preempted],
             hits=hits,
             num_tokens=num_tokens,
             context_tokens=context,
@@ -247,10 +247,10 @@ class Recorder:
 
     def _hit(self, request: Request) -> PrefixHit:
         """Of one that is admitted; what was to be loaded and failed has not been found."""
-        number, connector, is_async = self._elsewhere.pop(request.handle, (0, "", False))
+        number, connector, is_async = self._elsewhere.pop(request.seq_id, (0, "", False))
         external = min(number, request.num_computed_tokens)
         return PrefixHit(
-            handle=request.handle,
+            seq_id=request.seq_id,
             num_tokens=request.num_tokens,
             local_tokens=request.num_computed_tokens - external,
             external_tokens=external,
@@ -261,12 +261,12 @@ class Recorder:
     def _look_again(self) -> None:
         """Requests may have gone back to the queue between two steps."""
         self._is_stale = False
-        self._waiting = {each.handle: each for each in self._queue}
+        self._waiting = {each.seq_id: each for each in self._queue}
         self._num_preempted = sum(each.num_preemptions > 0 for each in self._queue)
 
     def _left(self, request: Request) -> None:
         """The queue, if it was there."""
-        if self._waiting.pop(request.handle, None) is not None and request.num_preemptions:
+        if self._waiting.pop(request.seq_id, None) is not None and request.num_preemptions:
             self._num_preempted -= 1
 
     def _now(self) -> int:

@@ -23,7 +23,7 @@ Ints = NDArray[np.int32]
 
 
 def block_map(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> BlockMap:
-    """numbers: of the owners, by handle; of several who share a block the lowest is its owner."""
+    """numbers: of the owners, by seq_id; of several who share a block the lowest is its owner."""
     states, owners = block_states(kv_cache, numbers)
     per_cell = blocks_per_cell(len(states))
     if per_cell > 1:
@@ -36,9 +36,9 @@ def block_states(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> tuple[
     pool = kv_cache.pool
     # The lowest number is written last, so that a shared block is its own.
     tables = [
-        (numbers[handle], table)
+        (numbers[seq_id], table)
         for group in kv_cache.groups
-        for handle, table in group.tables().items()
+        for seq_id, table in group.tables().items()
     ]
     tables.sort(key=lambda each: -each[0])
     held = _array(chain.from_iterable(table for _, table in tables))

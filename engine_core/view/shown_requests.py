@@ -55,11 +55,11 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
 
 
 def blocks_held(kv_cache: KVCacheManager) -> Mapping[int, int]:
-    """Blocks in the tables of each request that has some, by handle, without the null block."""
+    """Blocks in the tables of each request that has some, by seq_id, without the null block."""
     held: dict[int, int] = {}
     has_windows = kv_cache.has_windows
     for group in kv_cache.groups:
-        for handle, table in group.tables().items():
+        for seq_id, table in group.tables().items():
             number = len(table) - (table.count(NULL_BLOCK) if has_windows else 0)
-            held[handle] = held.get(handle, 0) + number
+            held[seq_id] = held.get(seq_id, 0) + number
     return held

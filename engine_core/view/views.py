@@ -123,7 +123,7 @@ class EngineViews:
         scheduler, kv_cache, counts = self._scheduler, self._kv_cache, self._counts
         shown = shown_requests(scheduler)
         held: Mapping[int, int] = blocks_held(kv_cache)
-        self._owners.keep([*held, *(each.handle for each in shown)])
+        self._owners.keep([*held, *(each.seq_id for each in shown)])
         numbers = self._owners.numbers
         view = EngineView(
             self._epoch,
@@ -137,7 +137,7 @@ class EngineViews:
             counts.queried_tokens,
             counts.found_tokens,
             counts.preemptions,
-            [request_view(each, numbers[each.handle], held.get(each.handle, 0)) for each in shown],
+            [request_view(each, numbers[each.seq_id], held.get(each.seq_id, 0)) for each in shown],
             scheduler.num_unfinished - len(shown),
             block_map(kv_cache, numbers),
         )

@@ -52,20 +52,20 @@ class FakeWorker:
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A token for each sequence whose tokens are all computed after this step."""
         num_tokens = self._num_tokens
-        for handle in output.finished_handles:
-            num_tokens.pop(handle, None)
+        for seq_id in output.finished_seq_ids:
+            num_tokens.pop(seq_id, None)
         for new in output.new_requests:
-            num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
-        handles = [each.handle for each in output.new_requests] + output.cached_requests.handles
+            num_tokens[new.seq_id] = len(new.prompt_token_ids) + len(new.output_token_ids)
+        seq_ids = [each.seq_id for each in output.new_requests] + output.cached_requests.seq_ids
         sampled: list[list[int]] = []
-        for handle, end in zip(handles, ends_of_rows(output), strict=True):
-            if end < num_tokens[handle]:
+        for seq_id, end in zip(seq_ids, ends_of_rows(output), strict=True):
+            if end < num_tokens[seq_id]:
                 sampled.append([])
             else:
-                mixed = handle * _PRIME + num_tokens[handle]
+                mixed = seq_id * _PRIME + num_tokens[seq_id]
                 sampled.append([self._lowest + mixed % self._span])
-                num_tokens[handle] += 1
-        return ModelRunnerOutput(output.epoch, output.step, handles, sampled)
+                num_tokens[seq_id] += 1
+        return ModelRunnerOutput(output.epoch, output.step, seq_ids, sampled)
 
 
 PLAIN_TOKENS = 1_000

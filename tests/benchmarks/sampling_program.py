@@ -42,7 +42,7 @@ class SamplingSteps:
         rows = InputBatch(num_rows, most, _BLOCK_SIZE)
         new = [
             NewRequestData(
-                handle=row,
+                seq_id=row,
                 prompt_token_ids=rng.integers(workload.vocab_size, size=context // 2).tolist(),
                 output_token_ids=rng.integers(workload.vocab_size, size=context // 2).tolist(),
                 sampling_params=params,
@@ -60,12 +60,12 @@ class SamplingSteps:
             new_requests=new,
             cached_requests=CachedRequestData(),
             total_num_scheduled_tokens=num_rows,
-            finished_handles=[],
-            preempted_handles=[],
+            finished_seq_ids=[],
+            preempted_seq_ids=[],
         )
         self._inputs = build_inputs(step, rows.apply(step), rows)
         self._sampler = StepSampler(rows, sampler)
-        self._handles = list(range(num_rows))
+        self._seq_ids = list(range(num_rows))
         dtype: torch.dtype = getattr(torch, workload.dtype)
         generator = torch.Generator().manual_seed(0)
         scores = torch.randn(num_rows, workload.vocab_size, generator=generator)
@@ -78,9 +78,9 @@ class SamplingSteps:
     def run(self) -> None:
         """Sample once, from scores that the caches hold as when they were just computed."""
         self._spent.copy_(self._scores)
-        broken = np.zeros(len(self._handles), dtype=np.bool_)
+        broken = np.zeros(len(self._seq_ids), dtype=np.bool_)
         started = perf_counter()
-        self._sampler.choose(self._inputs, self._handles, self._spent, broken, lambda: _NO_GRAMMARS)
+        self._sampler.choose(self._inputs, self._seq_ids, self._spent, broken, lambda: _NO_GRAMMARS)
         self.seconds.append(perf_counter() - started)
 
 

@@ -255,15 +255,15 @@ class StepPlayer:
         outputs_decoded = thread_time_ns()
 
         self._show(samples)
-        if self._only_preempting and not output.preempted_handles:
+        if self._only_preempting and not output.preempted_seq_ids:
             return
         samples.schedule.append((scheduled - start) / 1e3)
         samples.update.append((updated - update_start) / 1e3)
         samples.encode.append((encoded - encode_start + outputs_encoded - outputs_start) / 1e3)
         samples.decode.append((decoded - encoded + outputs_decoded - outputs_encoded) / 1e3)
         samples.wire_bytes.append(len(step_frame) + len(result_frame) + len(outputs_frame))
-        samples.num_scheduled.append(len(answer.handles))
-        samples.num_preempted.append(len(output.preempted_handles))
+        samples.num_scheduled.append(len(answer.seq_ids))
+        samples.num_preempted.append(len(output.preempted_seq_ids))
 
     def _show(self, samples: Samples) -> None:
         """Make a view if somebody watches, about as often as steps of a CPU have one."""

@@ -118,7 +118,7 @@ class DecodeSteps:
     def _new(self, row: int, num_computed: int, num_scheduled: int) -> NewRequestData:
         context = range(_FIRST_TOKEN_ID, _FIRST_TOKEN_ID + self._computed)
         return NewRequestData(
-            handle=row,
+            seq_id=row,
             prompt_token_ids=[each % self._runner.vocab_size for each in context],
             output_token_ids=[],
             sampling_params=SamplingParams(max_tokens=1 << 20, temperature=self._temperature),
@@ -144,12 +144,12 @@ class DecodeSteps:
                 new_requests=new,
                 cached_requests=cached,
                 total_num_scheduled_tokens=count,
-                finished_handles=[],
-                preempted_handles=[],
+                finished_seq_ids=[],
+                preempted_seq_ids=[],
                 block_copies=list(block_copies),
             )
         )
-        assert output.failed_handles == [], "the model computes no numbers"
+        assert output.failed_seq_ids == [], "the model computes no numbers"
         return output
 
 

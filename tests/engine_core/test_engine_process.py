@@ -82,7 +82,7 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     assert engine.expect(front_end, EngineCoreOutputs, is_idle).outputs == []
     engine.worker.send(engine.runner.execute(step))
     finished = engine.expect(engine.worker, SchedulerOutput)
-    assert finished.finished_handles == step.cached_requests.handles
+    assert finished.finished_seq_ids == step.cached_requests.seq_ids
     engine.worker.send(engine.runner.execute(finished))
     front_end.send(engine.request(2, [4], 1))
     (output,) = engine.outputs_of(2)
@@ -98,7 +98,7 @@ def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(sta
     step = engine.expect(engine.worker, SchedulerOutput)
     result = engine.runner.execute(step)
     engine.worker.send(
-        msgspec.structs.replace(result, sampled_token_ids=[[]], failed_handles=result.handles)
+        msgspec.structs.replace(result, sampled_token_ids=[[]], failed_seq_ids=result.seq_ids)
     )
     message = engine.expect(
         front_end, EngineCoreOutputs, lambda each: each.outputs and each.outputs[0].error
@@ -219,7 +219,7 @@ def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(st
     message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.progress)
     assert message.progress == [RequestProgress(1, 0, 1)]
     steps = [engine.answer_step() for _ in range(3)]
-    sequences = [len(each.new_requests) + len(each.cached_requests.handles) for each in steps]
+    sequences = [len(each.new_requests) + len(each.cached_requests.seq_ids) for each in steps]
     front_end.send(engine.request(2, [2], 2, crash_count=5))
     assert sequences == [1, 2, 1], "once it has a token it may have company"
     (output,) = engine.expect(

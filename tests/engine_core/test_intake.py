@@ -29,7 +29,7 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
     desk.take(request(9, n=3), client=2)
     assert desk.outbox.accepted == [(2, 9)]
     assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 1, 2]
-    assert len({each.handle for each in desk.engine.scheduler.waiting}) == 3
+    assert len({each.seq_id for each in desk.engine.scheduler.waiting}) == 3
     assert {each.client_index for each in desk.engine.scheduler.waiting} == {2}
 
 

@@ -274,8 +274,8 @@ def step(number):
         new_requests=[],
         cached_requests=CachedRequestData(),
         total_num_scheduled_tokens=0,
-        finished_handles=[],
-        preempted_handles=[],
+        finished_seq_ids=[],
+        preempted_seq_ids=[],
     )
 
 

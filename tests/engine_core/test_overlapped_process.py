@@ -44,7 +44,7 @@ def test_overlapped_an_abort_counts_before_two_steps_in_flight(start):
     for step in steps:
         engine.worker.send(engine.runner.execute(step))
     finished = engine.expect(engine.worker, SchedulerOutput)
-    assert finished.finished_handles == [steps[0].new_requests[0].handle]
+    assert finished.finished_seq_ids == [steps[0].new_requests[0].seq_id]
     engine.worker.send(engine.runner.execute(finished))
     front_end.send(engine.request(2, [4], 1))
     (output,) = engine.outputs_of(2)

@@ -49,7 +49,7 @@ def test_requests_outlive_their_worker(start):
     step = engine.answer_step()
     assert step.epoch == EPOCH + 4
     assert [len(new.output_token_ids) for new in step.new_requests] == [3, 0]
-    assert step.cached_requests.handles == step.finished_handles == []
+    assert step.cached_requests.seq_ids == step.finished_seq_ids == []
     engine.expect(engine.supervisor, Heartbeat, is_of(EPOCH + 4))
     for _ in range(2):
         engine.answer_step()

@@ -14,7 +14,7 @@ HASHER = BlockHasher(16, b"model")
 
 def make_request(num_prompt_tokens: int = 59, **fields) -> Request:
     defaults = {
-        "handle": 1,
+        "seq_id": 1,
         "request_id": 10,
         "prompt_token_ids": list(range(num_prompt_tokens)),
         "sampling_params": SamplingParams(max_tokens=8),
@@ -115,11 +115,11 @@ def test_an_unfinished_status_has_no_finish_reason(status):
         _ = status.finish_reason
 
 
-def test_choices_share_the_prompt_and_differ_in_handle_and_choice():
+def test_choices_share_the_prompt_and_differ_in_seq_id_and_choice():
     message = make_message(n=3, priority=4, cache_salt="salt")
-    handles = count(100)
-    choices = choices_of(message, lambda: next(handles), client_index=2, hasher=HASHER)
-    assert [(each.handle, each.choice) for each in choices] == [(100, 0), (101, 1), (102, 2)]
+    seq_ids = count(100)
+    choices = choices_of(message, lambda: next(seq_ids), client_index=2, hasher=HASHER)
+    assert [(each.seq_id, each.choice) for each in choices] == [(100, 0), (101, 1), (102, 2)]
     for choice in choices:
         assert choice.prompt_token_ids is message.prompt_token_ids
         assert (choice.request_id, choice.client_index, choice.seed) == (10, 2, 5)
@@ -132,8 +132,8 @@ def test_choices_share_the_prompt_and_differ_in_handle_and_choice():
 
 def test_choices_take_up_where_an_earlier_engine_left_them():
     message = make_message(n=3, output_token_ids=((7, 8), (), (9,)), finished_choices=(1,))
-    handles = count()
-    first, third = choices_of(message, lambda: next(handles), 0, HASHER)
+    seq_ids = count()
+    first, third = choices_of(message, lambda: next(seq_ids), 0, HASHER)
     assert (first.choice, first.output_token_ids) == (0, [7, 8])
     assert (third.choice, third.output_token_ids) == (2, [9])
     assert (first.num_prompt_tokens, first.num_computed_tokens) == (40, 0)
@@ -167,7 +167,7 @@ def test_the_next_turn_keeps_all_outputs_but_the_last():
     following.take_input([4, 5], SamplingParams(max_tokens=3))
     assert following.all_token_ids == [0, 1, 2, 10, 4, 5]
     assert following.output_token_ids == []
-    assert following.handle == 50
+    assert following.seq_id == 50
     for name in ("request_id", "choice", "client_index", "seed", "order", "cache_salt"):
         assert getattr(following, name) == getattr(request, name)
     assert request.all_token_ids == [0, 1, 2, 10, 11]

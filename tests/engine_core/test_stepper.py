@@ -133,7 +133,7 @@ def test_it_steps_until_nothing_is_left_and_checks_its_books_once(depth):
     loop.stepper.run()
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
     assert checks == [1]
-    assert loop.executor.submitted[-1].finished_handles
+    assert loop.executor.submitted[-1].finished_seq_ids
     loop.engine.assert_at_rest()
 
 
@@ -266,9 +266,9 @@ def test_it_stops_in_the_middle_of_a_step(depth):
 @pytest.mark.parametrize(
     ("nonsense", "words"),
     [
-        (lambda step, handles: ModelRunnerOutput(1, 99, [5], [[1]]), "step 99 unasked"),
-        (lambda step, handles: ModelRunnerOutput(1, step, [77], [[1]]), "[77]"),
-        (lambda step, handles: ModelRunnerOutput(1, step, handles, [[5], []]), "0 tokens"),
+        (lambda step, seq_ids: ModelRunnerOutput(1, 99, [5], [[1]]), "step 99 unasked"),
+        (lambda step, seq_ids: ModelRunnerOutput(1, step, [77], [[1]]), "[77]"),
+        (lambda step, seq_ids: ModelRunnerOutput(1, step, seq_ids, [[5], []]), "0 tokens"),
     ],
     ids=["unasked", "other sequences", "half of it"],
 )
@@ -277,8 +277,8 @@ def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nons
 
     def babble(service):
         step = loop.executor.queue[0]
-        handles = [each.handle for each in step.new_requests] + step.cached_requests.handles
-        loop.executor.results.append(nonsense(step.step, handles))
+        seq_ids = [each.seq_id for each in step.new_requests] + step.cached_requests.seq_ids
+        loop.executor.results.append(nonsense(step.step, seq_ids))
 
     def replace(service):
         assert words in loop.executor.distrusted[0]

@@ -129,7 +129,7 @@ class EngineHarness:
             n=n,
             **{"seed": 0, "arrival_time": 0.0, **given},  # type: ignore[arg-type]
         )
-        requests = choices_of(message, self.scheduler.mint_handle, client, self.kv_cache.hasher)
+        requests = choices_of(message, self.scheduler.next_seq_id, client, self.kv_cache.hasher)
         for request in requests:
             if message.resumable:
                 self.scheduler.sessions.open(request)
@@ -207,7 +207,7 @@ class EngineHarness:
     def finish_load(self, request: Request) -> None:
         """What is being loaded for a request is there."""
         assert self.connector is not None
-        self.report(self.connector.finish(request.handle, self.runner))
+        self.report(self.connector.finish(request.seq_id, self.runner))
 
     def note(self, by_client: ClientOutputs) -> None:
         """Keep what goes to front ends. The tokens of a session are those of all its turns."""
@@ -270,7 +270,7 @@ class EngineHarness:
 
 
 def scheduled(output: SchedulerOutput) -> dict[int, int]:
-    """Tokens by handle."""
+    """Tokens by seq_id."""
     cached = output.cached_requests
-    counts = {new.handle: new.num_scheduled_tokens for new in output.new_requests}
-    return counts | dict(zip(cached.handles, cached.num_scheduled_tokens, strict=True))
+    counts = {new.seq_id: new.num_scheduled_tokens for new in output.new_requests}
+    return counts | dict(zip(cached.seq_ids, cached.num_scheduled_tokens, strict=True))

@@ -321,9 +321,9 @@ class AllMasks:
     """A MaskSource: every token may be drawn."""
 
     def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
-        count = len(step.constrained_handles)
+        count = len(step.constrained_seq_ids)
         masks = b"\xff" * (VOCAB_SIZE // 8 * count)
-        return GrammarOutput(1, step.step, step.constrained_handles, masks)
+        return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
 
 
 @contextmanager
@@ -451,32 +451,32 @@ def steps(num_groups: int) -> Iterator[SchedulerOutput]:
     """Two prompts; two more beside them, one constrained; decodes alone; the end of one request."""
     counts: dict[int, int] = {}
 
-    def blocks(handle: int) -> list[list[int]]:
-        return [[1 + 8 * (handle - 1) + page for page in range(8)] for _ in range(num_groups)]
+    def blocks(seq_id: int) -> list[list[int]]:
+        return [[1 + 8 * (seq_id - 1) + page for page in range(8)] for _ in range(num_groups)]
 
     def step(number: int, new: dict[int, int], **fields: Any) -> SchedulerOutput:
         old = list(counts)
         cached = CachedRequestData(
             old, [counts[each] for each in old], [1] * len(old), [None] * len(old), [], []
         )
-        for handle in old:
-            counts[handle] += 1
+        for seq_id in old:
+            counts[seq_id] += 1
         counts.update(new)
         fresh = [
             NewRequestData(
-                handle=handle,
+                seq_id=seq_id,
                 prompt_token_ids=list(range(length)),
                 output_token_ids=[],
-                sampling_params=SamplingParams(max_tokens=9, **WISHES[handle - 1]),
-                seed=handle,
+                sampling_params=SamplingParams(max_tokens=9, **WISHES[seq_id - 1]),
+                seed=seq_id,
                 choice=0,
-                block_ids=blocks(handle),
+                block_ids=blocks(seq_id),
                 num_computed_tokens=0,
                 num_scheduled_tokens=length,
             )
-            for handle, length in new.items()
+            for seq_id, length in new.items()
         ]
-        values: dict[str, Any] = {"finished_handles": [], "preempted_handles": []} | fields
+        values: dict[str, Any] = {"finished_seq_ids": [], "preempted_seq_ids": []} | fields
         return SchedulerOutput(
             epoch=1,
             step=number,
@@ -487,10 +487,10 @@ def steps(num_groups: int) -> Iterator[SchedulerOutput]:
         )
 
     yield step(1, {1: 5, 2: 7})
-    yield step(2, {3: 9, 4: 2}, block_copies=[1, 33, 9, 34], constrained_handles=[4])
+    yield step(2, {3: 9, 4: 2}, block_copies=[1, 33, 9, 34], constrained_seq_ids=[4])
     yield step(3, {})
     counts.pop(4)
-    yield step(4, {}, finished_handles=[4])
+    yield step(4, {}, finished_seq_ids=[4])
 
 
 def seen_operators() -> list[dict[str, Any]]:

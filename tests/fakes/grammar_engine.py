@@ -49,12 +49,12 @@ class GrammarRunner(PagedRunner):
         return super()._sample(row, end)
 
     def _draw(self, row: Row, token_ids: list[int], choice: int) -> int:
-        handle = next(each for each, other in self.rows.items() if other is row)
-        if handle not in self.masks.handles:
+        seq_id = next(each for each, other in self.rows.items() if other is row)
+        if seq_id not in self.masks.seq_ids:
             return hashed_token(token_ids, choice, SIZE)
-        words = np.frombuffer(self.masks.masks, "<u4").reshape(len(self.masks.handles), -1)
+        words = np.frombuffer(self.masks.masks, "<u4").reshape(len(self.masks.seq_ids), -1)
         bits = np.unpackbits(
-            words[self.masks.handles.index(handle)].view(np.uint8), bitorder="little", count=SIZE
+            words[self.masks.seq_ids.index(seq_id)].view(np.uint8), bitorder="little", count=SIZE
         )
         allowed = np.flatnonzero(bits)
         assert len(allowed), "a mask leaves nothing"
@@ -145,7 +145,7 @@ class GrammarEngine:
         output = self.harness.in_flight[0]
         self.grammars.order_masks(output)
         self.runner.masks = GrammarOutput(0, 0, [], b"")
-        if output.constrained_handles:
+        if output.constrained_seq_ids:
             self.runner.masks = self._masks(output.step)
         return self.runner.execute(output)
 

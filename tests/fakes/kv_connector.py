@@ -23,7 +23,7 @@ class FakeLoad:
     bad: blocks that it will not fill.
     """
 
-    handle: int
+    seq_id: int
     token_ids: list[int]
     tables: list[list[int]]
     first: int
@@ -78,18 +78,18 @@ class FakeConnector(NoConnector):
     # The deciding half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
-        self.asked.append((request.handle, num_computed_tokens))
+        self.asked.append((request.seq_id, num_computed_tokens))
         match = self.answer(request, num_computed_tokens)
-        self._matched[request.handle] = (num_computed_tokens, match.is_async)
+        self._matched[request.seq_id] = (num_computed_tokens, match.is_async)
         return match
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens) -> None:
-        self.allocated.append((request.handle, num_external_tokens))
+        self.allocated.append((request.seq_id, num_external_tokens))
         if num_external_tokens:
-            first, is_async = self._matched[request.handle]
+            first, is_async = self._matched[request.seq_id]
             end = first + num_external_tokens
             load = FakeLoad(
-                request.handle, list(request.all_token_ids), block_ids, first, end, is_async
+                request.seq_id, list(request.all_token_ids), block_ids, first, end, is_async
             )
             self._planned.append(load)
 
@@ -105,9 +105,9 @@ class FakeConnector(NoConnector):
         self.reports.append(output)
 
     def request_finished(self, request, block_ids):
-        self.finished.append(request.handle)
+        self.finished.append(request.seq_id)
         if self.delays(request) and any(map(any, block_ids)):
-            self.sending.append(request.handle)
+            self.sending.append(request.seq_id)
             return True, {"remote_block_ids": block_ids}
         return False, None
 
@@ -129,25 +129,25 @@ class FakeConnector(NoConnector):
         invalid: list[int] = []
         for load in self._by_step.pop(step, []):
             if load.is_async:
-                self.under_way[load.handle] = load
+                self.under_way[load.seq_id] = load
             else:
                 bad = self._fill(load, runner)
                 invalid += bad
                 if bad:
-                    runner.misled[load.handle] = step
+                    runner.misled[load.seq_id] = step
         return KVConnectorOutput(invalid_block_ids=invalid)
 
-    def finish(self, handle: int, runner: PagedRunner) -> KVConnectorOutput:
+    def finish(self, seq_id: int, runner: PagedRunner) -> KVConnectorOutput:
         """A load that is under way is over."""
-        load = self.under_way.pop(handle)
+        load = self.under_way.pop(seq_id)
         return KVConnectorOutput(
-            finished_recving=[handle], invalid_block_ids=self._fill(load, runner)
+            finished_recving=[seq_id], invalid_block_ids=self._fill(load, runner)
         )
 
-    def sent(self, handle: int) -> KVConnectorOutput:
+    def sent(self, seq_id: int) -> KVConnectorOutput:
         """Nobody reads the blocks of a request that is over any more."""
-        self.sending.remove(handle)
-        return KVConnectorOutput(finished_sending=[handle])
+        self.sending.remove(seq_id)
+        return KVConnectorOutput(finished_sending=[seq_id])
 
     def _fill(self, load: FakeLoad, runner: PagedRunner) -> list[int]:
         filled = load.blocks(runner.block_size, runner.windows)

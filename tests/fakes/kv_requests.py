@@ -38,7 +38,7 @@ class Requests:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
-        self._handles = count()
+        self._seq_ids = count()
 
     def make(
         self,
@@ -48,10 +48,10 @@ class Requests:
         prompt_logprobs: int | None = None,
     ) -> Request:
         """A request that waits, with a prompt of these tokens."""
-        handle = next(self._handles)
+        seq_id = next(self._seq_ids)
         return Request(
-            handle=handle,
-            request_id=handle,
+            seq_id=seq_id,
+            request_id=seq_id,
             prompt_token_ids=token_ids(tokens) if isinstance(tokens, str) else list(tokens),
             sampling_params=SamplingParams(max_tokens=1000, prompt_logprobs=prompt_logprobs),
             hasher=self._manager.hasher,
@@ -94,7 +94,7 @@ class Requests:
 
     def table(self, request: Request) -> list[int]:
         """The request's block table in the first group."""
-        return self._manager.block_ids(request.handle)[0]
+        return self._manager.block_ids(request.seq_id)[0]
 
 
 class Setup:

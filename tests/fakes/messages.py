@@ -30,11 +30,11 @@ def request(
 
 
 def make_request(
-    handle: int, prompt: list[int], request_id: int = 1, choice: int = 0, tenant: int = 0
+    seq_id: int, prompt: list[int], request_id: int = 1, choice: int = 0, tenant: int = 0
 ) -> Request:
     """A choice that belongs to no scheduler."""
     return Request(
-        handle=handle,
+        seq_id=seq_id,
         request_id=request_id,
         choice=choice,
         tenant=tenant,

@@ -50,15 +50,15 @@ class CopyingHalf:
         self.put_off: list[TransferJob] = []
         self.flushed: list[int] = []
         self.content: dict[tuple[int, int], Content] = {}
-        self._handles: dict[int, int] = {}
+        self._seq_ids: dict[int, int] = {}
 
     def begin(self, metadata: OffloadMetadata) -> None:
         """Of a step: what was put off begins, then its loads."""
         self.under_way += self.put_off + metadata.loads
         self.put_off = list(metadata.stores)
         self.flushed += metadata.flush
-        for job, handle in zip(metadata.loads, metadata.load_handles, strict=True):
-            self._handles[job.job_id] = handle
+        for job, seq_id in zip(metadata.loads, metadata.load_seq_ids, strict=True):
+            self._seq_ids[job.job_id] = seq_id
 
     def finish(
         self, job: TransferJob, runner: PagedRunner, succeeds: bool = True
@@ -70,14 +70,14 @@ class CopyingHalf:
         self.under_way.remove(job)
         self._copy(job, runner, succeeds)
         failed = [block for each in job.device for block in each.block_ids]
-        handle = self._handles.pop(job.job_id, None)
+        seq_id = self._seq_ids.pop(job.job_id, None)
         reports = []
         for rank in range(self.num_ranks):
             is_last = rank == self.num_ranks - 1
             done = FinishedJob(job.job_id, succeeds or not is_last, 100, 0.5)
             reports.append(
                 KVConnectorOutput(
-                    finished_recving=[handle] if is_last and handle is not None else [],
+                    finished_recving=[seq_id] if is_last and seq_id is not None else [],
                     invalid_block_ids=failed if job.is_load and is_last and not succeeds else [],
                     worker_metadata=pack(OffloadReport([done])),
                 )
@@ -148,7 +148,7 @@ class OffloadRig(EngineHarness):
                 holds,
                 self.kv_cache.block_ids,
                 unblock,
-                is_storable=lambda handle: self.trusts and is_storable(handle),
+                is_storable=lambda seq_id: self.trusts and is_storable(seq_id),
             )
             self.deciding = OffloadingScheduler(transfer, context)
             return self.deciding

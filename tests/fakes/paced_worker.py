@@ -50,7 +50,7 @@ class PacedWorker:
 
     def _answer(self, step: SchedulerOutput) -> None:
         result = self._engine.runner.execute(step)
-        self.num_preempted += len(step.preempted_handles)
+        self.num_preempted += len(step.preempted_seq_ids)
         if step.total_num_scheduled_tokens:
             time.sleep(self._step_seconds)  # what is modelled: a device that computes
             self._queue += self._link.receive()

@@ -91,37 +91,37 @@ class PagedRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step, as a worker would, and check that its message makes sense."""
         self.steps.append(output)
-        told_anew = {*output.finished_handles, *output.cached_requests.resumed_handles}
-        for handle in told_anew & self.misled.keys():
-            if self.misled[handle] < output.step:
-                del self.misled[handle]
-        for handle in output.finished_handles:
-            del self.rows[handle]
-        for handle in output.preempted_handles:
-            self.rows[handle].tables = [[] for _ in self.windows]
+        told_anew = {*output.finished_seq_ids, *output.cached_requests.resumed_seq_ids}
+        for seq_id in told_anew & self.misled.keys():
+            if self.misled[seq_id] < output.step:
+                del self.misled[seq_id]
+        for seq_id in output.finished_seq_ids:
+            del self.rows[seq_id]
+        for seq_id in output.preempted_seq_ids:
+            self.rows[seq_id].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
         self._copy_blocks(output.block_copies)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         # As a real forward pass does, write every row of the step before reading any.
-        for handle, computed, scheduled in work:
-            self._write(self.rows[handle], computed, computed + scheduled)
+        for seq_id, computed, scheduled in work:
+            self._write(self.rows[seq_id], computed, computed + scheduled)
         result = ModelRunnerOutput(output.epoch, output.step, [], [])
-        for handle, computed, scheduled in work:
-            row, end = self.rows[handle], computed + scheduled
-            result.handles.append(handle)
-            if handle not in self.misled:
+        for seq_id, computed, scheduled in work:
+            row, end = self.rows[seq_id], computed + scheduled
+            result.seq_ids.append(seq_id)
+            if seq_id not in self.misled:
                 self._read_back(row, computed, end)
             result.sampled_token_ids.append(self._sample(row, end))
             if row.num_candidates and end == len(row.token_ids):
-                result.candidates.append(RowLogprobs(handle, _best_of(row)))
+                result.candidates.append(RowLogprobs(seq_id, _best_of(row)))
             if row.prompt_logprobs and computed < row.num_prompt_tokens:
                 arrays = LogprobsArrays(computed + 1, 1, b"", b"", b"")
-                result.prompt_logprobs.append(RowLogprobs(handle, arrays))
+                result.prompt_logprobs.append(RowLogprobs(seq_id, arrays))
         return result
 
     def _begin(self, new: NewRequestData) -> tuple[int, int, int]:
-        assert new.handle not in self.rows, "a sequence is described once"
-        self.rows[new.handle] = Row(
+        assert new.seq_id not in self.rows, "a sequence is described once"
+        self.rows[new.seq_id] = Row(
             [*new.prompt_token_ids, *new.output_token_ids],
             len(new.prompt_token_ids),
             new.choice,
@@ -130,28 +130,26 @@ class PagedRunner:
             [list(table) for table in new.block_ids],
         )
         assert len(new.block_ids) == len(self.windows)
-        return new.handle, new.num_computed_tokens, new.num_scheduled_tokens
+        return new.seq_id, new.num_computed_tokens, new.num_scheduled_tokens
 
     def _continue(self, output: SchedulerOutput) -> list[tuple[int, int, int]]:
         cached = output.cached_requests
-        resumed = dict(zip(cached.resumed_handles, cached.resumed_output_token_ids, strict=True))
-        for handle, blocks in zip(cached.handles, cached.new_block_ids, strict=True):
-            row = self.rows[handle]
-            if handle in resumed:
+        resumed = dict(zip(cached.resumed_seq_ids, cached.resumed_output_token_ids, strict=True))
+        for seq_id, blocks in zip(cached.seq_ids, cached.new_block_ids, strict=True):
+            row = self.rows[seq_id]
+            if seq_id in resumed:
                 assert blocks is not None
-                row.token_ids[row.num_prompt_tokens :] = resumed[handle]
+                row.token_ids[row.num_prompt_tokens :] = resumed[seq_id]
                 row.digests.clear()
                 row.tables = [list(table) for table in blocks]
             elif blocks is not None:
                 for table, more in zip(row.tables, blocks, strict=True):
                     table += more
-        for handle, token_id in zip(
-            cached.dictated_handles, cached.dictated_token_ids, strict=True
-        ):
-            self.rows[handle].token_ids.append(token_id)
+        for seq_id, token_id in zip(cached.forced_seq_ids, cached.forced_token_ids, strict=True):
+            self.rows[seq_id].token_ids.append(token_id)
         return list(
             zip(
-                cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
+                cached.seq_ids, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
             )
         )
 

@@ -64,9 +64,9 @@ class PoolModel:
                 return tables
         return []
 
-    def release_passed(self, handle: int, num_computed: int) -> None:
+    def release_passed(self, seq_id: int, num_computed: int) -> None:
         """Give back what no token from this position on sees."""
-        for table, window in zip(self.tables.get(handle, []), self.windows, strict=False):
+        for table, window in zip(self.tables.get(seq_id, []), self.windows, strict=False):
             if window is None:
                 continue
             first_seen = num_computed - window + 1
@@ -79,13 +79,13 @@ class PoolModel:
                 block, table[number] = table[number], 0
                 self._drop(block)
 
-    def fork(self, handle: int, num_tokens: int) -> tuple[Tables, list[int]]:
+    def fork(self, seq_id: int, num_tokens: int) -> tuple[Tables, list[int]]:
         """Per group the full blocks to share, and the block in which the tokens end, or 0.
 
         Nothing at all when a group has given back what the next token sees.
         """
         shared, tails = [], []
-        for table, window in zip(self.tables[handle], self.windows, strict=True):
+        for table, window in zip(self.tables[seq_id], self.windows, strict=True):
             first_seen = 0 if window is None else num_tokens - window + 1
             blocks = [
                 block if (number + 1) * self.size > first_seen else 0
@@ -106,7 +106,7 @@ class PoolModel:
 
     def allocate(
         self,
-        handle: int,
+        seq_id: int,
         salt: str | None,
         tokens: list[int],
         num_computed: int,
@@ -115,8 +115,8 @@ class PoolModel:
         hits: Tables,
     ) -> Tables | None:
         """Room for the new tokens and the lookahead; the new ids per group, or None."""
-        self.release_passed(handle, num_computed)
-        tables, wanted = self._wanted(handle, num_computed + num_new + lookahead, hits)
+        self.release_passed(seq_id, num_computed)
+        tables, wanted = self._wanted(seq_id, num_computed + num_new + lookahead, hits)
         found = {block for table in hits for block in table}
         free = [block for block in self.free if block not in found]
         if sum(wanted) > len(free):
@@ -128,56 +128,56 @@ class PoolModel:
         self.free = free
         taken = {block for blocks in new for block in blocks}
         self.found = [entry for entry in self.found if entry[1] not in taken]
-        if handle not in self.tables:
-            self.offered[handle] = [len(table) for table in tables]
-        self.tables[handle] = [table + blocks for table, blocks in zip(tables, new, strict=True)]
-        self._remember(handle, salt, tokens[: num_computed + num_new])
+        if seq_id not in self.tables:
+            self.offered[seq_id] = [len(table) for table in tables]
+        self.tables[seq_id] = [table + blocks for table, blocks in zip(tables, new, strict=True)]
+        self._remember(seq_id, salt, tokens[: num_computed + num_new])
         return new
 
-    def num_needed(self, handle: int, num_slots: int, hits: Tables) -> int:
+    def num_needed(self, seq_id: int, num_slots: int, hits: Tables) -> int:
         """Free blocks that so much room would use up, those of the hits that are free included."""
         found = {block for table in hits for block in table}
-        _, wanted = self._wanted(handle, num_slots, hits)
+        _, wanted = self._wanted(seq_id, num_slots, hits)
         return sum(wanted) + len([block for block in self.free if block in found])
 
     def _ends(self, count: int) -> list[int]:
         """Where the first blocks of a table end, in tokens."""
         return [(number + 1) * self.size for number in range(count)]
 
-    def _wanted(self, handle: int, num_slots: int, hits: Tables) -> tuple[Tables, list[int]]:
+    def _wanted(self, seq_id: int, num_slots: int, hits: Tables) -> tuple[Tables, list[int]]:
         """The tables to begin with, and how many blocks each lacks."""
-        tables = self.tables.get(handle) or hits or [[] for _ in self.windows]
+        tables = self.tables.get(seq_id) or hits or [[] for _ in self.windows]
         num_blocks = -(-num_slots // self.size)
         return tables, [max(0, num_blocks - len(table)) for table in tables]
 
-    def _remember(self, handle: int, salt: str | None, verified: list[int]) -> None:
+    def _remember(self, seq_id: int, salt: str | None, verified: list[int]) -> None:
         if not self.caching:
             return
         num_full = len(verified) // self.size
-        for group, table in enumerate(self.tables[handle]):
-            for number in range(self.offered[handle][group], num_full):
+        for group, table in enumerate(self.tables[seq_id]):
+            for number in range(self.offered[seq_id][group], num_full):
                 if table[number]:
                     content = (group, salt, tuple(verified[: (number + 1) * self.size]))
                     self.found.append((content, table[number]))
-            self.offered[handle][group] = max(self.offered[handle][group], num_full)
+            self.offered[seq_id][group] = max(self.offered[seq_id][group], num_full)
 
-    def withdraw(self, handle: int, num_valid: int) -> None:
+    def withdraw(self, seq_id: int, num_valid: int) -> None:
         """Nobody finds any more what was computed after so many tokens."""
-        for group, table in enumerate(self.tables[handle]):
+        for group, table in enumerate(self.tables[seq_id]):
             kept = num_valid // self.size
-            gone = table[kept : self.offered[handle][group]]
+            gone = table[kept : self.offered[seq_id][group]]
             self.found = [entry for entry in self.found if entry[1] not in gone]
 
-    def rename(self, handle: int, new_handle: int) -> None:
+    def rename(self, seq_id: int, new_seq_id: int) -> None:
         """The blocks change hands."""
-        self.tables[new_handle] = self.tables.pop(handle)
-        self.offered[new_handle] = self.offered.pop(handle)
+        self.tables[new_seq_id] = self.tables.pop(seq_id)
+        self.offered[new_seq_id] = self.offered.pop(seq_id)
 
-    def release(self, handle: int, salt: str | None, verified: list[int]) -> None:
+    def release(self, seq_id: int, salt: str | None, verified: list[int]) -> None:
         """Give back all blocks, having made findable what is computed and known."""
-        if handle in self.tables:
-            self._remember(handle, salt, verified)
-        for table in self.tables.pop(handle, []):
+        if seq_id in self.tables:
+            self._remember(seq_id, salt, verified)
+        for table in self.tables.pop(seq_id, []):
             for number in reversed(range(len(table))):
                 block, table[number] = table[number], 0
                 self._drop(block, table)

@@ -160,7 +160,7 @@ def chat(num_turns: int, gap: float = 1.0, job: str = "agent") -> list[Any]:
             Arrival(
                 time_us=start,
                 arrived_us=start,
-                handle=turn,
+                seq_id=turn,
                 request_id=turn,
                 job=job,
                 num_prompt_tokens=20 * (turn + 1),
@@ -168,6 +168,6 @@ def chat(num_turns: int, gap: float = 1.0, job: str = "agent") -> list[Any]:
             )
         )
         lines.append(
-            Finish(time_us=start + 1_000_000, handle=turn, reason="length", num_output_tokens=10)
+            Finish(time_us=start + 1_000_000, seq_id=turn, reason="length", num_output_tokens=10)
         )
     return lines

@@ -138,7 +138,7 @@ KV_CACHE = (
         "pending_copy_not_cancelled",
         "engine_core/kv_cache/manager.py",
         "        if self._copies.pending:\n"
-        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))\n",
+        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))\n",
         "",
         "The copy for a fork that has ended overwrites the KV of another request.",
         ("tests/engine_core/kv_cache/test_fork.py",),
@@ -322,8 +322,8 @@ WORKER = (
     Fault(
         "grammar_mask_of_the_next_row",
         "worker/sampling/grammar_masks.py",
-        "words[[place[handles[row]] for row in rows]]",
-        "words[[(place[handles[row]] + 1) % len(words) for row in rows]]",
+        "words[[place[seq_ids[row]] for row in rows]]",
+        "words[[(place[seq_ids[row]] + 1) % len(words) for row in rows]]",
         "Requests with structured output are held to the grammars of each other.",
         ("tests/worker/sampling/test_grammar_masks.py", "tests/worker/test_step_sampler.py"),
     ),

@@ -13,14 +13,14 @@ def decodes(count: int) -> SchedulerOutput:
         step=100_000,
         new_requests=[],
         cached_requests=CachedRequestData(
-            handles=[1_000_000 + each for each in range(count)],
+            seq_ids=[1_000_000 + each for each in range(count)],
             num_computed_tokens=[7_000] * count,
             num_scheduled_tokens=[1] * count,
             new_block_ids=[None] * count,
         ),
         total_num_scheduled_tokens=count,
-        finished_handles=[],
-        preempted_handles=[],
+        finished_seq_ids=[],
+        preempted_seq_ids=[],
     )
 
 

@@ -119,7 +119,7 @@ MODEL = PreparedModel(
     has_chat_template=True,
 )
 NEW = NewRequestData(
-    handle=(1 << 32) - 1,
+    seq_id=(1 << 32) - 1,
     prompt_token_ids=[1, 2, 3],
     output_token_ids=[4],
     sampling_params=PARAMS,
@@ -190,8 +190,8 @@ MESSAGES = [
         new_requests=[NEW],
         cached_requests=CACHED,
         total_num_scheduled_tokens=9,
-        finished_handles=[5],
-        preempted_handles=[6],
+        finished_seq_ids=[5],
+        preempted_seq_ids=[6],
         block_copies=[3, 4, 5, 6],
     ),
     ModelRunnerOutput(

@@ -30,7 +30,7 @@ def test_rows_with_one_context_agree_and_all_parts_are_timed(tmp_path: Path) -> 
     steps = DecodeSteps(worker, workload)
     answers = [steps.run() for _ in range(4)]
     for answer in answers:
-        assert answer.handles == [0, 1, 2]
+        assert answer.seq_ids == [0, 1, 2]
         assert len({tuple(tokens) for tokens in answer.sampled_token_ids}) == 1
     timings = measure(worker, workload)
     assert timings.num_rows == 3

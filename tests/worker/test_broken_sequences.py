@@ -28,7 +28,7 @@ TABLES = {1: [1, 2], 2: [3, 4]}
 class Runner:
     """A tiny model over a cache that can be written to; makes steps by hand.
 
-    params: of both sequences, or by handle.
+    params: of both sequences, or by seq_id.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class Runner:
         return self._execute(
             [
                 NewRequestData(
-                    handle=handle,
+                    seq_id=seq_id,
                     prompt_token_ids=prompt,
                     output_token_ids=[],
-                    sampling_params=self._params[handle],
+                    sampling_params=self._params[seq_id],
                     seed=3,
                     choice=0,
-                    block_ids=[TABLES[handle]],
+                    block_ids=[TABLES[seq_id]],
                     num_computed_tokens=0,
-                    num_scheduled_tokens=num_scheduled[handle],
+                    num_scheduled_tokens=num_scheduled[seq_id],
                 )
-                for handle, prompt in PROMPTS.items()
+                for seq_id, prompt in PROMPTS.items()
             ],
             CachedRequestData(),
         )
 
     def decode(self, num_computed: dict[int, int]) -> ModelRunnerOutput:
-        handles = list(num_computed)
+        seq_ids = list(num_computed)
         counts = list(num_computed.values())
-        cached = CachedRequestData(handles, counts, [1] * len(handles), [None] * len(handles))
+        cached = CachedRequestData(seq_ids, counts, [1] * len(seq_ids), [None] * len(seq_ids))
         return self._execute([], cached)
 
     def _execute(self, new: list[NewRequestData], cached: CachedRequestData) -> ModelRunnerOutput:
@@ -81,8 +81,8 @@ class Runner:
                 new_requests=new,
                 cached_requests=cached,
                 total_num_scheduled_tokens=1,
-                finished_handles=[],
-                preempted_handles=[],
+                finished_seq_ids=[],
+                preempted_seq_ids=[],
             )
         )
 
@@ -110,25 +110,25 @@ def test_it_samples_nothing_and_the_next_step_may_be_under_way(
     decoder: Decoder, backend: str, params: SamplingParams
 ) -> None:
     whole, spoilt = (Runner(decoder, backend, params) for _ in range(2))
-    lengths = {handle: len(prompt) for handle, prompt in PROMPTS.items()}
+    lengths = {seq_id: len(prompt) for seq_id, prompt in PROMPTS.items()}
     for runner in (whole, spoilt):
-        assert runner.start(lengths).failed_handles == []
+        assert runner.start(lengths).failed_seq_ids == []
     spoilt.cache.buffer[TABLES[1][0]] = float("nan")
     for _ in range(2):
         expected, found = whole.decode(lengths), spoilt.decode(lengths)
-        assert (expected.failed_handles, found.failed_handles) == ([], [1])
+        assert (expected.failed_seq_ids, found.failed_seq_ids) == ([], [1])
         assert found.sampled_token_ids == [[], expected.sampled_token_ids[1]]
-        assert found.logprobs == [each for each in expected.logprobs if each.handle == 2]
-        lengths = {handle: length + 1 for handle, length in lengths.items()}
+        assert found.logprobs == [each for each in expected.logprobs if each.seq_id == 2]
+        lengths = {seq_id: length + 1 for seq_id, length in lengths.items()}
 
 
 def test_it_is_named_before_its_prompt_is_complete(decoder: Decoder) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
     runner = Runner(decoder, "auto", params)
-    assert runner.start({1: 2, 2: 3}).failed_handles == []
+    assert runner.start({1: 2, 2: 3}).failed_seq_ids == []
     runner.cache.buffer[TABLES[1][0]] = float("nan")
     found = runner.decode({1: 2, 2: 3})
-    assert found.failed_handles == [1]
+    assert found.failed_seq_ids == [1]
     assert found.prompt_logprobs == []
 
 
@@ -145,7 +145,7 @@ def test_odd_logits_of_finite_hidden_states_count_too(
 
     monkeypatch.setattr(decoder, "scores", scores)
     found = runner.start({1: 5, 2: 3})
-    assert found.failed_handles == [2]
+    assert found.failed_seq_ids == [2]
     assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]
 
 
@@ -158,18 +158,18 @@ def test_who_wants_the_best_token_gets_it_beside_who_wants_more(
     edits = LogitEdits(repetition_penalty=1.4, bad_words=((3,),), presence_penalty=1.0)
     other = SamplingParams(max_tokens=8, temperature=0.9, logprobs=2, edits=edits)
     runners = [Runner(decoder, "auto", params) for params in (plain, other, {1: plain, 2: other})]
-    lengths = {handle: len(prompt) for handle, prompt in PROMPTS.items()}
+    lengths = {seq_id: len(prompt) for seq_id, prompt in PROMPTS.items()}
     for runner in runners:
         runner.start(lengths)
     for step in range(3):
         if spoilt is not None and step == 2:
             runners[2].cache.buffer[TABLES[spoilt][0]] = float("nan")
-        computed = {handle: length + step for handle, length in lengths.items()}
+        computed = {seq_id: length + step for seq_id, length in lengths.items()}
         alike, others, mixed = (runner.decode(computed) for runner in runners)
         broken = [spoilt] if spoilt is not None and step == 2 else []
-        assert mixed.failed_handles == broken
+        assert mixed.failed_seq_ids == broken
         assert mixed.sampled_token_ids == [
             [] if 1 in broken else alike.sampled_token_ids[0],
             [] if 2 in broken else others.sampled_token_ids[1],
         ]
-        assert [row.handle for row in mixed.logprobs] == ([] if 2 in broken else [2])
+        assert [row.seq_id for row in mixed.logprobs] == ([] if 2 in broken else [2])

@@ -87,8 +87,8 @@ class Model:
     def prompts(self) -> dict[int, list[int]]:
         generator = torch.Generator().manual_seed(1)
         return {
-            handle: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
-            for handle, chunks in CHUNKS.items()
+            seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
+            for seq_id, chunks in CHUNKS.items()
         }
 
 
@@ -210,8 +210,8 @@ def test_a_fork_copies_its_block_without_waiting(
             new_requests=new,
             cached_requests=CachedRequestData([], [], [], [], [], []),
             total_num_scheduled_tokens=num_tokens,
-            finished_handles=[],
-            preempted_handles=[],
+            finished_seq_ids=[],
+            preempted_seq_ids=[],
             block_copies=[5, 6, 5, 8],
         )
     )
@@ -238,7 +238,7 @@ class AheadOfTokens:
         self.num_masked = 0
 
     def launch(self, step: SchedulerOutput) -> None:
-        self.num_preempted += len(step.preempted_handles)
+        self.num_preempted += len(step.preempted_seq_ids)
         self._launched[step.step] = self._runner.launch(step, self)
         self.most_at_once = max(self.most_at_once, len(self._launched))
         unknown = sum(number > self._last_seen for number in self._launched)
@@ -254,11 +254,11 @@ class AheadOfTokens:
         """Three of four tokens, by the one before: that of the step before is waited for."""
         self._see(step.step)
         self.num_masked += 1
-        last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_handles]
+        last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_seq_ids]
         tokens = np.arange(VOCAB_SIZE)
         bits = np.array([(tokens + each) % 4 != 0 for each in last])
         masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
-        return GrammarOutput(1, step.step, step.constrained_handles, masks)
+        return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
 
     def _see(self, last: int) -> None:
         """The tokens of what was launched up to step `last`, each once."""
@@ -266,8 +266,8 @@ class AheadOfTokens:
             if self._last_seen < number <= last:
                 self._last_seen = number
                 result = launched.result()
-                for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True):
-                    self._outputs.setdefault(handle, []).extend(tokens)
+                for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
+                    self._outputs.setdefault(seq_id, []).extend(tokens)
 
 
 class Some:
@@ -286,15 +286,15 @@ class Some:
 
     def on_released(self, request: Request) -> None: ...
 
-    def handles_of(self, plan: StepPlan) -> list[int]:
+    def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         pairs = [
             *zip(plan.continued, plan.continued_tokens, strict=True),
             *zip(plan.admitted, plan.admitted_tokens, strict=True),
         ]
         return [
-            each.handle
+            each.seq_id
             for each, count in pairs
-            if each.handle % 3 == 0
+            if each.seq_id % 3 == 0
             and each.num_computed_tokens + count
             >= len(each.all_token_ids) + each.num_output_placeholders
         ]

@@ -142,8 +142,8 @@ def scheduler_output(
         new_requests=new,
         cached_requests=cached,
         total_num_scheduled_tokens=num_tokens,
-        finished_handles=[],
-        preempted_handles=[],
+        finished_seq_ids=[],
+        preempted_seq_ids=[],
     )
 
 
@@ -176,7 +176,7 @@ def test_masks_come_while_the_model_computes(running: Running) -> None:
     running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
     running.expect(CacheReady)
     found = []
-    sent = [msgspec.structs.replace(each, constrained_handles=[1]) for each in steps(3)]
+    sent = [msgspec.structs.replace(each, constrained_seq_ids=[1]) for each in steps(3)]
     running.engine.send(sent[0])
     for step, following in pairwise([*sent, sent[-1]]):
         if following is not step:

@@ -69,8 +69,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
 def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = {
-        handle: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
-        for handle, chunks in CHUNKS.items()
+        seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
+        for seq_id, chunks in CHUNKS.items()
     }
     plain, faked = Worker(decoder), Worker(decoder)
     device = FakeDevice()

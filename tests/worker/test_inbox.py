@@ -28,7 +28,7 @@ ONLY = 7
 def step(number: int, epoch: int = 1, *, known: bool = False) -> SchedulerOutput:
     """A constrained sequence of two tokens begins, or goes on."""
     new = NewRequestData(
-        handle=3,
+        seq_id=3,
         prompt_token_ids=[1, 2],
         output_token_ids=[],
         sampling_params=SamplingParams(max_tokens=5, temperature=0.0),
@@ -45,9 +45,9 @@ def step(number: int, epoch: int = 1, *, known: bool = False) -> SchedulerOutput
         new_requests=[] if known else [new],
         cached_requests=cached if known else CachedRequestData(),
         total_num_scheduled_tokens=1 if known else 2,
-        finished_handles=[],
-        preempted_handles=[],
-        constrained_handles=[3],
+        finished_seq_ids=[],
+        preempted_seq_ids=[],
+        constrained_seq_ids=[3],
     )
 
 

@@ -14,9 +14,9 @@ from worker.sampling.logit_edits import RowEdits
 BLOCK = 4
 
 
-def new(handle: int, prompt: list[int], blocks: list[int], **changes: object) -> NewRequestData:
+def new(seq_id: int, prompt: list[int], blocks: list[int], **changes: object) -> NewRequestData:
     fields = {
-        "handle": handle,
+        "seq_id": seq_id,
         "prompt_token_ids": prompt,
         "output_token_ids": [],
         "sampling_params": SamplingParams(max_tokens=8, temperature=0.5, logprobs=2),
@@ -41,8 +41,8 @@ def step(
         new_requests=new_requests or [],
         cached_requests=cached or CachedRequestData(),
         total_num_scheduled_tokens=1,
-        finished_handles=finished or [],
-        preempted_handles=preempted or [],
+        finished_seq_ids=finished or [],
+        preempted_seq_ids=preempted or [],
     )
 
 
@@ -185,15 +185,15 @@ def test_a_sequence_taken_over_from_an_earlier_engine_continues(rows: InputBatch
 
 
 def test_rows_are_freed_by_finishing_in_any_state(rows: InputBatch) -> None:
-    for handle in (1, 2, 3):
-        rows.apply(step([new(handle, [1], [handle])]))
+    for seq_id in (1, 2, 3):
+        rows.apply(step([new(seq_id, [1], [seq_id])]))
     rows.apply(step(preempted=[2]))
     rows.apply(step(finished=[1, 2, 3]))
     assert rows.num_sequences == 0
     assert sorted(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)])).tolist()) == [0, 1, 2]
 
 
-def test_a_finished_handle_frees_its_row_for_the_same_step(rows: InputBatch) -> None:
+def test_a_finished_seq_id_frees_its_row_for_the_same_step(rows: InputBatch) -> None:
     rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
     assert len(rows.apply(step([new(4, [1], [9])], finished=[2]))) == 1
 
@@ -213,7 +213,7 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
     blocks: dict[int, list[int]] = {}
     running: list[int] = []
     parked: list[int] = []
-    next_handle, next_block = 1, 1
+    next_seq_id, next_block = 1, 1
 
     def take(count: int) -> list[int]:
         nonlocal next_block
@@ -223,40 +223,40 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
     for _ in range(400):
         finished, preempted, fresh = [], [], []
         ended = [h for h in running if len(tokens[h]) > 50 or rng.random() < 0.05]
-        for handle in ended:
-            running.remove(handle)
-            finished.append(handle)
+        for seq_id in ended:
+            running.remove(seq_id)
+            finished.append(seq_id)
         if running and rng.random() < 0.1:
             preempted.append(running.pop())
             parked.extend(preempted)
-        handles, computed, scheduled, grown, resumed, outputs = [], [], [], [], [], []
-        for handle in running:
-            handles.append(handle)
-            computed.append(len(tokens[handle]) - 1)
+        seq_ids, computed, scheduled, grown, resumed, outputs = [], [], [], [], [], []
+        for seq_id in running:
+            seq_ids.append(seq_id)
+            computed.append(len(tokens[seq_id]) - 1)
             scheduled.append(1)
-            needs = -(-len(tokens[handle]) // BLOCK) - len(blocks[handle])
+            needs = -(-len(tokens[seq_id]) // BLOCK) - len(blocks[seq_id])
             added = take(needs)
-            blocks[handle] += added
+            blocks[seq_id] += added
             grown.append([added] if added else None)
         if parked and not preempted and len(running) < 4:
-            handle = parked.pop(0)
-            running.append(handle)
-            blocks[handle] = take(-(-len(tokens[handle]) // BLOCK))
-            handles.append(handle)
+            seq_id = parked.pop(0)
+            running.append(seq_id)
+            blocks[seq_id] = take(-(-len(tokens[seq_id]) // BLOCK))
+            seq_ids.append(seq_id)
             computed.append(0)
-            scheduled.append(len(tokens[handle]))
-            grown.append([blocks[handle]])
-            resumed.append(handle)
-            outputs.append(tokens[handle][3:])
+            scheduled.append(len(tokens[seq_id]))
+            grown.append([blocks[seq_id]])
+            resumed.append(seq_id)
+            outputs.append(tokens[seq_id][3:])
         elif len(running) < 4:
-            tokens[next_handle] = [rng.randrange(1000) for _ in range(3)]
-            blocks[next_handle] = take(1)
-            fresh.append(new(next_handle, tokens[next_handle][:], blocks[next_handle]))
-            running.append(next_handle)
-            next_handle += 1
+            tokens[next_seq_id] = [rng.randrange(1000) for _ in range(3)]
+            blocks[next_seq_id] = take(1)
+            fresh.append(new(next_seq_id, tokens[next_seq_id][:], blocks[next_seq_id]))
+            running.append(next_seq_id)
+            next_seq_id += 1
         message = step(
             fresh,
-            CachedRequestData(handles, computed, scheduled, grown, resumed, outputs),
+            CachedRequestData(seq_ids, computed, scheduled, grown, resumed, outputs),
             finished,
             preempted,
         )
@@ -264,21 +264,21 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
         if len(step_rows) == 0:
             continue
         inputs = build_inputs(message, step_rows, rows)
-        order = [each.handle for each in fresh] + handles
+        order = [each.seq_id for each in fresh] + seq_ids
         counts = [3] * len(fresh) + scheduled
         expected_tokens, expected_slots = [], []
-        for handle, count in zip(order, counts, strict=True):
-            for position in range(len(tokens[handle]) - count, len(tokens[handle])):
-                expected_tokens.append(tokens[handle][position])
-                block = blocks[handle][position // BLOCK]
+        for seq_id, count in zip(order, counts, strict=True):
+            for position in range(len(tokens[seq_id]) - count, len(tokens[seq_id])):
+                expected_tokens.append(tokens[seq_id][position])
+                block = blocks[seq_id][position // BLOCK]
                 expected_slots.append(block * BLOCK + position % BLOCK)
         assert inputs.token_ids.tolist() == expected_tokens
         assert inputs.attention[0].slot_mapping.tolist() == expected_slots
         assert inputs.samples.all()
         sampled = np.array([rng.randrange(1000) for _ in order])
         rows.append_sampled(step_rows, sampled)
-        for handle, token in zip(order, sampled.tolist(), strict=True):
-            tokens[handle].append(token)
+        for seq_id, token in zip(order, sampled.tolist(), strict=True):
+            tokens[seq_id].append(token)
 
 
 def test_the_bytes_needed_are_no_less_than_what_the_arrays_have():

@@ -40,10 +40,10 @@ class Blocks:
         self._tables: dict[int, list[list[int | None]]] = {}
         self.most_used = 0
 
-    def grow(self, handle: int, num_computed: int, num_scheduled: int) -> BlockIds:
+    def grow(self, seq_id: int, num_computed: int, num_scheduled: int) -> BlockIds:
         """Free what is out of sight, then add blocks for the step; returns the new ones."""
         windows = self._cache.layout.windows
-        tables = self._tables.setdefault(handle, [[] for _ in windows])
+        tables = self._tables.setdefault(seq_id, [[] for _ in windows])
         for table, window in zip(tables, windows, strict=True):
             if window is None:
                 continue
@@ -58,8 +58,8 @@ class Blocks:
         self.most_used = max(self.most_used, NUM_BLOCKS - 1 - len(self._free))
         return added
 
-    def finish(self, handle: int) -> None:
-        for table in self._tables.pop(handle):
+    def finish(self, seq_id: int) -> None:
+        for table in self._tables.pop(seq_id):
             for page in range(len(table)):
                 self._release(table, page)
 
@@ -81,34 +81,34 @@ class Engine:
 
     def generate(self, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
         """Greedy tokens of each prompt; sequence n begins at step n."""
-        outputs: dict[int, list[int]] = {handle: [] for handle in prompts}
+        outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
         computed = dict.fromkeys(prompts, 0)
-        chunks = {handle: list(CHUNKS[handle]) for handle in prompts}
+        chunks = {seq_id: list(CHUNKS[seq_id]) for seq_id in prompts}
         waiting, running, finished = list(prompts), [], []
         while waiting or running:
             fresh, cached = [], CachedRequestData([], [], [], [], [], [])
-            for handle in running:
-                count = chunks[handle].pop(0) if chunks[handle] else 1
-                added = self.blocks.grow(handle, computed[handle], count)
-                cached.handles.append(handle)
-                cached.num_computed_tokens.append(computed[handle])
+            for seq_id in running:
+                count = chunks[seq_id].pop(0) if chunks[seq_id] else 1
+                added = self.blocks.grow(seq_id, computed[seq_id], count)
+                cached.seq_ids.append(seq_id)
+                cached.num_computed_tokens.append(computed[seq_id])
                 cached.num_scheduled_tokens.append(count)
                 cached.new_block_ids.append(added if any(added) else None)
-                computed[handle] += count
+                computed[seq_id] += count
             if waiting:
-                handle = waiting.pop(0)
-                running.append(handle)
-                count = chunks[handle].pop(0)
-                added = self.blocks.grow(handle, 0, count)
-                fresh.append(new_request(handle, prompts[handle], added, count))
-                computed[handle] = count
+                seq_id = waiting.pop(0)
+                running.append(seq_id)
+                count = chunks[seq_id].pop(0)
+                added = self.blocks.grow(seq_id, 0, count)
+                fresh.append(new_request(seq_id, prompts[seq_id], added, count))
+                computed[seq_id] = count
             sampled = self._execute(fresh, cached, finished)
-            for handle, tokens in sampled.items():
-                outputs[handle] += tokens
+            for seq_id, tokens in sampled.items():
+                outputs[seq_id] += tokens
             finished = [each for each in running if len(outputs[each]) == NUM_OUTPUT_TOKENS]
-            for handle in finished:
-                running.remove(handle)
-                self.blocks.finish(handle)
+            for seq_id in finished:
+                running.remove(seq_id)
+                self.blocks.finish(seq_id)
         return outputs
 
     def _execute(
@@ -122,18 +122,18 @@ class Engine:
                 new_requests=fresh,
                 cached_requests=cached,
                 total_num_scheduled_tokens=1,
-                finished_handles=finished,
-                preempted_handles=[],
+                finished_seq_ids=finished,
+                preempted_seq_ids=[],
             )
         )
-        return dict(zip(output.handles, output.sampled_token_ids, strict=True))
+        return dict(zip(output.seq_ids, output.sampled_token_ids, strict=True))
 
 
 def new_request(
-    handle: int, prompt: list[int], block_ids: BlockIds, num_scheduled: int
+    seq_id: int, prompt: list[int], block_ids: BlockIds, num_scheduled: int
 ) -> NewRequestData:
     return NewRequestData(
-        handle=handle,
+        seq_id=seq_id,
         prompt_token_ids=prompt,
         output_token_ids=[],
         sampling_params=SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0),
@@ -172,16 +172,16 @@ def test_greedy_tokens_equal_transformers_past_the_window(
     runner, cache = runner_of(decoder, layout, backend)
     generator = torch.Generator().manual_seed(1)
     prompts = {
-        handle: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
-        for handle, chunks in CHUNKS.items()
+        seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
+        for seq_id, chunks in CHUNKS.items()
     }
     engine = Engine(runner, cache)
     outputs = engine.generate(prompts)
-    for handle, prompt in prompts.items():
-        tokens = torch.tensor([prompt + outputs[handle]])
+    for seq_id, prompt in prompts.items():
+        tokens = torch.tensor([prompt + outputs[seq_id]])
         with torch.no_grad():
             best = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(dim=-1)
-        assert outputs[handle] == best.tolist()
+        assert outputs[seq_id] == best.tolist()
     # What full attention would keep until the end.
     pages = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS - 1) // BLOCK) for prompt in prompts.values())
     assert engine.blocks.most_used < 0.7 * pages * layout.num_groups

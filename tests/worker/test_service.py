@@ -275,8 +275,8 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
                     new_requests=[],
                     cached_requests=nothing,
                     total_num_scheduled_tokens=0,
-                    finished_handles=[],
-                    preempted_handles=[],
+                    finished_seq_ids=[],
+                    preempted_seq_ids=[],
                 )
             )
         thread = threading.Thread(target=worker.run, daemon=True)

@@ -26,7 +26,7 @@ class Step:
         self.rows = InputBatch(len(wishes), 20, 16)
         new = [
             NewRequestData(
-                handle=row,
+                seq_id=row,
                 prompt_token_ids=PROMPT,
                 output_token_ids=[],
                 sampling_params=params,
@@ -44,8 +44,8 @@ class Step:
             new_requests=new,
             cached_requests=CachedRequestData(),
             total_num_scheduled_tokens=len(PROMPT) * len(wishes),
-            finished_handles=[],
-            preempted_handles=[],
+            finished_seq_ids=[],
+            preempted_seq_ids=[],
         )
         self.inputs: StepInputs = build_inputs(step, self.rows.apply(step), self.rows)
 

@@ -76,8 +76,8 @@ class WorkerConnector(Protocol):
         """The step is computed: nothing that it will overwrite is still being read."""
         ...
 
-    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
-        """finished_handles: requests that are over. Never waits."""
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
+        """finished_seq_ids: requests that are over. Never waits."""
         ...
 
     def take_invalid_blocks(self) -> list[int]:

@@ -63,11 +63,11 @@ class MultiWorker:
         for each in self.children:
             each.wait_for_save()
 
-    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
-        finished = [each.get_finished(finished_handles) for each in self.children]
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
+        finished = [each.get_finished(finished_seq_ids) for each in self.children]
         for sending, each in zip(self._sending, finished, strict=True):
             sending += each.sending
-        return Finished([], [handle for each in finished for handle in each.recving])
+        return Finished([], [seq_id for each in finished for seq_id in each.recving])
 
     def take_invalid_blocks(self) -> list[int]:
         return [block for each in self.children for block in each.take_invalid_blocks()]

@@ -32,7 +32,7 @@ class NoConnector:
 
     def wait_for_save(self) -> None: ...
 
-    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
         return NOTHING_FINISHED
 
     def take_invalid_blocks(self) -> list[int]:

@@ -60,7 +60,7 @@ class SharedStorageWorker(NoConnector):
             else:
                 self._stored.append(block_hash)
 
-    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
         return NOTHING_FINISHED
 
     def take_invalid_blocks(self) -> list[int]:

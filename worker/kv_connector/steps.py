@@ -48,7 +48,7 @@ class ConnectorSteps:
     def end(self, step: SchedulerOutput) -> None:
         """It is, and its answer is about to be sent."""
         self.connector.wait_for_save()
-        self._report(step.finished_handles)
+        self._report(step.finished_seq_ids)
 
     def report_if_ready(self, readable: Sequence[object]) -> None:
         """Between two steps; readable: what the poller has found."""
@@ -62,8 +62,8 @@ class ConnectorSteps:
             self._descriptor = _NEVER
         self.connector.close()
 
-    def _report(self, finished_handles: Sequence[int]) -> None:
-        finished = self.connector.get_finished(finished_handles)
+    def _report(self, finished_seq_ids: Sequence[int]) -> None:
+        finished = self.connector.get_finished(finished_seq_ids)
         output = KVConnectorOutput(
             finished.sending,
             finished.recving,

@@ -140,19 +140,19 @@ class _EditList:
 def batch_logit_edits(
     batch: InputBatch,
     at: npt.NDArray[np.int64],
-    handles: Sequence[int],
+    seq_ids: Sequence[int],
     grammars: GrammarOutput,
     vocab_size: int,
 ) -> BatchLogitEdits:
-    """Collect the edits of the rows `at` [N] with these handles. A row's last token may be pending.
+    """Collect the edits of the rows `at` [N] with these seq_ids. A row's last token may be pending.
 
     grammars: masks of some of the rows.
     """
     listing = _EditList(vocab_size)
     num_outputs = batch.num_outputs(at)
     for index in np.flatnonzero(num_outputs < batch.min_output[at]).tolist():
-        listing.add(index, sorted(batch.params(handles[index]).stop_ids), float(NEVER))
-    masks = row_masks(grammars, handles)
+        listing.add(index, sorted(batch.params(seq_ids[index]).stop_ids), float(NEVER))
+    masks = row_masks(grammars, seq_ids)
     words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
     rules = dict.fromkeys(words, NEUTRAL)
     penalised: dict[int, RowEdits] = {}
@@ -196,16 +196,16 @@ def _list_edits(listing: _EditList, at: int, row: int, edits: RowEdits, pending:
 
 
 def logprob_requests(
-    batch: InputBatch, at: npt.NDArray[np.int64], handles: Sequence[int]
+    batch: InputBatch, at: npt.NDArray[np.int64], seq_ids: Sequence[int]
 ) -> LogprobRequests:
-    """Collect the requests of the rows `at` [N] with these handles."""
+    """Collect the requests of the rows `at` [N] with these seq_ids."""
     asking = np.flatnonzero(batch.num_logprobs[at] != NO_LOGPROBS)
     some = at[asking]
     return LogprobRequests(
         asking,
         batch.num_logprobs[some],
         batch.num_outputs(some).astype(np.uint32),
-        tuple(batch.params(handles[index]).logprob_token_ids for index in asking.tolist()),
+        tuple(batch.params(seq_ids[index]).logprob_token_ids for index in asking.tolist()),
     )
 
 
@@ -441,15 +441,15 @@ class DeviceSampler:
         self._sent_edits = OnDevice(accelerator)
         self._sent_logprobs = OnDevice(accelerator)
 
-    def logprobs_of(self, at: Ids, handles: Sequence[int]) -> LogprobRequests:
+    def logprobs_of(self, at: Ids, seq_ids: Sequence[int]) -> LogprobRequests:
         """Collect the logprob requests of the rows `at` [N], before they get another token."""
-        return logprob_requests(self._batch, at, handles)
+        return logprob_requests(self._batch, at, seq_ids)
 
     def sample(
         self,
         logits: torch.Tensor,
         at: Ids,
-        handles: Sequence[int],
+        seq_ids: Sequence[int],
         grammars: GrammarOutput,
         logprobs: LogprobRequests,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -457,7 +457,7 @@ class DeviceSampler:
 
         at: int64 [N], rows of the sequences, each with at most one token that is not known.
         """
-        edits = batch_logit_edits(self._batch, at, handles, grammars, self._vocab_size)
+        edits = batch_logit_edits(self._batch, at, seq_ids, grammars, self._vocab_size)
         edited = logits
         penalised = [row.row for row in edits.penalised]
         slots = self._counts.slots_of(

@@ -45,14 +45,14 @@ class RowMasks:
 NO_ROW_MASKS: Final = RowMasks(np.empty(0, np.int64), np.empty((0, 0), np.uint32))
 
 
-def row_masks(masks: GrammarOutput, handles: Sequence[int]) -> RowMasks:
-    """The masks of those of `handles`, one for each row of the logits, that have one."""
-    if not masks.handles:
+def row_masks(masks: GrammarOutput, seq_ids: Sequence[int]) -> RowMasks:
+    """The masks of those of `seq_ids`, one for each row of the logits, that have one."""
+    if not masks.seq_ids:
         return NO_ROW_MASKS
-    words = np.frombuffer(masks.masks, dtype="<u4").reshape(len(masks.handles), -1)
-    place = {handle: number for number, handle in enumerate(masks.handles)}
-    rows = [row for row, handle in enumerate(handles) if handle in place]
-    return RowMasks(np.array(rows, np.int64), words[[place[handles[row]] for row in rows]])
+    words = np.frombuffer(masks.masks, dtype="<u4").reshape(len(masks.seq_ids), -1)
+    place = {seq_id: number for number, seq_id in enumerate(masks.seq_ids)}
+    rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in place]
+    return RowMasks(np.array(rows, np.int64), words[[place[seq_ids[row]] for row in rows]])
 
 
 def rule_out(logits: torch.Tensor, masks: RowMasks) -> None:

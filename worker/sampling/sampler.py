@@ -154,7 +154,7 @@ class StepSampler:
     def choose(
         self,
         inputs: StepInputs,
-        handles: list[int],
+        seq_ids: list[int],
         logits: torch.Tensor,
         nonfinite: npt.NDArray[np.bool_],
         grammars: Callable[[], GrammarOutput],
@@ -162,26 +162,26 @@ class StepSampler:
         """Draw a token for each sequence that is complete; append it to its row.
 
         Rows of a beam search have candidates instead.
-        handles: of the step's sequences. logits: [N, V] of the N that sample, in any floating
+        seq_ids: of the step's sequences. logits: [N, V] of the N that sample, in any floating
         dtype, on the host. grammars: waits for the masks of the step.
         nonfinite: bool [S], set here for sequences whose logits are. Such a sequence samples
         nothing, but its row gets a token all the same: a step may be waiting for it.
         """
         sequences = inputs.samples.nonzero()[0]
         rows = inputs.rows[sequences]
-        best = self._sampler.backend.best(logits, self._greedy_changes(rows, handles, sequences))
+        best = self._sampler.backend.best(logits, self._greedy_changes(rows, seq_ids, sequences))
         nonfinite[sequences] |= best.nonfinite
         masks = grammars()
-        greedy = self._batch.greedy[rows] & ~_has_mask(masks, handles, sequences)
+        greedy = self._batch.greedy[rows] & ~_has_mask(masks, seq_ids, sequences)
         if greedy.all():
             return Chosen(self._append(inputs, sequences, best.token_ids, nonfinite), [], [])
         if not greedy.any():
-            return self._sample(inputs, logits.float(), handles, sequences, nonfinite, masks)
+            return self._sample(inputs, logits.float(), seq_ids, sequences, nonfinite, masks)
         chosen = self._append(inputs, sequences[greedy], best.token_ids[greedy], nonfinite)
         others = self._sample(
             inputs,
             logits[torch.from_numpy(~greedy)].float(),
-            handles,
+            seq_ids,
             sequences[~greedy],
             nonfinite,
             masks,
@@ -190,7 +190,7 @@ class StepSampler:
         return Chosen(tokens, others.logprobs, others.candidates)
 
     def _greedy_changes(
-        self, rows: npt.NDArray[np.int64], handles: list[int], sequences: npt.NDArray[np.int64]
+        self, rows: npt.NDArray[np.int64], seq_ids: list[int], sequences: npt.NDArray[np.int64]
     ) -> list[RowChange]:
         """Edits of the greedy ones among the rows [N] of `sequences` [N]."""
         batch = self._batch
@@ -202,7 +202,7 @@ class StepSampler:
             zip(rows.tolist(), batch.greedy[rows].tolist(), early.tolist(), strict=True)
         ):
             if greedy and (is_early or row in batch.edits):
-                stop_ids = batch.params(handles[sequences[index]]).stop_ids if is_early else ()
+                stop_ids = batch.params(seq_ids[sequences[index]]).stop_ids if is_early else ()
                 edits = batch.edits.get(row) or self._empty(len(found))
                 found.append(RowChange(index, edits, tuple(stop_ids)))
         return found
@@ -233,7 +233,7 @@ class StepSampler:
         self,
         inputs: StepInputs,
         logits: torch.Tensor,
-        handles: list[int],
+        seq_ids: list[int],
         sequences: npt.NDArray[np.int64],
         nonfinite: npt.NDArray[np.bool_],
         grammars: GrammarOutput,
@@ -246,26 +246,26 @@ class StepSampler:
         if beams.any():
             found = sequences[beams]
             best = self._candidates(
-                logits[torch.from_numpy(beams)], inputs.rows[found], [handles[i] for i in found]
+                logits[torch.from_numpy(beams)], inputs.rows[found], [seq_ids[i] for i in found]
             )
             logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
-            candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
+            candidates = list(map(RowLogprobs, [seq_ids[i] for i in found], best))
         if len(sequences) == 0:
-            return Chosen([[] for _ in handles], [], candidates)
+            return Chosen([[] for _ in seq_ids], [], candidates)
         result = self._sampler.sample(
             logits,
-            self._sampling_batch(inputs.rows[sequences], [handles[i] for i in sequences], grammars),
+            self._sampling_batch(inputs.rows[sequences], [seq_ids[i] for i in sequences], grammars),
         )
         tokens = self._append(inputs, sequences, result.token_ids, nonfinite)
         logprobs = [
-            RowLogprobs(handles[sequence], arrays)
+            RowLogprobs(seq_ids[sequence], arrays)
             for sequence, arrays in zip(sequences, result.logprobs, strict=True)
             if arrays is not None and not nonfinite[sequence]
         ]
         return Chosen(tokens, logprobs, candidates)
 
     def _candidates(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], handles: list[int]
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], seq_ids: list[int]
     ) -> list[LogprobsArrays]:
         """Best next tokens of rows of a beam search."""
         position = self._batch.num_outputs(rows)
@@ -273,29 +273,29 @@ class StepSampler:
             logits,
             self._batch.num_candidates[rows],
             position.astype(np.uint32),
-            self._suppressed(rows, position, handles),
+            self._suppressed(rows, position, seq_ids),
         )
 
     def _sampling_batch(
-        self, rows: npt.NDArray[np.int64], handles: list[int], grammars: GrammarOutput
+        self, rows: npt.NDArray[np.int64], seq_ids: list[int], grammars: GrammarOutput
     ) -> SamplingBatch:
         params = self._batch.params_of_step(rows)
         return SamplingBatch(
             params,
             num_logprobs=self._batch.num_logprobs[rows],
-            suppressed=self._suppressed(rows, self._batch.num_outputs(rows), handles),
+            suppressed=self._suppressed(rows, self._batch.num_outputs(rows), seq_ids),
             edits=self._edits(rows),
-            named=self._named(rows, handles),
-            masks=row_masks(grammars, handles),
+            named=self._named(rows, seq_ids),
+            masks=row_masks(grammars, seq_ids),
         )
 
     def _suppressed(
-        self, rows: npt.NDArray[np.int64], position: npt.NDArray[np.int32], handles: list[int]
+        self, rows: npt.NDArray[np.int64], position: npt.NDArray[np.int32], seq_ids: list[int]
     ) -> tuple[tuple[int, npt.NDArray[np.int64]], ...]:
         """Stop tokens of the rows that have fewer outputs than min_tokens, for SamplingBatch."""
         batch = self._batch
         return tuple(
-            (int(index), np.array(sorted(batch.params(handles[index]).stop_ids), dtype=np.int64))
+            (int(index), np.array(sorted(batch.params(seq_ids[index]).stop_ids), dtype=np.int64))
             for index in np.flatnonzero(position < batch.min_output[rows])
         )
 
@@ -306,17 +306,17 @@ class StepSampler:
         return tuple((index, edits[row]) for index, row in enumerate(rows.tolist()) if row in edits)
 
     def _named(
-        self, rows: npt.NDArray[np.int64], handles: list[int]
+        self, rows: npt.NDArray[np.int64], seq_ids: list[int]
     ) -> tuple[tuple[int, npt.NDArray[np.int64]], ...]:
         """Token ids of logprob_token_ids, for SamplingBatch."""
         asking = np.flatnonzero(self._batch.num_logprobs[rows] != NO_LOGPROBS).tolist()
-        named = [(index, self._batch.params(handles[index]).logprob_token_ids) for index in asking]
+        named = [(index, self._batch.params(seq_ids[index]).logprob_token_ids) for index in asking]
         return tuple((index, np.array(ids, dtype=np.int64)) for index, ids in named if ids)
 
 
 def _has_mask(
-    grammars: GrammarOutput, handles: Sequence[int], sequences: npt.NDArray[np.int64]
+    grammars: GrammarOutput, seq_ids: Sequence[int], sequences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Bool [N]: which of the sequences that sample are constrained by a grammar."""
-    masked = set(grammars.handles)
-    return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))
+    masked = set(grammars.seq_ids)
+    return np.fromiter((seq_ids[i] in masked for i in sequences), np.bool_, len(sequences))

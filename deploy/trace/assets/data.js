@@ -16,7 +16,7 @@ async function unpack() {
     columns[name] = kind === "d" ? new Float64Array(part) : new Int32Array(part);
     at += size;
   }
-  return { about, columns, numSteps: columns.step.length, numRows: columns.handle.length };
+  return { about, columns, numSteps: columns.step.length, numRows: columns.seq_id.length };
 }
 
 // First index whose value is not below `value`, in a column that ascends.

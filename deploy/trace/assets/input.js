@@ -79,7 +79,7 @@ class Page {
     const { about, columns } = this.trace, first = columns.first[row];
     const state = this.timeline.stateAt(row, time);
     const lines = [
-      `request ${about.requests[row]}   handle ${columns.handle[row]}`
+      `request ${about.requests[row]}   seq_id ${columns.seq_id[row]}`
         + (about.jobs[row] ? `   job ${about.jobs[row]}` : "")
         + (about.tenants[row] ? `   tenant ${about.tenants[row]}` : "")
         + (columns.priority[row] ? `   priority ${columns.priority[row]}` : ""),

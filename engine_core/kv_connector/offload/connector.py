@@ -87,8 +87,8 @@ class OffloadingScheduler:
         loads, stores = self._loads.take_planned(), self._stores.take_planned()
         flush = [
             job.transfer.job_id
-            for handle in output.preempted_handles
-            for job in self._jobs.stores_of(handle)
+            for seq_id in output.preempted_seq_ids
+            for job in self._jobs.stores_of(seq_id)
         ]
         self._has_put_off = bool(stores)
         if not (loads or stores or flush):
@@ -98,7 +98,7 @@ class OffloadingScheduler:
                 loads=[job.transfer for job in loads],
                 stores=[job.transfer for job in stores],
                 flush=flush,
-                load_handles=[job.handle for job in loads],
+                load_seq_ids=[job.seq_id for job in loads],
             )
         )
 
@@ -117,7 +117,7 @@ class OffloadingScheduler:
                 continue
             self._statistics.count(job)
             if job.transfer.is_load:
-                self._loads.complete(job, self._requests.get(job.handle))
+                self._loads.complete(job, self._requests.get(job.seq_id))
             else:
                 self._stores.complete(job)
 
@@ -129,9 +129,9 @@ class OffloadingScheduler:
         Not of one that failed. What it has stored stays: others share its prefix, and what of it
         could not be read has been forgotten by then.
         """
-        tracked = self._requests.pop(request.handle, None)
+        tracked = self._requests.pop(request.seq_id, None)
         if tracked is not None:
-            self._loads.forget(request.handle)
+            self._loads.forget(request.seq_id)
             if request.status is not RequestStatus.FINISHED_ERROR and self._may_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
@@ -184,17 +184,17 @@ class OffloadingScheduler:
         """Nothing that it holds may turn out not to have been loaded."""
         if not self._stores_any or tracked.is_loading:
             return False
-        return self._is_sound(tracked.request.handle)
+        return self._is_sound(tracked.request.seq_id)
 
     def _plan_stores(self, output: SchedulerOutput) -> None:
         """Most sequences are far from filling a block: they cost a comparison each."""
         for new in output.new_requests:
             num_tokens = new.num_computed_tokens + new.num_scheduled_tokens
-            tracked = self._requests.get(new.handle)
+            tracked = self._requests.get(new.seq_id)
             if tracked is not None and num_tokens >= tracked.next_at:
                 self._plan_store(tracked, num_tokens)
         cached = output.cached_requests
-        known = map(self._requests.get, cached.handles)
+        known = map(self._requests.get, cached.seq_ids)
         computed = map(add, cached.num_computed_tokens, cached.num_scheduled_tokens)
         due = [
             (tracked, num_tokens)
@@ -207,9 +207,9 @@ class OffloadingScheduler:
     def _plan_store(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """num_tokens: that are computed with this step, enough to fill something."""
         request = tracked.request
-        if not self._is_sound(request.handle):
+        if not self._is_sound(request.seq_id):
             return  # what somebody else loads for it may fail yet
         # A token is known or not before the block that it fills is hashed.
         num_tokens = min(num_tokens, request.num_tokens)
         if num_tokens >= tracked.next_at:
-            self._stores.plan(tracked, self._block_ids(request.handle), num_tokens)
+            self._stores.plan(tracked, self._block_ids(request.seq_id), num_tokens)

@@ -12,28 +12,28 @@ from proto.kv_offload import FinishedJob, TransferJob
 
 
 class Job:
-    """A copy for the request `handle`. keys: all its offloaded blocks.
+    """A copy for the request `seq_id`. keys: all its offloaded blocks.
 
     succeeded: so far, on every rank that has reported. num_bytes: of these ranks together.
     seconds: of the slowest. has_failed: on a rank, and not because it was given up there.
     """
 
     __slots__ = (
-        "handle",
         "has_failed",
         "keys",
         "num_bytes",
         "num_ranks_left",
         "seconds",
+        "seq_id",
         "succeeded",
         "transfer",
     )
 
     def __init__(
-        self, transfer: TransferJob, handle: int, keys: Sequence[OffloadKey], num_ranks: int
+        self, transfer: TransferJob, seq_id: int, keys: Sequence[OffloadKey], num_ranks: int
     ) -> None:
         self.transfer = transfer
-        self.handle = handle
+        self.seq_id = seq_id
         self.keys = keys
         self.num_ranks_left = num_ranks
         self.succeeded = True
@@ -61,9 +61,9 @@ class JobsInFlight:
         self._next_id += 1
         return self._next_id
 
-    def begin(self, transfer: TransferJob, handle: int, keys: Sequence[OffloadKey]) -> Job:
+    def begin(self, transfer: TransferJob, seq_id: int, keys: Sequence[OffloadKey]) -> Job:
         """Its device blocks are held from now on."""
-        job = Job(transfer, handle, keys, self._num_ranks)
+        job = Job(transfer, seq_id, keys, self._num_ranks)
         self._holds.hold(job.device_blocks)
         self._jobs[transfer.job_id] = job
         return job
@@ -87,10 +87,10 @@ class JobsInFlight:
         self._holds.release(job.device_blocks)
         return job
 
-    def stores_of(self, handle: int) -> Iterator[Job]:
+    def stores_of(self, seq_id: int) -> Iterator[Job]:
         """Copies of a request's blocks to the medium."""
         for job in self._jobs.values():
-            if job.handle == handle and not job.transfer.is_load:
+            if job.seq_id == seq_id and not job.transfer.is_load:
                 yield job
 
     def drop_all(self) -> None:

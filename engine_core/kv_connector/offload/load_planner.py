@@ -84,7 +84,7 @@ class LoadPlanner:
         job = TransferJob(
             self._jobs.next_id(), self._manager.medium, True, device, slots, list(wanted)
         )
-        self._planned.append(self._jobs.begin(job, request.handle, flat))
+        self._planned.append(self._jobs.begin(job, request.seq_id, flat))
         tracked.is_loading = True
         tracked.next_block = max(tracked.next_block, end // shape.size)
         tracked.next_at = (tracked.next_block + 1) * shape.size
@@ -114,9 +114,9 @@ class LoadPlanner:
         for request in waiting.values():
             self._wake(request)
 
-    def forget(self, handle: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """The request is over, and asks no more."""
-        self._asked_in_vain.pop(handle, None)
+        self._asked_in_vain.pop(seq_id, None)
 
     def start_over(self) -> None:
         """Nothing is being loaded any more."""
@@ -125,7 +125,7 @@ class LoadPlanner:
         self.wake_all()
 
     def _ask_again(self, request: Request) -> Match:
-        self._asked_in_vain[request.handle] = request
+        self._asked_in_vain[request.seq_id] = request
         return ASK_AGAIN
 
     def _find(

@@ -30,13 +30,13 @@ class TrackedRequest:
 
 
 class TrackedRequests(dict[int, TrackedRequest]):
-    """By handle."""
+    """By seq_id."""
 
     def of(self, request: Request) -> TrackedRequest:
         """What is known of a request, from now on something."""
-        tracked = self.get(request.handle)
+        tracked = self.get(request.seq_id)
         if tracked is None:
-            tracked = self[request.handle] = TrackedRequest(request)
+            tracked = self[request.seq_id] = TrackedRequest(request)
         return tracked
 
 

@@ -61,7 +61,7 @@ class StorePlanner:
         self._statistics.num_skipped += len(wanted) - len(prepared.keys)
         if prepared.keys:
             job = self._job(wanted, prepared.keys, prepared.slots)
-            self._planned.append(self._jobs.begin(job, request.handle, prepared.keys))
+            self._planned.append(self._jobs.begin(job, request.seq_id, prepared.keys))
 
     def settle(self, tracked: TrackedRequest) -> None:
         """A request is over: what it has on the medium is put in order."""
@@ -87,7 +87,7 @@ class StorePlanner:
         """What a request computed cannot be trusted: nobody is to find any of it."""
         block_hashes = request.block_hashes
         keys = self._shape.all_keys(block_hashes, len(block_hashes) // self._shape.factor)
-        for job in self._jobs.stores_of(request.handle):
+        for job in self._jobs.stores_of(request.seq_id):
             keys += job.keys
         self._manager.discard(list(dict.fromkeys(keys)))
 

@@ -101,7 +101,7 @@ class OrderedQueue:
     """Requests by ascending key; every operation but iteration is O(log n) or better.
 
     A request that leaves from the middle stays in the heap as a left-over: an entry
-    is in the line only while `_ready` holds the entry of its number for its handle. So
+    is in the line only while `_ready` holds the entry of its number for its seq_id. So
     clients that give up by the thousand cost no search.
     """
 
@@ -115,7 +115,7 @@ class OrderedQueue:
         """Put a request in the place that its key gives it."""
         self._num_put += 1
         entry = (key, self._num_put, request)
-        self._ready[request.handle] = entry
+        self._ready[request.seq_id] = entry
         heappush(self._heap, entry)
 
     def peek(self) -> Request:
@@ -124,20 +124,20 @@ class OrderedQueue:
     def pop(self) -> Request:
         request = self._head()[2]
         heappop(self._heap)
-        del self._ready[request.handle]
+        del self._ready[request.seq_id]
         return request
 
     def remove(self, request: Request) -> None:
-        if self._parked.pop(request.handle, None) is None:
-            del self._ready[request.handle]
+        if self._parked.pop(request.seq_id, None) is None:
+            del self._ready[request.seq_id]
             self._clean_up()
 
     def park(self, request: Request) -> None:
-        self._parked[request.handle] = self._ready.pop(request.handle)
+        self._parked[request.seq_id] = self._ready.pop(request.seq_id)
         self._clean_up()
 
     def unpark(self, request: Request) -> None:
-        key, _, _ = self._parked.pop(request.handle)
+        key, _, _ = self._parked.pop(request.seq_id)
         self.put(request, key)
 
     def reorder(self, request: Request) -> None:
@@ -145,11 +145,11 @@ class OrderedQueue:
 
     def replace_key(self, request: Request, key: Any) -> None:
         """Move a request, parked or not, to the place of another key."""
-        if request.handle in self._parked:
-            _, number, _ = self._parked[request.handle]
-            self._parked[request.handle] = (key, number, request)
+        if request.seq_id in self._parked:
+            _, number, _ = self._parked[request.seq_id]
+            self._parked[request.seq_id] = (key, number, request)
         else:
-            del self._ready[request.handle]
+            del self._ready[request.seq_id]
             self.put(request, key)
             self._clean_up()
 
@@ -168,7 +168,7 @@ class OrderedQueue:
         heap, ready = self._heap, self._ready
         while True:
             _, number, request = head = heap[0]
-            entry = ready.get(request.handle)
+            entry = ready.get(request.seq_id)
             if entry is not None and entry[1] == number:
                 return head
             heappop(heap)
@@ -204,10 +204,10 @@ class LastAdmittedFirst:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        self._requests[request.handle] = request
+        self._requests[request.seq_id] = request
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
+        del self._requests[request.seq_id]
 
     def first(self) -> Request:
         return next(reversed(self._requests.values()))
@@ -229,18 +229,18 @@ class LowestKeyFirst:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        self._requests[request.handle] = request
+        self._requests[request.seq_id] = request
         heappush(self._heap, (self._key(request), request))
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
+        del self._requests[request.seq_id]
         if len(self._heap) > 2 * len(self._requests) + _SLACK:
             self._heap = [(self._key(each), each) for each in self._requests.values()]
             heapify(self._heap)
 
     def first(self) -> Request:
         heap = self._heap
-        while heap[0][1].handle not in self._requests:
+        while heap[0][1].seq_id not in self._requests:
             heappop(heap)
         return heap[0][1]
 

@@ -69,7 +69,7 @@ class Follower:
         scheduler = self._rig.scheduler
         match line:
             case Arrival():
-                sequence = self._recording.sequences[line.handle]
+                sequence = self._recording.sequences[line.seq_id]
                 tokens = self._recording.tokens(sequence)
                 self._rig.add(sequence, tokens, line.arrived_us / 1e6)
             case Step():
@@ -77,7 +77,7 @@ class Follower:
             case Result():
                 return self._result(line)
             case Finish() if line.reason in CUT_SHORT:
-                arrival = self._recording.sequences[line.handle].arrival
+                arrival = self._recording.sequences[line.seq_id].arrival
                 scheduler.abort(arrival.request_id, arrival.choice)
             case TurnEnd():
                 scheduler.end_turn(line.request_id, line.job, line.tool)

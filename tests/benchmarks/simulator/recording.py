@@ -27,7 +27,7 @@ STOP: Final = (1 << 31) - 1
 """Ends a sequence that ended before its length did."""
 VOCAB_SIZE: Final = 1 << 31
 _OWN: Final = 1 << 30
-"""From here on: what is like nothing else, by handle."""
+"""From here on: what is like nothing else, by seq_id."""
 
 
 class Chains:
@@ -74,10 +74,10 @@ class Tokens:
 
     __slots__ = ("_blocks", "_own", "_size")
 
-    def __init__(self, blocks: list[int], block_size: int, handle: int) -> None:
+    def __init__(self, blocks: list[int], block_size: int, seq_id: int) -> None:
         self._blocks = blocks
         self._size = block_size
-        self._own = _OWN + handle
+        self._own = _OWN + seq_id
 
     def first(self, number: int) -> list[int]:
         """So many."""
@@ -120,33 +120,33 @@ class RecordedRequest:
 
 @dataclass
 class Recording:
-    """lines: without the header. sequences: by handle, in the order of their arrival."""
+    """lines: without the header. sequences: by seq_id, in the order of their arrival."""
 
     header: TraceHeader
     lines: list[TraceLine] = field(default_factory=list)
     sequences: dict[int, RecordedRequest] = field(default_factory=dict)
     chains: Chains = field(default_factory=Chains)
-    _turns: dict[int, int] = field(default_factory=dict)  # request → first handle
+    _turns: dict[int, int] = field(default_factory=dict)  # request → first seq_id
 
     def tokens(self, sequence: RecordedRequest) -> Tokens:
         """Of prompt and outputs."""
         arrival = sequence.arrival
         blocks = self.chains.blocks(arrival.blocks)
         blocks += self.chains.blocks(sequence.content)[len(blocks) :]
-        return Tokens(blocks, self.header.block_size, arrival.handle)
+        return Tokens(blocks, self.header.block_size, arrival.seq_id)
 
     def take(self, line: TraceLine) -> None:
         """The next line."""
         self.lines.append(line)
         if isinstance(line, Arrival):
-            self.sequences[line.handle] = RecordedRequest(line)
+            self.sequences[line.seq_id] = RecordedRequest(line)
             if line.job:
-                self._turns.setdefault(line.request_id, line.handle)
+                self._turns.setdefault(line.request_id, line.seq_id)
             self.chains.learn(line.blocks)
         elif isinstance(line, Finish):
             self.chains.learn(line.blocks)
-            if line.handle in self.sequences:
-                self.sequences[line.handle].finish = line
+            if line.seq_id in self.sequences:
+                self.sequences[line.seq_id].finish = line
         elif isinstance(line, TurnEnd) and line.request_id in self._turns:
             self.sequences[self._turns[line.request_id]].tool = line.tool
 
@@ -207,7 +207,7 @@ class Arrivals(Protocol):
         """The next one that has come; None where there is none."""
         ...
 
-    def ended(self, handle: int, now: float) -> None:
+    def ended(self, seq_id: int, now: float) -> None:
         """Who waited for its end comes later."""
         ...
 
@@ -228,11 +228,11 @@ class InTime:
         self._after_start: dict[int, list[tuple[float, int]]] = defaultdict(list)
         last: dict[str, RecordedRequest] = {}
         for each in sequences:
-            handle, job = each.arrival.handle, each.arrival.job
-            self._sequences[handle] = each
+            seq_id, job = each.arrival.seq_id, each.arrival.job
+            self._sequences[seq_id] = each
             before = last.get(job) if job and not open_loop else None
             if before is None:
-                self._push(each.arrival.time_us / 1e6 / rate, handle)
+                self._push(each.arrival.time_us / 1e6 / rate, seq_id)
             else:
                 self._chain(before, each)
             if job:
@@ -250,27 +250,27 @@ class InTime:
         """The next one that has come; None where there is none."""
         if not self._heap or self._heap[0][0] > now:
             return None
-        time, handle = heapq.heappop(self._heap)
-        for gap, follower in self._after_start.pop(handle, ()):
+        time, seq_id = heapq.heappop(self._heap)
+        for gap, follower in self._after_start.pop(seq_id, ()):
             self._push(time + gap, follower)
-        return self._sequences[handle]
+        return self._sequences[seq_id]
 
-    def ended(self, handle: int, now: float) -> None:
+    def ended(self, seq_id: int, now: float) -> None:
         """Who waited for its end comes after its gap."""
-        for gap, follower in self._after_end.pop(handle, ()):
+        for gap, follower in self._after_end.pop(seq_id, ()):
             self._push(now + gap, follower)
 
     def _chain(self, before: RecordedRequest, follower: RecordedRequest) -> None:
-        arrived, handle = follower.arrival.time_us, follower.arrival.handle
+        arrived, seq_id = follower.arrival.time_us, follower.arrival.seq_id
         ended = before.finish.time_us if before.finish else None
         if ended is not None and arrived >= ended:
-            self._after_end[before.arrival.handle].append(((arrived - ended) / 1e6, handle))
+            self._after_end[before.arrival.seq_id].append(((arrived - ended) / 1e6, seq_id))
         else:
             gap = (arrived - before.arrival.time_us) / 1e6
-            self._after_start[before.arrival.handle].append((gap, handle))
+            self._after_start[before.arrival.seq_id].append((gap, seq_id))
 
-    def _push(self, time: float, handle: int) -> None:
-        heapq.heappush(self._heap, (time, handle))
+    def _push(self, time: float, seq_id: int) -> None:
+        heapq.heappush(self._heap, (time, seq_id))
 
 
 class Together:
@@ -301,9 +301,9 @@ class Together:
     def take(self, now: float) -> RecordedRequest | None:
         return self._ready.popleft() if self._ready else None
 
-    def ended(self, handle: int, now: float) -> None:
+    def ended(self, seq_id: int, now: float) -> None:
         self._now = now
-        turns = self._rest.pop(handle)
+        turns = self._rest.pop(seq_id)
         if turns:
             self._next(turns)
         else:
@@ -315,7 +315,7 @@ class Together:
 
     def _next(self, turns: deque[RecordedRequest]) -> None:
         turn = turns.popleft()
-        self._rest[turn.arrival.handle] = turns
+        self._rest[turn.arrival.seq_id] = turns
         self._ready.append(turn)
 
 
@@ -385,14 +385,14 @@ class _Writing:
         """Returns its last content."""
         asked = self._extended(content, num_prompt)
         said = self._extended(asked, num_prompt + turn.output_tokens)
-        handle = self._num_turns
+        seq_id = self._num_turns
         self._num_turns += 1
         self._lines.append(
             Arrival(
                 time_us=now,
                 arrived_us=now,
-                handle=handle,
-                request_id=handle,
+                seq_id=seq_id,
+                request_id=seq_id,
                 job=job,
                 is_last_step=not turn.tool,
                 num_prompt_tokens=num_prompt,
@@ -403,7 +403,7 @@ class _Writing:
         self._lines.append(
             Finish(
                 time_us=now + _SECOND,
-                handle=handle,
+                seq_id=seq_id,
                 reason="length",
                 num_output_tokens=turn.output_tokens,
                 blocks=said,
@@ -411,7 +411,7 @@ class _Writing:
         )
         if job:
             self._lines.append(
-                TurnEnd(time_us=now + _SECOND, request_id=handle, job=job, tool=turn.tool)
+                TurnEnd(time_us=now + _SECOND, request_id=seq_id, job=job, tool=turn.tool)
             )
         return said
 

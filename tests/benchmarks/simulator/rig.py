@@ -92,7 +92,7 @@ class SimulatedTier:
         self._free_at = {True: 0.0, False: 0.0}
         self._under_way: dict[int, tuple[float, TransferJob]] = {}
         self._put_off: list[TransferJob] = []
-        self._handles: dict[int, int] = {}
+        self._seq_ids: dict[int, int] = {}
 
     def connect(self, kv_cache: KVCacheManager) -> Connect:
         header = self._header
@@ -125,8 +125,8 @@ class SimulatedTier:
         for job in (*self._put_off, *orders.loads):
             self._start(job, now)
         self._put_off = list(orders.stores)
-        for job, handle in zip(orders.loads, orders.load_handles, strict=True):
-            self._handles[job.job_id] = handle
+        for job, seq_id in zip(orders.loads, orders.load_seq_ids, strict=True):
+            self._seq_ids[job.job_id] = seq_id
         for job in [each for each in self._put_off if each.job_id in orders.flush]:
             self._put_off.remove(job)
             self._start(job, now)
@@ -154,7 +154,7 @@ class SimulatedTier:
         num_bytes = num_blocks * self._header.block_size
         done = FinishedJob(job.job_id, True, num_bytes, num_blocks * self._block_seconds)
         return KVConnectorOutput(
-            finished_recving=[self._handles.pop(job.job_id)] if job.is_load else [],
+            finished_recving=[self._seq_ids.pop(job.job_id)] if job.is_load else [],
             worker_metadata=pack(OffloadReport([done])),
         )
 
@@ -232,10 +232,10 @@ class Rig:
         arrival = sequence.arrival
         num_prompt = arrival.num_prompt_tokens
         known = tokens.first(num_prompt + arrival.num_output_tokens)
-        self.worker.expect(arrival.handle, tokens, _end(sequence, self._aborts))
+        self.worker.expect(arrival.seq_id, tokens, _end(sequence, self._aborts))
         self._add(
             Request(
-                handle=arrival.handle,
+                seq_id=arrival.seq_id,
                 request_id=arrival.request_id,
                 choice=arrival.choice,
                 prompt_token_ids=known[:num_prompt],
@@ -283,10 +283,10 @@ class ReplayWorker:
         self._ends: dict[int, int] = {}
         self._num_tokens: dict[int, int] = {}
 
-    def expect(self, handle: int, tokens: Tokens, end: int) -> None:
+    def expect(self, seq_id: int, tokens: Tokens, end: int) -> None:
         """end: it stops with so many tokens in all; 0 for never."""
-        self._tokens[handle] = tokens
-        self._ends[handle] = end
+        self._tokens[seq_id] = tokens
+        self._ends[seq_id] = end
 
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A token for each sequence whose tokens are all computed after this step.
@@ -294,21 +294,21 @@ class ReplayWorker:
         To be asked about every step, in their order, also those that compute nothing.
         """
         num_tokens = self._num_tokens
-        for handle in output.finished_handles:
-            num_tokens.pop(handle, None)
+        for seq_id in output.finished_seq_ids:
+            num_tokens.pop(seq_id, None)
         for new in output.new_requests:
-            num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
-        handles = [each.handle for each in output.new_requests] + output.cached_requests.handles
+            num_tokens[new.seq_id] = len(new.prompt_token_ids) + len(new.output_token_ids)
+        seq_ids = [each.seq_id for each in output.new_requests] + output.cached_requests.seq_ids
         sampled: list[list[int]] = []
-        for handle, end in zip(handles, ends_of_rows(output), strict=True):
-            number = num_tokens[handle]
+        for seq_id, end in zip(seq_ids, ends_of_rows(output), strict=True):
+            number = num_tokens[seq_id]
             if end < number:
                 sampled.append([])
                 continue
-            is_last = number + 1 == self._ends[handle]
-            sampled.append([STOP if is_last else self._tokens[handle].at(number)])
-            num_tokens[handle] = number + 1
-        return ModelRunnerOutput(output.epoch, output.step, handles, sampled)
+            is_last = number + 1 == self._ends[seq_id]
+            sampled.append([STOP if is_last else self._tokens[seq_id].at(number)])
+            num_tokens[seq_id] = number + 1
+        return ModelRunnerOutput(output.epoch, output.step, seq_ids, sampled)
 
 
 # A simulation's own trace, to be looked at as one of a daemon.
@@ -325,7 +325,7 @@ MAX_UNWRITTEN: Final = 1 << 30
 class FileTape:
     """A `Tracing` that writes to a file; raises ConfigError where there can be none.
 
-    job_of: by handle. clock: the simulation's, from 0.
+    job_of: by seq_id. clock: the simulation's, from 0.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class FileTape:
 
     def _put(self, line: msgspec.Struct) -> None:
         if isinstance(line, Arrival):
-            line = msgspec.structs.replace(line, job=self._job_of(line.handle))
+            line = msgspec.structs.replace(line, job=self._job_of(line.seq_id))
         self._file.put(line)
 
 

@@ -137,7 +137,7 @@ class Course:
 
 @dataclass
 class Outcome:
-    """courses: by handle. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
+    """courses: by seq_id. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
 
     courses: dict[int, Course] = field(default_factory=dict)
     num_steps: int = 0
@@ -174,7 +174,7 @@ class Simulation:
         if tape_path:
             sequences = recording.sequences
             self._tape = FileTape(
-                tape_path, header, lambda handle: sequences[handle].arrival.job, lambda: self.now
+                tape_path, header, lambda seq_id: sequences[seq_id].arrival.job, lambda: self.now
             )
         self._rig = Rig(
             header,
@@ -220,9 +220,9 @@ class Simulation:
 
     def ended(self, request: Request) -> None:
         """A sequence is over."""
-        course = self.outcome.courses[request.handle]
+        course = self.outcome.courses[request.seq_id]
         course.end, course.num_found = self.now, request.num_cached_tokens
-        self._offers.ended(request.handle, self.now)
+        self._offers.ended(request.seq_id, self.now)
         if request.agent.job and request.status is not RequestStatus.FINISHED_ABORTED:
             self._read.append(course.sequence)
 
@@ -230,12 +230,12 @@ class Simulation:
         scheduler = self._rig.scheduler
         while (sequence := self._offers.take(self.now)) is not None:
             arrival = sequence.arrival
-            self.outcome.courses[arrival.handle] = Course(sequence, self.now)
+            self.outcome.courses[arrival.seq_id] = Course(sequence, self.now)
             self._rig.add(sequence, self._recording.tokens(sequence), self.now)
             assert sequence.finish is not None
             if not sequence.finish.num_output_tokens:
                 patience = (sequence.finish.time_us - arrival.time_us) / 1e6
-                heapq.heappush(self._leaving, (self.now + patience, arrival.handle))
+                heapq.heappush(self._leaving, (self.now + patience, arrival.seq_id))
         while self._leaving and self._leaving[0][0] <= self.now:
             arrival = self.outcome.courses[heapq.heappop(self._leaving)[1]].sequence.arrival
             scheduler.abort(arrival.request_id, arrival.choice)
@@ -281,7 +281,7 @@ class Simulation:
             return True
         if wanted or output.connector_metadata:
             return True
-        return bool(output.finished_handles or output.preempted_handles)
+        return bool(output.finished_seq_ids or output.preempted_seq_ids)
 
     def _next_arrival(self) -> list[float]:
         """Of none or one."""
@@ -325,9 +325,9 @@ class _Meter:
 
     def step_done(self, result: ModelRunnerOutput) -> None:
         courses, now = self._simulation.outcome.courses, self._simulation.now
-        for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True):
+        for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
             if tokens:
-                course = courses[handle]
+                course = courses[seq_id]
                 if course.first is None:
                     course.first = now
 

@@ -95,18 +95,18 @@ def test_one_job_at_a_time_takes_the_steps_of_all() -> None:
 def test_together_starts_a_job_where_one_ends() -> None:
     sequences = [RecordedRequest(Arrival(**named(each))) for each in ("a0", "a1", "b0", "c0", "-0")]
     offers = Together(sequences, 2)
-    assert [offers.take(0.0).arrival.handle for _ in range(2)] == [0, 2]
+    assert [offers.take(0.0).arrival.seq_id for _ in range(2)] == [0, 2]
     assert offers.take(0.0) is None
     assert not offers
     offers.ended(0, 1.0)
     assert offers.next_time == 1.0
-    assert offers.take(1.0).arrival.handle == 1
+    assert offers.take(1.0).arrival.seq_id == 1
     offers.ended(2, 2.0)
-    assert offers.take(2.0).arrival.handle == 3
+    assert offers.take(2.0).arrival.seq_id == 3
     offers.ended(1, 3.0)
-    assert offers.take(3.0).arrival.handle == 4
-    for handle in (3, 4):
-        offers.ended(handle, 4.0)
+    assert offers.take(3.0).arrival.seq_id == 4
+    for seq_id in (3, 4):
+        offers.ended(seq_id, 4.0)
     assert not offers
 
 
@@ -114,7 +114,7 @@ def named(name: str) -> dict[str, object]:
     """Fields of an arrival: the job is the letter, or none."""
     names = ["a0", "a1", "b0", "c0", "-0"]
     return {
-        "handle": names.index(name),
+        "seq_id": names.index(name),
         "request_id": names.index(name),
         "arrived_us": 0,
         "job": name[0].strip("-"),

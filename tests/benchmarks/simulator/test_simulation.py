@@ -141,7 +141,7 @@ def test_the_drawn_load_is_what_was_published() -> None:
         arrival, job = sequence.arrival, sequence.arrival.job
         if job in last:
             gaps.append((arrival.time_us - last[job].time_us) / 1e6)
-            before = recording.sequences[last[job].handle].arrival.num_prompt_tokens
+            before = recording.sequences[last[job].seq_id].arrival.num_prompt_tokens
             growth.append(arrival.num_prompt_tokens - before)
         last[job] = sequence.finish
         total = arrival.num_prompt_tokens + sequence.num_outputs

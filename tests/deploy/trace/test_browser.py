@@ -189,7 +189,7 @@ def large(num_requests: int, num_steps: int) -> Condensed:
             Arrival(
                 time_us=at,
                 arrived_us=at,
-                handle=row,
+                seq_id=row,
                 request_id=row,
                 num_prompt_tokens=9,
                 max_tokens=9,
@@ -200,7 +200,7 @@ def large(num_requests: int, num_steps: int) -> Condensed:
                 (row, int(state), at + state * 400_000, at + (state + 1) * 400_000)
             )
         condensed.finishes[row] = Finish(
-            time_us=at + 2_000_000, handle=row, reason="stop", num_output_tokens=9
+            time_us=at + 2_000_000, seq_id=row, reason="stop", num_output_tokens=9
         )
     condensed.end = span + 2_000_000
     return condensed

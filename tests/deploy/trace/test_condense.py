@@ -33,9 +33,9 @@ HEADER = TraceHeader(
 )
 
 
-def arrival(time, handle=0, **given):
-    fields = {"num_prompt_tokens": 60, "max_tokens": 9, "request_id": handle, "arrived_us": time}
-    return Arrival(time_us=time, handle=handle, **{**fields, **given})
+def arrival(time, seq_id=0, **given):
+    fields = {"num_prompt_tokens": 60, "max_tokens": 9, "request_id": seq_id, "arrived_us": time}
+    return Arrival(time_us=time, seq_id=seq_id, **{**fields, **given})
 
 
 def step(time, number, **decision):
@@ -47,7 +47,7 @@ def step(time, number, **decision):
 
 
 def hit(num_tokens, local=0, external=0):
-    return PrefixHit(handle=0, num_tokens=num_tokens, local_tokens=local, external_tokens=external)
+    return PrefixHit(seq_id=0, num_tokens=num_tokens, local_tokens=local, external_tokens=external)
 
 
 LIFE = [
@@ -61,8 +61,8 @@ LIFE = [
     step(51, 4, preempted=[0]),
     step(60, 5, resumed=[0], resumed_tokens=[14], hits=[hit(62, 16, 32)], num_tokens=14),
     Result(time_us=70, step=5, num_tokens=1),
-    Finish(time_us=80, handle=0, reason="stop", num_output_tokens=3, num_cached_tokens=16),
-    PinBegin(time_us=80, job="j", handle=0, num_blocks=3),
+    Finish(time_us=80, seq_id=0, reason="stop", num_output_tokens=3, num_cached_tokens=16),
+    PinBegin(time_us=80, job="j", seq_id=0, num_blocks=3),
     PinEnd(time_us=95, job="j"),
 ]
 
@@ -122,7 +122,7 @@ def test_overlapped_results_end_the_prefill_of_their_own_step() -> None:
         Result(time_us=20, step=1),
         step(21, 3, running=[0], num_tokens=1),
         Result(time_us=30, step=2, num_tokens=1, first=[0]),
-        Finish(time_us=40, handle=0, reason="length", num_output_tokens=1),
+        Finish(time_us=40, seq_id=0, reason="length", num_output_tokens=1),
     ]
     assert condense([HEADER, *lines]).segments[1:] == [
         (0, State.PREFILL, 10, 30),
@@ -137,7 +137,7 @@ def test_lines_about_what_came_before_the_trace_harm_nothing() -> None:
         ),
         Dropped(num_lines=4),
         Result(time_us=20, step=6),
-        Finish(time_us=30, handle=5, reason="stop", num_output_tokens=1),
+        Finish(time_us=30, seq_id=5, reason="stop", num_output_tokens=1),
         PinEnd(time_us=30, job="unknown"),
     ]
     condensed = condense([HEADER, *lines])

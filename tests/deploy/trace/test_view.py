@@ -42,14 +42,14 @@ def test_the_page_has_every_request_and_step(engine, tmp_path: Path, capsys) -> 
     assert capsys.readouterr().out == f"{page}\n"
     about, columns = data_of(page.read_text())
     recording = engine.recording
-    assert columns["handle"] == list(recording.sequences)
+    assert columns["seq_id"] == list(recording.sequences)
     assert len(about["requests"]) == len(columns["end"]) == len(recording.sequences)
     assert columns["output"] == [each.num_outputs for each in recording.sequences.values()]
     assert columns["segment_row"] == sorted(columns["segment_row"])
     starts = [
         row for at, row in enumerate(columns["segment_row"]) if columns["segment_state"][at] == 0
     ]
-    assert set(starts) <= set(range(len(columns["handle"])))
+    assert set(starts) <= set(range(len(columns["seq_id"])))
     assert about["blocks"] == 39
     for name in ("step_time", "step_end", "prefill", "decode", "free", "pinned"):
         assert len(columns[name]) == len(columns["step"])

@@ -135,7 +135,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """A new request that begins with what a running one has computed, but for the end."""
         source = self.running[which % len(self.running)]
         num_shared = max(0, source.num_computed_tokens - back)
-        shared, tails = self.model.fork(source.handle, num_shared)
+        shared, tails = self.model.fork(source.seq_id, num_shared)
         computed = self.manager.fork(source, num_shared)
         assert list(computed.block_ids) == shared
         assert list(computed.tails) == tails
@@ -144,7 +144,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         tokens = source.all_token_ids[:num_shared] + tail
         request = self.requests.make(tokens, cache_salt=source.cache_salt)
         expected = self.model.allocate(
-            *(request.handle, source.cache_salt, tokens),
+            *(request.seq_id, source.cache_salt, tokens),
             *(num_shared, min(chunk, len(tail)), 0, shared),
         )
         new_blocks = self.manager.allocate_slots(request, min(chunk, len(tail)), computed)
@@ -172,9 +172,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         computed = source.num_computed_tokens
         pairs: list[tuple[int, int]] = []
         for num_shared in (computed, computed - computed % self.model.size, 0):
-            shared, tails = self.model.fork(source.handle, num_shared)
+            shared, tails = self.model.fork(source.seq_id, num_shared)
             new = shared and self.model.allocate(
-                *(request.handle, source.cache_salt, request.all_token_ids),
+                *(request.seq_id, source.cache_salt, request.all_token_ids),
                 *(num_shared, 0, 0, shared),
             )
             if new:
@@ -200,7 +200,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         )
         heir.num_computed_tokens = request.num_tokens
         self.manager.hand_over(request, heir, request.num_tokens)
-        self.model.rename(request.handle, heir.handle)
+        self.model.rename(request.seq_id, heir.seq_id)
         self.running[place] = heir
 
     @precondition(lambda self: self.running)
@@ -227,7 +227,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """What a request computed from some token on is wrong."""
         request = self.running[which % len(self.running)]
         self.manager.withdraw(request, num_valid)
-        self.model.withdraw(request.handle, num_valid)
+        self.model.withdraw(request.seq_id, num_valid)
 
     @precondition(lambda self: self.running)
     @rule()
@@ -254,7 +254,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             computed = self.manager.get_computed_blocks(request)
         num_hit = len(hits[0]) * self.model.size if hits else 0
         expected = self.model.allocate(
-            request.handle,
+            request.seq_id,
             request.cache_salt,
             request.all_token_ids,
             request.num_computed_tokens + num_hit,
@@ -272,7 +272,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def _release(self, request: Request) -> None:
         self.manager.free(request)
         verified = request.all_token_ids[: request.num_computed_tokens]
-        self.model.release(request.handle, request.cache_salt, verified)
+        self.model.release(request.seq_id, request.cache_salt, verified)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -283,7 +283,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         cached = {block for _, block in self.model.found}
         assert {block for block, held in enumerate(pool.hashes) if held} == cached
         for request in self.running:
-            assert self.manager.block_ids(request.handle) == self.model.tables[request.handle]
+            assert self.manager.block_ids(request.seq_id) == self.model.tables[request.seq_id]
 
     @invariant()
     def events_tell_what_is_cached(self) -> None:

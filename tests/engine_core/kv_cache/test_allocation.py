@@ -99,7 +99,7 @@ def test_hits_in_the_free_queue_count_against_free_space(kv):
     assert kv.manager.allocate_slots(third, 48, computed) is None
     assert kv.free_order() == order
     assert kv.pool.ref_counts == counts
-    assert kv.manager.block_ids(third.handle) == [[]]
+    assert kv.manager.block_ids(third.seq_id) == [[]]
     assert kv.manager.take_prefix_cache_stats() == (48 + 96 + 32, 48)
     # One new block less: six hits, three of them free, and two new ones fit.
     assert kv.manager.allocate_slots(third, 32, computed) == [order[:2]]
@@ -143,13 +143,13 @@ def test_freeing_twice_or_before_any_allocation_changes_nothing(kv):
     order = kv.free_order()
     kv.manager.free(request)
     assert kv.free_order() == order
-    assert kv.manager.block_ids(request.handle) == [[]]
+    assert kv.manager.block_ids(request.seq_id) == [[]]
 
 
 def test_block_ids_are_a_copy(kv):
     request = kv.requests.make(range(40))
     kv.requests.schedule(request)
-    kv.manager.block_ids(request.handle)[0].append(99)
+    kv.manager.block_ids(request.seq_id)[0].append(99)
     assert kv.requests.table(request) == [1, 2, 3]
 
 

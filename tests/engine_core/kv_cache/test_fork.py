@@ -31,7 +31,7 @@ class Setup:
         return request
 
     def tables(self, request: Request) -> list[list[int]]:
-        return self.manager.block_ids(request.handle)
+        return self.manager.block_ids(request.seq_id)
 
 
 @pytest.fixture

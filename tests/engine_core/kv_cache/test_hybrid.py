@@ -32,7 +32,7 @@ class Setup:
 
     def drop(self, group: int, request: Request, index: int) -> None:
         """Take one block of a request out of the index."""
-        self.pool.uncache([self.manager.block_ids(request.handle)[group][index]])
+        self.pool.uncache([self.manager.block_ids(request.seq_id)[group][index]])
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_groups_are_given_blocks_one_after_another(setup):
     """HY-01, HY-02."""
     kv = setup(21, None, 32, 32)
     first = kv.run([*COMMON, *[3] * 7])
-    assert kv.manager.block_ids(first.handle) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert kv.manager.block_ids(first.seq_id) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 
     second = kv.requests.make([*COMMON, *[4] * 5])
     computed = kv.manager.get_computed_blocks(second)
@@ -91,7 +91,7 @@ def test_every_mixture_of_groups_finds_the_whole_common_prefix(setup, windows):
     """HY-06."""
     kv = setup(41, *windows)
     first = kv.run([*COMMON, *[3] * 7])
-    tables = kv.manager.block_ids(first.handle)
+    tables = kv.manager.block_ids(first.seq_id)
     second = kv.requests.make([*COMMON, *[4] * 5])
     computed = kv.manager.get_computed_blocks(second)
     assert computed.num_tokens == 48
@@ -131,7 +131,7 @@ def test_a_lowered_hit_is_searched_again_by_the_group_that_accepted_more(setup):
     """Group 1 accepts all six blocks, group 2 three; group 1 then finds others for three."""
     kv = setup(41, None, 32, 32)
     first = kv.run([*range(96), 7])
-    tables = kv.manager.block_ids(first.handle)
+    tables = kv.manager.block_ids(first.seq_id)
     kv.drop(2, first, 5)
     kv.drop(2, first, 3)
     computed = kv.hit([*range(96), 8])
@@ -152,7 +152,7 @@ def test_blocks_outside_the_window_are_given_back_last_one_first(setup):
         assert request.num_computed_tokens == num_computed
         assert kv.requests.decode(request, 9) is not None
         assert kv.requests.table(request)[: num_null + 1].count(0) == num_null
-    group.release_passed(request.handle, 8)
+    group.release_passed(request.seq_id, 8)
     held = kv.requests.table(request)[2:4]
     kv.requests.schedule(kv.requests.make([5]))
     request.all_token_ids += [9, 9, 9]
@@ -178,10 +178,10 @@ def test_a_refused_allocation_gives_back_only_what_is_passed(setup):
     kv = setup(8, None, 4, block_size=2)
     request = kv.run(range(6))
     request.all_token_ids += range(9)
-    before = kv.manager.block_ids(request.handle)
+    before = kv.manager.block_ids(request.seq_id)
     assert kv.manager.num_blocks_needed(request, 9) == 5 + 5
     assert kv.manager.allocate_slots(request, 9) is None
-    assert kv.manager.block_ids(request.handle) == [before[0], [0, *before[1][1:]]]
+    assert kv.manager.block_ids(request.seq_id) == [before[0], [0, *before[1][1:]]]
     assert kv.manager.num_free_blocks == 2
 
 

@@ -31,7 +31,7 @@ class Scene:
 
     def table(self) -> list[int]:
         """The first request's table itself."""
-        return self.manager.groups[0].tables()[self.first.handle]
+        return self.manager.groups[0].tables()[self.first.seq_id]
 
 
 def test_a_healthy_manager_has_no_violations():
@@ -125,7 +125,7 @@ def null_block_in_a_full_attention_table(scene: Scene) -> None:
 
 
 def cached_count_too_high(scene: Scene) -> None:
-    scene.manager.groups[0]._sequences[scene.first.handle].num_cached = 4
+    scene.manager.groups[0]._sequences[scene.first.seq_id].num_cached = 4
 
 
 def cached_count_too_low(scene: Scene) -> None:
@@ -133,11 +133,11 @@ def cached_count_too_low(scene: Scene) -> None:
 
 
 def table_of_a_forgotten_sequence(scene: Scene) -> None:
-    scene.manager._recheck_after.pop(scene.first.handle)
+    scene.manager._recheck_after.pop(scene.first.seq_id)
 
 
 def shortened_table(scene: Scene) -> None:
-    scene.manager.groups[0].tables()[scene.second.handle].pop()
+    scene.manager.groups[0].tables()[scene.second.seq_id].pop()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def shortened_table(scene: Scene) -> None:
         (null_block_in_a_full_attention_table, "null block: it stands in the table of sequence 0"),
         (cached_count_too_high, "cached count: sequence 0 counts 4 cached blocks of 3"),
         (cached_count_too_low, "cached count: sequence 0 counts 2 cached blocks of 3, but of "),
-        (table_of_a_forgotten_sequence, "sequences: group 0 and the manager disagree on handles"),
+        (table_of_a_forgotten_sequence, "sequences: group 0 and the manager disagree on seq_ids"),
         (shortened_table, "room: sequence 1 has 8 slots in group 0"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -73,7 +73,7 @@ def test_groups_are_told_apart():
         (0, request.block_hashes),
         (1, request.block_hashes),
     ]
-    kv.manager.pool.uncache(kv.manager.block_ids(request.handle)[1][:1])
+    kv.manager.pool.uncache(kv.manager.block_ids(request.seq_id)[1][:1])
     assert kv.log.take() == [BlockRemoved(request.block_hashes[0], 1)]
 
 

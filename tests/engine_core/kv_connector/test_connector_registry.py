@@ -24,7 +24,7 @@ def context(*windows: int | None) -> SchedulerContext:
     groups = tuple(map(KVGroup, windows or (None,)))
     geometry = KVCacheGeometry(1, 1, 4, "float32", 32, groups)
     return SchedulerContext(
-        geometry, 4, 10, b"f" * 32, 1, None, lambda handle: [[]], lambda request: None
+        geometry, 4, 10, b"f" * 32, 1, None, lambda seq_id: [[]], lambda request: None
     )
 
 
@@ -68,7 +68,7 @@ def test_the_registry_imports_nothing_before_it_is_asked() -> None:
 
 
 class TestReportsOfAllRanks:
-    def test_a_handle_is_finished_when_every_rank_says_so(self) -> None:
+    def test_a_seq_id_is_finished_when_every_rank_says_so(self) -> None:
         """KVH-01."""
         joiner = ReportJoiner(2)
         assert joiner.join(KVConnectorOutput()).is_empty
@@ -79,7 +79,7 @@ class TestReportsOfAllRanks:
         assert (second.finished_sending, second.finished_recving) == ([1], [])
         assert joiner.join(KVConnectorOutput([], [2])).finished_recving == [2]
 
-    def test_the_same_handle_again_needs_all_of_them_again(self) -> None:
+    def test_the_same_seq_id_again_needs_all_of_them_again(self) -> None:
         joiner = ReportJoiner(2)
         for _ in range(2):
             assert joiner.join(KVConnectorOutput([7])).finished_sending == []

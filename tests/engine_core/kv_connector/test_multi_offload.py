@@ -127,7 +127,7 @@ def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
 def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
     request = engine.begin_loading()
     engine.scheduler.reset_prefix_cache(preempting=True)
-    assert not engine.scheduler.kv_transfer.is_storable(request.handle)
+    assert not engine.scheduler.kv_transfer.is_storable(request.seq_id)
     engine.step()
-    engine.report(KVConnectorOutput(finished_recving=[request.handle]))
-    assert engine.scheduler.kv_transfer.is_storable(request.handle)
+    engine.report(KVConnectorOutput(finished_recving=[request.seq_id]))
+    assert engine.scheduler.kv_transfer.is_storable(request.seq_id)

@@ -18,11 +18,11 @@ def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> 
     def fails(output: SchedulerOutput) -> ModelRunnerOutput:
         result = execute(output)
         tokens = [
-            [] if handle == request.handle else row
-            for handle, row in zip(result.handles, result.sampled_token_ids, strict=True)
+            [] if seq_id == request.seq_id else row
+            for seq_id, row in zip(result.seq_ids, result.sampled_token_ids, strict=True)
         ]
         return msgspec.structs.replace(
-            result, failed_handles=[request.handle], sampled_token_ids=tokens
+            result, failed_seq_ids=[request.seq_id], sampled_token_ids=tokens
         )
 
     with monkeypatch.context() as patch:

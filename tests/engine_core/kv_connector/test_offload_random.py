@@ -64,7 +64,7 @@ class Machine:
         elif action < 0.35 and self.requests:
             request, _, _ = self.rng.choice(self.requests)
             if self.rig.scheduler.abort(request.request_id):
-                self.aborted.add(request.handle)
+                self.aborted.add(request.seq_id)
         elif action < 0.37:
             self.rig.scheduler.reset_prefix_cache(preempting=True)
         elif action < 0.38:
@@ -81,7 +81,7 @@ class Machine:
         self.is_patient = False
         rig.settle()
         for request, prompt, num_tokens in self.requests:
-            if request.handle not in self.aborted:
+            if request.seq_id not in self.aborted:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
                 assert rig.reason_of(request) is FinishReason.LENGTH
         rig.assert_at_rest()

@@ -104,7 +104,7 @@ def test_a_request_whose_scores_are_no_numbers_leaves_nothing_to_be_found() -> N
     (store,) = rig.half.under_way
     output = rig.scheduler.schedule()
     result = msgspec.structs.replace(
-        rig.runner.execute(output), failed_handles=[request.handle], sampled_token_ids=[[]]
+        rig.runner.execute(output), failed_seq_ids=[request.seq_id], sampled_token_ids=[[]]
     )
     rig.note(rig.scheduler.update_from_output(output, result))
     assert request.status is RequestStatus.FINISHED_ERROR

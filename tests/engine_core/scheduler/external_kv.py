@@ -16,7 +16,7 @@ def num_free(engine):
 
 
 def num_hashed(engine, request):
-    (table,) = engine.kv_cache.block_ids(request.handle)
+    (table,) = engine.kv_cache.block_ids(request.seq_id)
     return sum(1 for block in table if engine.kv_cache.pool.hashes[block] is not None)
 
 
@@ -28,8 +28,8 @@ def engine_with(answer, **options):
 def finish(engine):
     """Run to the end; loads end as soon as they have begun."""
     for _ in range(10_000):
-        for handle in list(engine.connector.under_way):
-            engine.report(engine.connector.finish(handle, engine.runner))
+        for seq_id in list(engine.connector.under_way):
+            engine.report(engine.connector.finish(seq_id, engine.runner))
         if not engine.scheduler.num_unfinished and not engine.scheduler.has_work:
             while engine.in_flight:
                 engine.collect(engine.in_flight.popleft())

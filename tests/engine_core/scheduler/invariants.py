@@ -38,7 +38,7 @@ class Contents:
 
     def chain(self, request: Request) -> list[bytes]:
         """Hashes of the full blocks of a request, without the code under test."""
-        hashes, digest = self._chains.get(request.handle, ([], b""))
+        hashes, digest = self._chains.get(request.seq_id, ([], b""))
         size, tokens = self.block_size, request.all_token_ids
         while (len(hashes) + 1) * size <= len(tokens):
             block = tokens[len(hashes) * size : (len(hashes) + 1) * size]
@@ -58,7 +58,7 @@ class Contents:
             hashes.append(sha256(content).digest())
             self.digests[hashes[-1]] = positions
             self.parents[hashes[-1]] = parent
-        self._chains[request.handle] = (hashes, digest)
+        self._chains[request.seq_id] = (hashes, digest)
         return hashes
 
 
@@ -78,7 +78,7 @@ class CheckedEngine(EngineHarness):
         self.block_size: int = settings["block_size"]
         self.policy = settings.get("scheduling_policy", "fcfs")
         self.contents = Contents(self.block_size)
-        self.known: dict[int, Request] = {}  # every request that ever was, by handle
+        self.known: dict[int, Request] = {}  # every request that ever was, by seq_id
         self.sessions_opened: set[int] = set()  # a turn may begin with more room than it needs
         self._findable: dict[int, list[tuple[bytes, int]]] = {}  # by step
         self._tables: dict[tuple[int, int], list[list[int]]] = {}
@@ -110,8 +110,8 @@ class CheckedEngine(EngineHarness):
         """Tables of a step that was just scheduled."""
         before, self._tables = self._tables, {}
         for request in self.scheduler.running:
-            name = (request.handle, request.num_preemptions)
-            tables = self._tables[name] = self.kv_cache.block_ids(request.handle)
+            name = (request.seq_id, request.num_preemptions)
+            tables = self._tables[name] = self.kv_cache.block_ids(request.seq_id)
             self._check_length(request, tables)
             if self.has_connector:
                 continue  # a load that failed takes blocks away
@@ -141,7 +141,7 @@ class CheckedEngine(EngineHarness):
         """References and free blocks, recounted over everything that may hold a block."""
         kv_cache, pool = self.kv_cache, self.kv_cache.pool
         tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
-            each.handle)]  # fmt: skip
+            each.seq_id)]  # fmt: skip
         tables += [
             *kv_cache.transfer_refs.tables(),
             *(pin.blocks for pin in self.scheduler._retained_prefixes),
@@ -245,9 +245,9 @@ class Watch:
 
     def added(self, request: Request) -> None:
         self._num_ranks += 1
-        self._rank[request.handle] = self._num_ranks
+        self._rank[request.seq_id] = self._num_ranks
         self._tenants.add(request.tenant)
-        self._engine.known[request.handle] = request
+        self._engine.known[request.seq_id] = request
 
     def step_begins(self, plan: StepPlan) -> None:
         for request in reversed(self._running):
@@ -277,7 +277,7 @@ class Watch:
             self._restore(request)
         for request in self._admitted:
             self._num_admitted += 1
-            self._place[request.handle] = self._num_admitted
+            self._place[request.seq_id] = self._num_admitted
         if len(self._tenants) == 1 and not engine.has_connector:
             self._check_everyone_goes_on(plan, continued)
             self._check_room(plan)
@@ -296,8 +296,8 @@ class Watch:
     def _restore(self, request: Request) -> None:
         """It goes before all that wait."""
         self._num_restored += 1
-        self._rank[request.handle] = -self._num_restored
-        self._place.pop(request.handle, None)
+        self._rank[request.seq_id] = -self._num_restored
+        self._place.pop(request.seq_id, None)
 
     def _check_amounts(
         self,
@@ -311,9 +311,9 @@ class Watch:
         )
         assert len(running) <= seats
         assert sum(number for _, number in planned) == budget - plan.budget <= budget
-        handles = [each.handle for each, _ in planned]
-        assert len(set(handles)) == len(handles), "a request is planned twice"
-        assert not set(handles) & {each.handle for each in plan.preempted}
+        seq_ids = [each.seq_id for each, _ in planned]
+        assert len(set(seq_ids)) == len(seq_ids), "a request is planned twice"
+        assert not set(seq_ids) & {each.seq_id for each in plan.preempted}
         for request, number in planned:
             assert request.status is RequestStatus.RUNNING
             assert request in running
@@ -342,7 +342,7 @@ class Watch:
                 if self._engine.policy == "priority":
                     assert other.order < victim.order, f"{victim!r} gave way to {other!r}"
                 elif self._engine.policy == "fcfs":
-                    assert self._place[other.handle] < self._place[victim.handle]
+                    assert self._place[other.seq_id] < self._place[victim.seq_id]
 
     def _check_order(self, ready: list[Request]) -> None:
         """No request overtakes one of its tenant; among tenants, the one served least goes first.
@@ -376,7 +376,7 @@ class Watch:
         if self._engine.policy == "priority":
             return one.order < other.order
         if self._engine.policy == "fcfs":
-            return self._rank[one.handle] < self._rank[other.handle]
+            return self._rank[one.seq_id] < self._rank[other.seq_id]
         return True
 
     def _check_everyone_goes_on(self, plan: StepPlan, continued: list[tuple[Request, int]]) -> None:
@@ -384,8 +384,8 @@ class Watch:
 
         Unless prompts are paced, or a token is to come first.
         """
-        numbers = {request.handle: number for request, number in continued}
-        places = [self._place[each.handle] for each, _ in continued]
+        numbers = {request.seq_id: number for request, number in continued}
+        places = [self._place[each.seq_id] for each, _ in continued]
         assert places == sorted(places), "not in the order of admission"
         if self._engine.scheduler.pause_mode == "freeze":
             assert not numbers
@@ -397,7 +397,7 @@ class Watch:
             ahead = request.num_tokens + request.num_output_placeholders
             ahead = min(ahead, request.num_prompt_tokens + request.max_tokens - 1)
             missing = ahead - request.num_computed_tokens
-            number = numbers.get(request.handle, 0)
+            number = numbers.get(request.seq_id, 0)
             if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)
@@ -436,7 +436,7 @@ class Watch:
         if settings.get("scheduler_reserve_full_isl") and self._engine.windows == (None,):
             to_come = sum(
                 -(-each.num_tokens // self._engine.block_size)
-                - len(kv_cache.block_ids(each.handle)[0])
+                - len(kv_cache.block_ids(each.seq_id)[0])
                 for each in self._now_running
                 if each.num_tokens - each.num_computed_tokens > 1
             )

@@ -482,8 +482,8 @@ class Life:
     def finish_load(self, index: int) -> None:
         under_way = list(self._connector.under_way)
         if under_way:
-            handle = under_way[index % len(under_way)]
-            self.engine.report(self._connector.finish(handle, self.engine.runner))
+            seq_id = under_way[index % len(under_way)]
+            self.engine.report(self._connector.finish(seq_id, self.engine.runner))
 
     def lose_early(self, index: int) -> None:
         """A block of a load turns out invalid before the load has finished."""

@@ -22,7 +22,7 @@ def test_the_worker_hears_of_a_running_request_and_not_of_a_waiting_one():
     engine.scheduler.abort(waiting.request_id)
     assert engine.scheduler.has_work
     output = engine.step()
-    assert output.finished_handles == [running.handle]
+    assert output.finished_seq_ids == [running.seq_id]
     assert output.total_num_scheduled_tokens == 0
     engine.assert_at_rest()
 
@@ -47,7 +47,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     engine.scheduler.abort(gone.request_id)
     taker = engine.add_one(list(range(100, 130)), max_tokens=2)
     engine.collect(output)
-    assert scheduled(engine.step()) == {taker.handle: 30}
+    assert scheduled(engine.step()) == {taker.seq_id: 30}
     engine.run()
     assert engine.tokens_of(taker) == undisturbed(list(range(100, 130)), 2)
     engine.assert_at_rest()
@@ -58,9 +58,9 @@ def test_a_preempted_request_can_be_aborted():
     engine.add_one(list(range(32)), max_tokens=3)
     young = engine.add_one(list(range(100, 130)), max_tokens=3)
     engine.step()
-    assert engine.step().preempted_handles == [young.handle]
+    assert engine.step().preempted_seq_ids == [young.seq_id]
     engine.scheduler.abort(young.request_id)
-    assert engine.step().finished_handles == [young.handle]
+    assert engine.step().finished_seq_ids == [young.seq_id]
     engine.run()
     engine.assert_at_rest()
 

@@ -57,17 +57,17 @@ def test_all_rows_share_what_they_have_in_common(caching):
     """The prompt fills four blocks and a part; each row has an end of its own."""
     engine = engine_of(caching)
     rows = add(engine, PROMPT, 3, 40)
-    first = rows[0].handle
+    first = rows[0].seq_id
     assert scheduled(engine.step()) == {first: 19}
     output = engine.scheduler.schedule()
-    assert scheduled(output) == dict.fromkeys([row.handle for row in rows], 1)
+    assert scheduled(output) == dict.fromkeys([row.seq_id for row in rows], 1)
     assert len(output.block_copies) == 2 * 2
-    assert output.cached_requests.dictated_handles == [first]
+    assert output.cached_requests.forced_seq_ids == [first]
     assert blocks_in_use(engine) == 4 + 3
     engine.collect(output)
     for _ in range(30):
         engine.step()
-        tables = [engine.kv_cache.block_ids(row.handle)[0] for row in rows]
+        tables = [engine.kv_cache.block_ids(row.seq_id)[0] for row in rows]
         assert len({table[3] for table in tables}) == 1
         assert blocks_in_use(engine) == len({block for table in tables for block in table})
         assert check(engine.kv_cache) == []
@@ -94,9 +94,9 @@ def test_a_row_whose_hypothesis_died_becomes_a_fork_in_place():
     rows = add(engine, PROMPT, 4, 30)
     engine.run()
     steps = engine.runner.steps[2:]
-    assert sum(len(step.cached_requests.resumed_handles) for step in steps) > 20
+    assert sum(len(step.cached_requests.resumed_seq_ids) for step in steps) > 20
     assert sum(len(step.block_copies) for step in steps) > 20
-    assert not any(step.preempted_handles or step.new_requests for step in steps)
+    assert not any(step.preempted_seq_ids or step.new_requests for step in steps)
     assert outputs(engine, rows) == expected(PROMPT, 4, 30)
 
 
@@ -311,9 +311,9 @@ def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
         engine.note(engine.scheduler.update_from_output(engine.in_flight.popleft(), result))
         engine.send()
     output = engine.in_flight.popleft()
-    handles = [rows[slot].handle for slot in failed]
-    candidates = [each for each in result.candidates if each.handle not in handles]
-    result = msgspec.structs.replace(result, failed_handles=handles, candidates=candidates)
+    seq_ids = [rows[slot].seq_id for slot in failed]
+    candidates = [each for each in result.candidates if each.seq_id not in seq_ids]
+    result = msgspec.structs.replace(result, failed_seq_ids=seq_ids, candidates=candidates)
     engine.note(engine.scheduler.update_from_output(output, result))
     assert engine.final == {(rows[0].request_id, failed[0]): FinishReason.ERROR}
     engine.run()
@@ -388,10 +388,10 @@ def test_a_search_that_crashes_may_be_due_to_is_tried_with_all_its_rows(num_step
         engine.send()
         engine.lose_workers(epoch)
     late = engine.add_one([9], 3)
-    handles = {row.handle for row in rows}
+    seq_ids = {row.seq_id for row in rows}
     while not engine.tokens_of(late):
         output = engine.step_on()
-        assert set(scheduled(output)) <= handles or late.handle in scheduled(output)
+        assert set(scheduled(output)) <= seq_ids or late.seq_id in scheduled(output)
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 3)
     assert engine.tokens_of(late) == undisturbed([9], 3)

@@ -18,12 +18,12 @@ def prompt(length: int, first: int = 0) -> list[int]:
 def answer(engine, output, *failed):
     """A step in which these requests fail; what front ends get."""
     result = engine.runner.execute(output)
-    handles = [each.handle for each in failed]
+    seq_ids = [each.seq_id for each in failed]
     tokens = [
-        [] if handle in handles else row
-        for handle, row in zip(result.handles, result.sampled_token_ids, strict=True)
+        [] if seq_id in seq_ids else row
+        for seq_id, row in zip(result.seq_ids, result.sampled_token_ids, strict=True)
     ]
-    result = msgspec.structs.replace(result, failed_handles=handles, sampled_token_ids=tokens)
+    result = msgspec.structs.replace(result, failed_seq_ids=seq_ids, sampled_token_ids=tokens)
     return engine.scheduler.update_from_output(output, result)
 
 
@@ -40,7 +40,7 @@ def test_it_ends_with_one_error_output_and_the_others_go_on():
     assert bad.status is RequestStatus.FINISHED_ERROR
     assert [each.new_token_ids for each in outputs[0]] == [undisturbed(prompt(20, 5), 2)[1:]]
     assert engine.scheduler.running == [good]
-    assert engine.step().finished_handles == [bad.handle]
+    assert engine.step().finished_seq_ids == [bad.seq_id]
     while engine.scheduler.num_unfinished:
         engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
@@ -74,7 +74,7 @@ def test_a_chunk_can_fail_before_its_prompt_is_complete():
     engine = EngineHarness(max_num_batched_tokens=16)
     bad = engine.add_one(prompt(40))
     follower = engine.add_one([*prompt(40), 7], max_tokens=3)
-    assert scheduled(engine.step()) == {bad.handle: 16}
+    assert scheduled(engine.step()) == {bad.seq_id: 16}
     assert follower.status is not RequestStatus.RUNNING, "it waits for the prefix"
     ((error,),) = answer(engine, engine.scheduler.schedule(), bad).values()
     assert error.finish_reason is FinishReason.ERROR
@@ -143,7 +143,7 @@ def test_it_was_preempted_meanwhile():
     engine.add_one(prompt(80), max_tokens=3)
     bad = engine.add_one(prompt(80, 9), max_tokens=3)
     step_0, step_1 = engine.send(), engine.send()
-    assert step_1.preempted_handles == [bad.handle]
+    assert step_1.preempted_seq_ids == [bad.seq_id]
     engine.in_flight.clear()
     answer(engine, step_0, bad)
     assert list(engine.scheduler.waiting) == []
@@ -157,7 +157,7 @@ def test_what_a_step_does_not_have_cannot_fail():
     engine = EngineHarness()
     engine.add_one([1])
     output = engine.scheduler.schedule()
-    result = msgspec.structs.replace(engine.runner.execute(output), failed_handles=[5])
+    result = msgspec.structs.replace(engine.runner.execute(output), failed_seq_ids=[5])
     with pytest.raises(ProtocolError, match=r"\[5\]"):
         engine.scheduler.update_from_output(output, result)
 

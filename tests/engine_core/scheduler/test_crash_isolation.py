@@ -61,16 +61,16 @@ def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(ov
     requests = [engine.add_one([each], 3) for each in range(1, 4)]
     for _ in range(3):
         sent, _ = crash(engine)
-        assert set(scheduled(sent)) == {each.handle for each in requests}
+        assert set(scheduled(sent)) == {each.seq_id for each in requests}
         assert herald.told == []
     late = engine.add_one([9], 3)
     for suspect in requests:
         output = engine.step()
-        assert set(scheduled(output)) == {suspect.handle}
+        assert set(scheduled(output)) == {suspect.seq_id}
         assert herald.trials[-1] is suspect
         assert late.status in (RequestStatus.WAITING_FOR_ISOLATION, RequestStatus.WAITING)
         while not engine.tokens_of(suspect):
-            assert set(scheduled(engine.step())) <= {suspect.handle}
+            assert set(scheduled(engine.step())) <= {suspect.seq_id}
     engine.run()
     assert herald.told == [(each, True) for each in requests]
     for each in [*requests, late]:
@@ -87,7 +87,7 @@ def test_the_one_that_crashes_alone_is_ended_and_the_others_go_on():
     for _ in range(2):
         assert poison.status is RequestStatus.PREEMPTED
         sent, outputs = crash(engine)
-        assert list(scheduled(sent)) == [poison.handle]
+        assert list(scheduled(sent)) == [poison.seq_id]
     (output,) = outputs[0]
     assert (output.request_id, output.finish_reason) == (poison.request_id, FinishReason.ERROR)
     assert "crashed 5 times" in output.error.message
@@ -208,8 +208,8 @@ def test_a_suspect_that_comes_from_a_dead_engine_sends_those_who_run_back_to_wai
     engine.step()
     suspect = engine.add_one([9], 5, crash_count=3)
     seen = [set(scheduled(engine.step())) for _ in range(4)]
-    assert {suspect.handle} in seen
-    assert seen[-1] == {each.handle for each in [*running, suspect]}
+    assert {suspect.seq_id} in seen
+    assert seen[-1] == {each.seq_id for each in [*running, suspect]}
     engine.run()
     for each in [*running, suspect]:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 5)
@@ -244,7 +244,7 @@ def test_a_suspect_with_a_long_prompt_keeps_its_trial_until_its_token():
     suspect = engine.add_one(list(range(30)), 3, crash_count=3)
     other = engine.add_one([9], 3)
     for _ in range(4):
-        assert set(scheduled(engine.step())) == {suspect.handle}
+        assert set(scheduled(engine.step())) == {suspect.seq_id}
     engine.run()
     assert engine.tokens_of(suspect) == undisturbed(list(range(30)), 3)
     assert engine.tokens_of(other) == undisturbed([9], 3)

@@ -125,11 +125,11 @@ def test_two_floods_share_what_there_is():
 
     for _ in range(300):
         pour()
-        before = {each.handle: each.num_output_tokens for each in flights}
+        before = {each.seq_id: each.num_output_tokens for each in flights}
         new = [each for each in flights if not each.num_output_tokens]
         engine.engine.step()
         for each in flights:
-            given[each.tenant] += 2 * (each.num_output_tokens - before[each.handle])
+            given[each.tenant] += 2 * (each.num_output_tokens - before[each.seq_id])
         for each in new:
             given[each.tenant] += each.num_prompt_tokens if each.num_output_tokens else 0
     assert max(given.values()) < 1.15 * min(given.values()), given

@@ -15,7 +15,7 @@ def test_who_is_held_does_not_hold_up_the_others():
     engine = EngineHarness(max_num_seqs=1, gates=[gate])
     requests = [engine.add_one([each], max_tokens=2) for each in range(4)]
     gate.closed_for = set(requests[:2])
-    assert scheduled(engine.step()) == {requests[2].handle: 1}
+    assert scheduled(engine.step()) == {requests[2].seq_id: 1}
     assert list(engine.scheduler.waiting) == [requests[0], requests[1], requests[3]]
     assert [each.status for each in requests[:2]] == [gate.status] * 2
     stats = engine.scheduler.take_stats()
@@ -32,7 +32,7 @@ def test_blocked_requests_are_not_asked_about_again():
     assert gate.asked == [held, other]
     gate.open_for(held)
     assert held.status is RequestStatus.WAITING
-    assert held.handle in scheduled(engine.step())
+    assert held.seq_id in scheduled(engine.step())
     engine.run()
     assert gate.admitted_tokens == {held: 1, other: 1}
     assert set(gate.forgotten) == {held, other}
@@ -44,11 +44,11 @@ def test_whatever_held_them_and_however_they_wake_the_order_of_arrival_counts():
     engine = EngineHarness(max_num_seqs=1, gates=[grammar, remote])
     requests = [engine.add_one([each], max_tokens=1) for each in range(4)]
     grammar.closed_for, remote.closed_for = set(requests[:2]), {requests[2]}
-    assert scheduled(engine.step()) == {requests[3].handle: 1}
+    assert scheduled(engine.step()) == {requests[3].seq_id: 1}
     tail = engine.add_one([9], max_tokens=1)
     remote.open_for(requests[2])
     grammar.open_for(requests[1], requests[0])
-    assert scheduled(engine.step()) == {requests[0].handle: 1}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 1}
     assert list(engine.scheduler.waiting) == [requests[1], requests[2], tail]
 
 
@@ -57,7 +57,7 @@ def test_by_priority_a_woken_request_stands_where_its_priority_puts_it():
     engine = EngineHarness(scheduling_policy="priority", max_num_seqs=1, gates=[gate])
     low, high, middle = (engine.add_one([each], 1, priority=each) for each in (2, 0, 1))
     gate.closed_for = {high, middle}
-    assert scheduled(engine.step()) == {low.handle: 1}
+    assert scheduled(engine.step()) == {low.seq_id: 1}
     last = engine.add_one([5], priority=1)
     gate.open_for(middle, high)
     assert list(engine.scheduler.waiting) == [high, middle, last]
@@ -112,7 +112,7 @@ def test_a_preempted_request_that_is_held_and_woken_is_still_preempted():
     young = engine.add_one(list(range(100, 130)), max_tokens=4)
     engine.step()
     gate.closed_for = {young}
-    assert engine.step().preempted_handles == [young.handle]
+    assert engine.step().preempted_seq_ids == [young.seq_id]
     engine.step()
     engine.step()
     engine.step()

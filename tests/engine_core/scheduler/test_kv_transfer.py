@@ -60,7 +60,7 @@ class TestGetNumNewMatchedTokens:
             for each in requests:
                 engine.finish_load(each)
             output = engine.step()
-        assert scheduled(output) == {each.handle: 32 for each in requests}
+        assert scheduled(output) == {each.seq_id: 32 for each in requests}
         assert engine.connector.metas[0] == 2
         assert num_free(engine) == free - 8
         assert [num_hashed(engine, each) for each in requests] == [4, 4]
@@ -79,25 +79,25 @@ class TestGetNumNewMatchedTokens:
         engine.connector.answer = lambda request, num_local: Match(32, is_async=False)
         second = engine.add_one(prompt(64) + prompt(64, 5), max_tokens=2)
         output = engine.step()
-        assert engine.connector.asked[-1] == (second.handle, 64)
-        assert scheduled(output) == {second.handle: 32}
+        assert engine.connector.asked[-1] == (second.seq_id, 64)
+        assert scheduled(output) == {second.seq_id: 32}
         finish(engine)
-        assert first.handle == engine.connector.asked[0][0]
+        assert first.seq_id == engine.connector.asked[0][0]
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
 
     def test_none_means_ask_again(self):
         """KVH-09: it is set aside, those behind it pass, and a wake brings it back."""
         answers = {}
-        engine = engine_with(lambda request, num_local: answers[request.handle])
+        engine = engine_with(lambda request, num_local: answers[request.seq_id])
         first, second = engine.add_one(prompt(40, 1)), engine.add_one(prompt(40, 2))
-        answers.update({first.handle: ASK_AGAIN, second.handle: NO_MATCH})
-        assert scheduled(engine.step()) == {second.handle: 40}
+        answers.update({first.seq_id: ASK_AGAIN, second.seq_id: NO_MATCH})
+        assert scheduled(engine.step()) == {second.seq_id: 40}
         assert first.status is WAITS
         engine.step()
-        assert engine.connector.asked.count((first.handle, 0)) == 1, "nobody looks before the wake"
-        answers[first.handle] = Match(16, is_async=False)
+        assert engine.connector.asked.count((first.seq_id, 0)) == 1, "nobody looks before the wake"
+        answers[first.seq_id] = Match(16, is_async=False)
         engine.wake(first)
-        assert scheduled(engine.step())[first.handle] == 24
+        assert scheduled(engine.step())[first.seq_id] == 24
         finish(engine)
         assert engine.tokens_of(first) == undisturbed(first.prompt_token_ids, 16)
 
@@ -119,7 +119,7 @@ class TestGetNumNewMatchedTokens:
             engine.finish_load(request)
             assert request.num_computed_tokens == 31
             output = engine.step()
-        assert scheduled(output) == {request.handle: 1}
+        assert scheduled(output) == {request.seq_id: 1}
         assert output.new_requests[0].num_computed_tokens == 31
         assert [len(table) for table in output.new_requests[0].block_ids] == [2]
         finish(engine)
@@ -128,7 +128,7 @@ class TestGetNumNewMatchedTokens:
     def test_it_is_not_asked_where_every_position_must_be_computed(self):
         engine = engine_with(always(32, is_async=False))
         request = engine.add_one(prompt(64), max_tokens=1, prompt_logprobs=1)
-        assert scheduled(engine.step()) == {request.handle: 64}
+        assert scheduled(engine.step()) == {request.seq_id: 64}
         assert engine.connector.asked == []
 
     def test_external_prefix_cache_stats(self):
@@ -151,10 +151,10 @@ class TestGetNumNewMatchedTokens:
         first, second = (engine.add_one(prompt(24, seed), max_tokens=2) for seed in (1, 2))
         output = engine.step()
         if is_async:
-            assert list(engine.connector.under_way) == [first.handle]
+            assert list(engine.connector.under_way) == [first.seq_id]
             engine.finish_load(first)
             output = engine.step()
-        assert scheduled(output) == {first.handle: 16}
+        assert scheduled(output) == {first.seq_id: 16}
         assert second.status is RequestStatus.WAITING
         finish(engine)
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
@@ -170,25 +170,25 @@ class TestWaitingForRemoteKvs:
         assert output.total_num_scheduled_tokens == 0
         assert output.connector_metadata
         assert request.status is WAITS
-        assert len(engine.kv_cache.block_ids(request.handle)[0]) == 2
+        assert len(engine.kv_cache.block_ids(request.seq_id)[0]) == 2
         assert num_hashed(engine, request) == 0
         assert len(engine.kv_cache.pool.index) == 0
         engine.finish_load(request)
         assert num_hashed(engine, request) == 2
-        assert scheduled(engine.step()) == {request.handle: 8}
+        assert scheduled(engine.step()) == {request.seq_id: 8}
         finish(engine)
         engine.assert_at_rest()
 
     def test_the_same_prompt_finds_nothing_of_it(self):
         """KVC-15: who computes for itself meanwhile has blocks of its own."""
         answers = {}
-        engine = engine_with(lambda request, num_local: answers.get(request.handle, NO_MATCH))
+        engine = engine_with(lambda request, num_local: answers.get(request.seq_id, NO_MATCH))
         remote = engine.add_one(prompt(40), max_tokens=3)
-        answers[remote.handle] = Match(32, is_async=True)
+        answers[remote.seq_id] = Match(32, is_async=True)
         engine.step()
         local = engine.add_one(prompt(40), max_tokens=3)
-        assert scheduled(engine.step()) == {local.handle: 40}
-        theirs, ours = (engine.kv_cache.block_ids(each.handle)[0] for each in (remote, local))
+        assert scheduled(engine.step()) == {local.seq_id: 40}
+        theirs, ours = (engine.kv_cache.block_ids(each.seq_id)[0] for each in (remote, local))
         assert not set(theirs) & set(ours)
         assert num_hashed(engine, remote) == 0
         assert num_hashed(engine, local) == 2
@@ -201,7 +201,7 @@ class TestWaitingForRemoteKvs:
         )
         engine.add_one(prompt(40))
         short = engine.add_one(prompt(20, 3))
-        assert scheduled(engine.step()) == {short.handle: 20}
+        assert scheduled(engine.step()) == {short.seq_id: 20}
 
     def test_loads_reserve_what_the_rest_of_the_prompt_takes(self):
         """KVC-11: of 9 blocks A needs 8 and B 5; B holds none before A runs."""
@@ -210,9 +210,9 @@ class TestWaitingForRemoteKvs:
         engine.step()
         assert first.num_computed_tokens == 64
         assert second.status is RequestStatus.WAITING
-        assert engine.kv_cache.block_ids(second.handle) == [[]]
+        assert engine.kv_cache.block_ids(second.seq_id) == [[]]
         engine.finish_load(first)
-        assert scheduled(engine.step()) == {first.handle: 56}
+        assert scheduled(engine.step()) == {first.seq_id: 56}
         finish(engine)
         assert second.num_preemptions == 0
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 16)
@@ -221,11 +221,11 @@ class TestWaitingForRemoteKvs:
         """KVC-17: five blocks for two requests; the last one is preempted and resumes."""
         answers = {}
         engine = engine_with(
-            lambda request, num_local: answers.get(request.handle, NO_MATCH), num_blocks=6
+            lambda request, num_local: answers.get(request.seq_id, NO_MATCH), num_blocks=6
         )
         local = engine.add_one(prompt(32, 1), max_tokens=20)
         remote = engine.add_one(prompt(32, 2), max_tokens=20)
-        answers[remote.handle] = Match(32, is_async=True)
+        answers[remote.seq_id] = Match(32, is_async=True)
         finish(engine)
         assert remote.num_preemptions + local.num_preemptions > 0
         for each in (local, remote):
@@ -282,12 +282,12 @@ class TestAborts:
         assert engine.kv_cache.transfer_refs.num_blocks == 0
 
     def test_a_late_signal_is_ignored(self):
-        """Row 24: of handles that nobody knows, or that were reported before."""
+        """Row 24: of seq_ids that nobody knows, or that were reported before."""
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=2)
         engine.step()
         engine.finish_load(request)
-        late = KVConnectorOutput([77], [request.handle, 78], [])
+        late = KVConnectorOutput([77], [request.seq_id, 78], [])
         engine.report(late)
         finish(engine)
         engine.report(late)
@@ -310,7 +310,7 @@ class TestRequestFinished:
         waits = engine.add_one(prompt(40, 2))
         engine.scheduler.abort(waits.request_id)
         finish(engine)
-        assert sorted(engine.connector.finished) == sorted([ended.handle, waits.handle])
+        assert sorted(engine.connector.finished) == sorted([ended.seq_id, waits.seq_id])
 
     def test_delayed_blocks_stay_until_finished_sending(self):
         """KVC-09, KVC-19, KVH-10."""
@@ -325,7 +325,7 @@ class TestRequestFinished:
         assert engine.scheduler.kv_transfer.is_awaited
         assert check(engine.kv_cache) == []
         engine.step()
-        engine.report(engine.connector.sent(request.handle))
+        engine.report(engine.connector.sent(request.seq_id))
         assert num_free(engine) == free
         engine.assert_at_rest()
 
@@ -334,9 +334,9 @@ class TestRequestFinished:
         first = engine.add_one(prompt(40), max_tokens=1)
         engine.step()
         second = engine.add_one(prompt(40), max_tokens=1)
-        assert scheduled(engine.step()) == {second.handle: 8}
+        assert scheduled(engine.step()) == {second.seq_id: 8}
         for each in (first, second):
-            engine.report(engine.connector.sent(each.handle))
+            engine.report(engine.connector.sent(each.seq_id))
         engine.step()
         engine.assert_at_rest()
 
@@ -346,13 +346,13 @@ class TestUpdateStateAfterAlloc:
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40))
         engine.step()
-        assert engine.connector.allocated == [(request.handle, 0)]
+        assert engine.connector.allocated == [(request.seq_id, 0)]
 
     def test_an_asynchronous_load_is_told_once(self):
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=2)
         finish(engine)
-        assert engine.connector.allocated == [(request.handle, 32), (request.handle, 0)]
+        assert engine.connector.allocated == [(request.seq_id, 32), (request.seq_id, 0)]
 
 
 class TestBuildConnectorMeta:
@@ -390,15 +390,15 @@ class TestStartOver:
         assert engine.kv_cache.transfer_refs.num_blocks == 0
         finish(engine)
         assert engine.tokens_of(loading) == undisturbed(loading.prompt_token_ids, 2)
-        for handle in list(engine.connector.sending):
-            engine.report(engine.connector.sent(handle))
+        for seq_id in list(engine.connector.sending):
+            engine.report(engine.connector.sent(seq_id))
         engine.assert_at_rest()
 
     def test_the_connector_s_own_holds_are_released(self):
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40), max_tokens=3)
         engine.step()
-        (table,) = engine.kv_cache.block_ids(request.handle)
+        (table,) = engine.kv_cache.block_ids(request.seq_id)
         engine.transfer_refs.hold(table)
         finish(engine)
         assert num_free(engine) == engine.kv_cache.num_usable_blocks - len(table)
@@ -415,7 +415,7 @@ class TestReset:
         engine.step()
         assert engine.scheduler.reset_prefix_cache()
         assert len(engine.kv_cache.pool.index) == 0
-        engine.report(engine.connector.sent(request.handle))
+        engine.report(engine.connector.sent(request.seq_id))
         engine.assert_at_rest()
 
     def test_loads_are_dropped_with_the_blocks_of_who_runs(self):
@@ -425,7 +425,7 @@ class TestReset:
         assert not engine.scheduler.reset_prefix_cache()
         assert engine.scheduler.reset_prefix_cache(preempting=True)
         engine.step()
-        assert engine.connector.asked == [(request.handle, 0)], "not twice at the same time"
+        assert engine.connector.asked == [(request.seq_id, 0)], "not twice at the same time"
         engine.finish_load(request)
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)

@@ -29,14 +29,14 @@ class TestInvalidBlocks:
         )
         request = engine.add_one(prompt(1600), max_tokens=6)
         engine.send()
-        table = engine.kv_cache.block_ids(request.handle)
+        table = engine.kv_cache.block_ids(request.seq_id)
         if overlapped:
             engine.send()
         engine.collect(engine.in_flight.popleft())
         assert request.status is RequestStatus.RUNNING
         assert request.num_computed_tokens == 50 * 16
         assert engine.tokens_of(request) == []
-        assert engine.kv_cache.block_ids(request.handle)[0][:100] == table[0]
+        assert engine.kv_cache.block_ids(request.seq_id)[0][:100] == table[0]
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
         engine.assert_at_rest()
@@ -63,7 +63,7 @@ class TestInvalidBlocks:
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=3)
         engine.step()
-        load = engine.connector.under_way[request.handle]
+        load = engine.connector.under_way[request.seq_id]
         load.bad = {load.tables[0][50]}
         engine.report(KVConnectorOutput(invalid_block_ids=sorted(load.bad)))
         assert request.status is WAITS
@@ -71,7 +71,7 @@ class TestInvalidBlocks:
         assert num_hashed(engine, request) == 0
         engine.finish_load(request)
         assert num_hashed(engine, request) == 50
-        assert scheduled(engine.step()) == {request.handle: 1600 - 800}
+        assert scheduled(engine.step()) == {request.seq_id: 1600 - 800}
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
 
@@ -81,7 +81,7 @@ class TestInvalidBlocks:
         engine = engine_with(always(99 * 16, is_async=True))
         requests = [engine.add_one(prompt(1600, seed), max_tokens=2) for seed in range(3)]
         engine.step()
-        load = engine.connector.under_way[requests[1].handle]
+        load = engine.connector.under_way[requests[1].seq_id]
         load.bad = {load.tables[0][index] for index in lost}
         for each in requests:
             engine.finish_load(each)
@@ -100,8 +100,8 @@ class TestInvalidBlocks:
         engine.connector.answer = lambda request, num_local: NO_MATCH
         second = engine.add_one(prompt(960) + prompt(640, 9), max_tokens=8)
         engine.step()
-        (table,) = engine.kv_cache.block_ids(first.handle)
-        assert engine.kv_cache.block_ids(second.handle)[0][:60] == table[:60]
+        (table,) = engine.kv_cache.block_ids(first.seq_id)
+        assert engine.kv_cache.block_ids(second.seq_id)[0][:60] == table[:60]
         engine.report(KVConnectorOutput(invalid_block_ids=[table[30]]))
         assert first.num_computed_tokens == second.num_computed_tokens == 30 * 16
         assert not engine.kv_cache.is_cached(first.block_hashes[30])
@@ -114,7 +114,7 @@ class TestInvalidBlocks:
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=2)
         engine.step()
-        load, least = engine.connector.under_way[request.handle], 99
+        load, least = engine.connector.under_way[request.seq_id], 99
         for index in order:
             block, least = load.tables[0][index], min(least, index)
             load.bad.add(block)
@@ -140,7 +140,7 @@ class TestInvalidBlocks:
         free = num_free(engine)
         request = engine.add_one(prompt(40))
         engine.step()
-        load = engine.connector.under_way[request.handle]
+        load = engine.connector.under_way[request.seq_id]
         engine.report(KVConnectorOutput(invalid_block_ids=[load.tables[0][1]]))
         assert request.status is RequestStatus.FINISHED_ERROR
         assert engine.reason_of(request) is FinishReason.ERROR

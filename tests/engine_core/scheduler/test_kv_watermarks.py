@@ -26,7 +26,7 @@ def test_the_watermark_stays_free_at_admission():
     first = engine.add_one(prompt(20, 0), max_tokens=6)
     second = engine.add_one(prompt(16, 1), max_tokens=2)
     third = engine.add_one(prompt(12, 2), max_tokens=2)
-    assert scheduled(engine.step()).keys() == {first.handle}, "5 and 4 leave less than 2"
+    assert scheduled(engine.step()).keys() == {first.seq_id}, "5 and 4 leave less than 2"
     assert list(engine.scheduler.waiting) == [second, third], "nobody overtakes"
     engine.run()
     assert engine.scheduler.take_stats().num_preemptions == 0
@@ -44,18 +44,18 @@ def test_those_that_run_may_use_the_watermark():
 def test_a_request_that_is_alone_is_admitted_below_the_watermark():
     engine = small_pool(watermark=0.5)
     request = engine.add_one(prompt(36, 0), max_tokens=2)
-    assert scheduled(engine.step()) == {request.handle: 36}
+    assert scheduled(engine.step()) == {request.seq_id: 36}
 
 
 def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
     settings = {"long_prefill_token_threshold": 4, "enable_prefix_caching": False}
     engine = small_pool(**settings)
     first, second = (engine.add_one(prompt(24, each), max_tokens=1) for each in range(2))
-    assert scheduled(engine.step()).keys() == {first.handle, second.handle}
+    assert scheduled(engine.step()).keys() == {first.seq_id, second.seq_id}
     engine = small_pool(scheduler_reserve_full_isl=True, **settings)
     first = engine.add_one(prompt(24, 0), max_tokens=1)
     second = engine.add_one(prompt(36, 1), max_tokens=1)
-    assert scheduled(engine.step()).keys() == {first.handle}
+    assert scheduled(engine.step()).keys() == {first.seq_id}
     engine.run()
     assert engine.scheduler.take_stats().num_preemptions == 0
     assert engine.tokens_of(second) == undisturbed(prompt(36, 1), 1)
@@ -81,7 +81,7 @@ def test_a_cached_prefix_in_use_counts_as_room():
     first = engine.add_one(prompt(24, 0), max_tokens=3)
     engine.step()
     second = engine.add_one(prompt(24, 0) + prompt(9, 1), max_tokens=1)
-    assert scheduled(engine.step()) == {first.handle: 1, second.handle: 9}
+    assert scheduled(engine.step()) == {first.seq_id: 1, second.seq_id: 9}
 
 
 def test_admission_stops_above_one_occupancy_and_resumes_below_another():
@@ -89,13 +89,13 @@ def test_admission_stops_above_one_occupancy_and_resumes_below_another():
     lengths = (11, 12, 8)  # 3 + 3 + 2 blocks: eight of ten are more than 0.7
     first = [engine.add_one(prompt(length, each), 2) for each, length in enumerate(lengths)]
     late = engine.add_one(prompt(4, 7), max_tokens=1)
-    assert scheduled(engine.step()).keys() == {each.handle for each in first}
+    assert scheduled(engine.step()).keys() == {each.seq_id for each in first}
     assert blocks_in_use(engine) == 8
     for request in first[1:]:
         engine.scheduler.abort(request.request_id)
     assert blocks_in_use(engine) == 3
     grows = engine.step()
-    assert scheduled(grows) == {first[0].handle: 1, late.handle: 4}, "below 0.4 it goes on"
+    assert scheduled(grows) == {first[0].seq_id: 1, late.seq_id: 4}, "below 0.4 it goes on"
 
 
 def test_between_the_thresholds_the_doors_stay_as_they_were():
@@ -105,11 +105,11 @@ def test_between_the_thresholds_the_doors_stay_as_they_were():
     late = engine.add_one(prompt(4, 7), max_tokens=1)
     assert len(scheduled(engine.step())) == 3
     assert blocks_in_use(engine) == 6
-    assert scheduled(engine.step()).keys() == {each.handle for each in first}
+    assert scheduled(engine.step()).keys() == {each.seq_id for each in first}
     assert list(engine.scheduler.waiting) == [late]
     engine.scheduler.abort(first[1].request_id)
     engine.scheduler.abort(first[0].request_id)
-    assert scheduled(engine.step()) == {late.handle: 4}
+    assert scheduled(engine.step()) == {late.seq_id: 4}
 
 
 def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
@@ -120,13 +120,13 @@ def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
     engine.step()
     assert blocks_in_use(engine) == 8
     late = engine.add_one(prompt(4, 7), max_tokens=1)
-    assert scheduled(engine.step()) == {stays.handle: 1, leaves.handle: 1}
+    assert scheduled(engine.step()) == {stays.seq_id: 1, leaves.seq_id: 1}
     engine.scheduler.abort(leaves.request_id)
     assert blocks_in_use(engine) == 5
-    assert scheduled(engine.step()) == {stays.handle: 1}
+    assert scheduled(engine.step()) == {stays.seq_id: 1}
     assert blocks_in_use(engine) == 6
     engine.scheduler.abort(stays.request_id)
-    assert scheduled(engine.step()) == {late.handle: 4}
+    assert scheduled(engine.step()) == {late.seq_id: 4}
 
 
 def test_the_doors_open_in_a_step_in_which_nobody_asks():
@@ -141,7 +141,7 @@ def test_the_doors_open_in_a_step_in_which_nobody_asks():
     while blocks_in_use(engine) < 5:
         engine.step()
     late = engine.add_one(prompt(4, 7), max_tokens=1)
-    assert scheduled(engine.step()) == {stays.handle: 1, late.handle: 4}
+    assert scheduled(engine.step()) == {stays.seq_id: 1, late.seq_id: 4}
 
 
 def test_the_doors_open_when_nobody_is_left():
@@ -155,7 +155,7 @@ def test_the_doors_open_when_nobody_is_left():
         engine.scheduler.abort(each.request_id)
     first = engine.add_one(prompt(20, 1), max_tokens=2)
     second = engine.add_one(prompt(4, 7), max_tokens=1)
-    assert scheduled(engine.step()) == {first.handle: 20, second.handle: 4}
+    assert scheduled(engine.step()) == {first.seq_id: 20, second.seq_id: 4}
 
 
 def test_above_the_highest_threshold_the_youngest_gives_way():
@@ -168,10 +168,10 @@ def test_above_the_highest_threshold_the_youngest_gives_way():
     engine.step()
     assert blocks_in_use(engine) == 10
     output = engine.step()
-    assert output.preempted_handles == [young.handle]
-    assert scheduled(output) == {old.handle: 1}
+    assert output.preempted_seq_ids == [young.seq_id]
+    assert scheduled(output) == {old.seq_id: 1}
     assert young not in engine.scheduler.running
-    assert scheduled(engine.step()).keys() == {old.handle}, "six of ten are not below 0.5"
+    assert scheduled(engine.step()).keys() == {old.seq_id}, "six of ten are not below 0.5"
     engine.run()
     for each in (old, young):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 12)
@@ -185,7 +185,7 @@ def test_nobody_is_admitted_to_be_preempted_for_pressure():
     engine.step()
     late = engine.add_one(prompt(16, 1), max_tokens=1)
     for _ in range(3):
-        assert late.handle not in scheduled(engine.step())
+        assert late.seq_id not in scheduled(engine.step())
     engine.run()
     assert engine.scheduler.take_stats().num_preemptions == 0
     engine.assert_at_rest()
@@ -197,9 +197,9 @@ def test_admission_goes_on_a_little_below_where_it_stopped():
     engine.step()
     late = engine.add_one(prompt(3, 7), max_tokens=1)
     assert blocks_in_use(engine) == 6, "more than 0.5: the doors close"
-    assert late.handle not in scheduled(engine.step())
+    assert late.seq_id not in scheduled(engine.step())
     engine.scheduler.abort(first[1].request_id)  # four blocks are less than 0.45
-    assert late.handle in scheduled(engine.step())
+    assert late.seq_id in scheduled(engine.step())
 
 
 def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
@@ -211,9 +211,9 @@ def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
     long = engine.add_one(prompt(30, 1), max_tokens=1)
     engine.step()
     head = engine.add_one(prompt(24, 2), max_tokens=1)
-    assert head.handle not in scheduled(engine.step())
+    assert head.seq_id not in scheduled(engine.step())
     engine.scheduler.abort(long.request_id)
-    assert head.handle in scheduled(engine.step())
+    assert head.seq_id in scheduled(engine.step())
     engine.run()
     assert engine.tokens_of(stays) == undisturbed(prompt(4, 0), 12)
 
@@ -242,18 +242,18 @@ def test_a_request_without_room_is_looked_up_once(policy, monkeypatch):
 
     monkeypatch.setattr(engine.kv_cache, "get_computed_blocks", counting)
     for _ in range(6):
-        assert scheduled(engine.step()) == {first.handle: 1}
+        assert scheduled(engine.step()) == {first.seq_id: 1}
     assert lookups == [second]
     engine.scheduler.abort(first.request_id)
-    assert scheduled(engine.step()) == {second.handle: 32}
+    assert scheduled(engine.step()) == {second.seq_id: 32}
 
 
 def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
     engine = small_pool(max_num_batched_tokens=16)
     first = engine.add_one(prompt(28, 0), max_tokens=2)
     second = engine.add_one(prompt(20, 1), max_tokens=1)
-    assert scheduled(engine.step()) == {first.handle: 16}
-    assert scheduled(engine.step()) == {first.handle: 12, second.handle: 4}
+    assert scheduled(engine.step()) == {first.seq_id: 16}
+    assert scheduled(engine.step()) == {first.seq_id: 12, second.seq_id: 4}
 
 
 def test_a_request_without_room_is_looked_up_again_when_more_of_its_prefix_is_there():
@@ -264,9 +264,9 @@ def test_a_request_without_room_is_looked_up_again_when_more_of_its_prefix_is_th
     engine.step()
     head = engine.add_one([*begins, *undisturbed(begins, 3), *prompt(31, 1)], max_tokens=1)
     for _ in range(2):
-        assert scheduled(engine.step()) == {first.handle: 1}, "one of ten blocks is there"
+        assert scheduled(engine.step()) == {first.seq_id: 1}, "one of ten blocks is there"
     assert blocks_in_use(engine) == 2
-    assert scheduled(engine.step()) == {first.handle: 1, head.handle: 31}
+    assert scheduled(engine.step()) == {first.seq_id: 1, head.seq_id: 31}
     assert head.num_cached_tokens == 8
     engine.run()
     assert engine.tokens_of(first) == undisturbed(begins, 6)
@@ -282,9 +282,9 @@ def test_a_choice_without_room_is_looked_at_again_when_it_can_be_the_fork_of_ano
     engine = small_pool(enable_prefix_caching=False, next_token=next_token)
     choices = engine.add(prompt(24, 0), 3, n=3, stop_token_ids=(998,))
     _, second, third = choices
-    assert scheduled(engine.step()) == {choices[first_of_all].handle: 24}
-    assert scheduled(engine.step()) == {second.handle: 24}, "six of ten blocks, and six more"
-    assert scheduled(engine.step()) == {second.handle: 1, third.handle: 1}
+    assert scheduled(engine.step()) == {choices[first_of_all].seq_id: 24}
+    assert scheduled(engine.step()) == {second.seq_id: 24}, "six of ten blocks, and six more"
+    assert scheduled(engine.step()) == {second.seq_id: 1, third.seq_id: 1}
     engine.run()
     for each in (second, third):
         assert engine.tokens_of(each) == undisturbed(prompt(24, 0), 3, each.choice)
@@ -306,8 +306,8 @@ def test_a_request_without_room_is_looked_up_again_when_a_window_has_lost_a_part
     engine.step()
     assert engine.scheduler.running == runners
     head = engine.add_one([*prompt(28, 0), *prompt(10, 4)], max_tokens=1)
-    assert head.handle not in scheduled(engine.step())
-    assert scheduled(engine.step())[head.handle] == 8
+    assert head.seq_id not in scheduled(engine.step())
+    assert scheduled(engine.step())[head.seq_id] == 8
     assert head.num_cached_tokens == 0
     engine.run()
     engine.assert_at_rest()

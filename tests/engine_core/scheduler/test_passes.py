@@ -19,10 +19,10 @@ def test_first_step_takes_every_short_prompt_whole(prompt_logprobs):
         engine.add_one(prompt(10, each), prompt_logprobs=prompt_logprobs) for each in range(10)
     ]
     output = engine.scheduler.schedule()
-    assert [new.handle for new in output.new_requests] == [each.handle for each in requests]
+    assert [new.seq_id for new in output.new_requests] == [each.seq_id for each in requests]
     assert [new.num_scheduled_tokens for new in output.new_requests] == [10] * 10
-    assert output.cached_requests.handles == []
-    assert output.finished_handles == []
+    assert output.cached_requests.seq_ids == []
+    assert output.finished_seq_ids == []
     assert output.total_num_scheduled_tokens == 100
     assert engine.scheduler.running == requests
     assert len(engine.scheduler.waiting) == 0
@@ -56,7 +56,7 @@ def test_chunked_prompt_gives_no_token_before_it_is_complete():
     counts = []
     for _ in range(4):
         assert engine.tokens_of(request) == []
-        counts.append(scheduled(engine.step())[request.handle])
+        counts.append(scheduled(engine.step())[request.seq_id])
     assert counts == [64, 64, 64, 8]
     engine.run()
     assert engine.tokens_of(request) == undisturbed(prompt(200), 3)
@@ -66,12 +66,12 @@ def test_without_chunking_nobody_overtakes_a_prompt_that_does_not_fit():
     engine = EngineHarness(max_num_batched_tokens=1024, enable_chunked_prefill=False)
     lengths = (800, 800, 10, 10)
     requests = [engine.add_one(prompt(length, each)) for each, length in enumerate(lengths)]
-    assert scheduled(engine.step()) == {requests[0].handle: 800}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 800}
     assert scheduled(engine.step()) == {
-        requests[0].handle: 1,
-        requests[1].handle: 800,
-        requests[2].handle: 10,
-        requests[3].handle: 10,
+        requests[0].seq_id: 1,
+        requests[1].seq_id: 800,
+        requests[2].seq_id: 10,
+        requests[3].seq_id: 10,
     }
 
 
@@ -98,7 +98,7 @@ def test_a_budget_below_the_seats_serves_every_running_request_in_every_step():
     engine = EngineHarness(max_num_seqs=24, max_num_batched_tokens=16)
     requests = [engine.add_one(prompt(5 + 7 * each, each), max_tokens=20) for each in range(24)]
     while engine.scheduler.num_unfinished:
-        running = {each.handle for each in engine.scheduler.running}
+        running = {each.seq_id for each in engine.scheduler.running}
         output = engine.step()
         assert running <= scheduled(output).keys()
         assert 0 < output.total_num_scheduled_tokens <= 16
@@ -111,12 +111,12 @@ def test_two_steps_in_flight_do_not_compute_a_token_twice():
     first, second = (engine.add_one(prompt(512, each)) for each in range(2))
     third = engine.add_one(prompt(512, 3))
     step_0 = engine.scheduler.schedule()
-    assert scheduled(step_0) == {first.handle: 512, second.handle: 512}
+    assert scheduled(step_0) == {first.seq_id: 512, second.seq_id: 512}
     step_1 = engine.scheduler.schedule()
     assert scheduled(step_1) == {}
     engine.collect(step_0)
     engine.collect(step_1)
-    assert scheduled(engine.step()) == {first.handle: 1, second.handle: 1}
+    assert scheduled(engine.step()) == {first.seq_id: 1, second.seq_id: 1}
     assert third in list(engine.scheduler.waiting)
 
 
@@ -128,7 +128,7 @@ def test_a_next_turn_computes_only_what_is_new():
     second = engine.add_one(turn, max_tokens=1)
     # The KV of the last token was never computed, but 299 tokens fill 18 blocks of 16.
     output = engine.step()
-    assert scheduled(output) == {second.handle: 300 % 16}
+    assert scheduled(output) == {second.seq_id: 300 % 16}
     assert output.new_requests[0].num_computed_tokens == 288
     assert second.num_cached_tokens == 288
     assert len(engine.tokens_of(second)) == 1

@@ -53,7 +53,7 @@ def test_frozen_nothing_moves_and_everything_is_kept():
     assert engine.kv_cache.usage > 0
     assert engine.scheduler.num_unfinished == 2
     engine.scheduler.resume()
-    assert scheduled(engine.step()) == {running.handle: 1, waiting.handle: 1}
+    assert scheduled(engine.step()) == {running.seq_id: 1, waiting.seq_id: 1}
     engine.run()
     assert engine.tokens_of(running) == undisturbed(list(range(40)), 5)
     engine.assert_at_rest()
@@ -69,7 +69,7 @@ def test_frozen_requests_can_be_aborted_and_the_worker_hears_of_it():
     engine.scheduler.abort(running.request_id)
     engine.scheduler.abort(waiting.request_id)
     assert engine.scheduler.has_work
-    assert set(engine.step().finished_handles) == {running.handle, waiting.handle}
+    assert set(engine.step().finished_seq_ids) == {running.seq_id, waiting.seq_id}
     engine.assert_at_rest()
 
 

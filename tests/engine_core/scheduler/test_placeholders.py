@@ -28,8 +28,8 @@ def test_a_request_is_scheduled_again_before_its_token_is_known():
     engine = overlapped()
     request = engine.add_one([1, 2, 3])
     first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
-    assert scheduled(first) == {request.handle: 3}
-    assert scheduled(second) == {request.handle: 1}
+    assert scheduled(first) == {request.seq_id: 3}
+    assert scheduled(second) == {request.seq_id: 1}
     assert second.cached_requests.num_computed_tokens == [3]
     assert request.num_output_placeholders == 2
     engine.collect(first)
@@ -88,7 +88,7 @@ def test_the_token_after_a_stop_token_is_thrown_away(count):
     assert len(engine.tokens_of(request)) == count
     assert engine.reason_of(request) is FinishReason.STOP
     assert len(engine.tokens_of(other)) == 8
-    computed = sum(scheduled(step).get(request.handle, 0) for step in engine.runner.steps)
+    computed = sum(scheduled(step).get(request.seq_id, 0) for step in engine.runner.steps)
     assert computed == 3 + count, "one token too many, in flight when the stop token came"
     engine.assert_at_rest()
 
@@ -117,7 +117,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     engine.scheduler.abort(gone.request_id)
     taker = engine.add_one(prompt(30, 9), max_tokens=2)
     engine.receive()
-    assert scheduled(engine.step()) == {taker.handle: 30}
+    assert scheduled(engine.step()) == {taker.seq_id: 30}
     engine.run()
     assert engine.tokens_of(taker) == undisturbed(prompt(30, 9), 2)
     engine.assert_at_rest()
@@ -129,7 +129,7 @@ def test_a_next_turn_computes_only_what_is_new():
     engine.run()
     turns = [each.prompt_token_ids + engine.tokens_of(each) for each in first]
     second = [engine.add_one(turn, max_tokens=1) for turn in turns]
-    assert scheduled(engine.step()) == {each.handle: 300 % 16 for each in second}
+    assert scheduled(engine.step()) == {each.seq_id: 300 % 16 for each in second}
     engine.run()
     engine.assert_at_rest()
 
@@ -165,8 +165,8 @@ def test_a_token_in_flight_survives_the_preemption():
     engine, first, second = crowded()
     step_0 = engine.scheduler.schedule()
     step_1 = engine.scheduler.schedule()
-    assert step_1.preempted_handles == [second.handle]
-    assert scheduled(step_1) == {first.handle: 1}
+    assert step_1.preempted_seq_ids == [second.seq_id]
+    assert scheduled(step_1) == {first.seq_id: 1}
     assert (second.num_output_placeholders, second.num_computed_tokens) == (1, 0)
     engine.collect(step_0)
     assert second.status is RequestStatus.PREEMPTED
@@ -189,7 +189,7 @@ def test_a_preempted_request_does_not_come_back_before_its_token_and_nobody_over
     assert scheduled(engine.send()) == {}
     assert list(engine.scheduler.waiting) == [second, late]
     engine.collect(engine.in_flight.popleft())
-    assert scheduled(engine.send()) == {second.handle: 81, late.handle: 1}
+    assert scheduled(engine.send()) == {second.seq_id: 81, late.seq_id: 1}
     engine.run()
     for each in (second, late):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, each.max_tokens)
@@ -201,7 +201,7 @@ def test_a_preempted_request_can_end_by_its_late_token():
     engine.add_one(prompt(80), max_tokens=3)
     second = engine.add_one(prompt(80, 9), max_tokens=1)
     engine.step()
-    assert engine.send().preempted_handles == [second.handle]
+    assert engine.send().preempted_seq_ids == [second.seq_id]
     engine.receive()
     assert engine.reason_of(second) is FinishReason.LENGTH
     assert len(engine.scheduler.waiting) == 0
@@ -215,7 +215,7 @@ def test_what_the_victim_of_a_preemption_computed_is_found_when_it_comes_back():
     engine.run()
     assert requests[1].num_preemptions >= 1
     resumed = [step.cached_requests for step in engine.runner.steps]
-    starts = [each.num_computed_tokens[-1] for each in resumed if each.resumed_handles]
+    starts = [each.num_computed_tokens[-1] for each in resumed if each.resumed_seq_ids]
     assert max(starts) >= 16
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)

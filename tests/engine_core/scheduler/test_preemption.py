@@ -14,15 +14,15 @@ def test_the_youngest_gives_way_and_comes_back_first():
     late = engine.add_one(list(range(200, 210)), max_tokens=3)
     engine.step()
     output = engine.step()
-    assert output.preempted_handles == [young.handle]
-    assert scheduled(output) == {old.handle: 1}
+    assert output.preempted_seq_ids == [young.seq_id]
+    assert scheduled(output) == {old.seq_id: 1}
     assert young.status is RequestStatus.PREEMPTED
     assert young.num_computed_tokens == 0
     assert list(engine.scheduler.waiting) == [young, late]
     engine.step()
     output = engine.step()
-    assert output.finished_handles == [old.handle]
-    assert output.cached_requests.resumed_handles == [young.handle]
+    assert output.finished_seq_ids == [old.seq_id]
+    assert output.cached_requests.resumed_seq_ids == [young.seq_id]
     assert output.cached_requests.resumed_output_token_ids == [
         undisturbed(list(range(100, 130)), 1)
     ]
@@ -47,10 +47,10 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     engine.step()
     engine.step()
     output = engine.step()
-    assert output.preempted_handles == [young.handle]
-    assert scheduled(output) == {old.handle: 1}
+    assert output.preempted_seq_ids == [young.seq_id]
+    assert scheduled(output) == {old.seq_id: 1}
     assert engine.scheduler.running == [old]
-    assert scheduled(engine.step()) == {old.handle: 1, young.handle: 16}
+    assert scheduled(engine.step()) == {old.seq_id: 1, young.seq_id: 16}
 
 
 def test_nobody_else_is_admitted_in_it_either():
@@ -61,9 +61,9 @@ def test_nobody_else_is_admitted_in_it_either():
     engine.step()
     urgent = engine.add_one([200, 201], max_tokens=3, priority=0)
     output = engine.step()
-    assert output.preempted_handles == [young.handle]
-    assert scheduled(output) == {old.handle: 1}
-    assert scheduled(engine.step()) == {old.handle: 1, urgent.handle: 2}
+    assert output.preempted_seq_ids == [young.seq_id]
+    assert scheduled(output) == {old.seq_id: 1}
+    assert scheduled(engine.step()) == {old.seq_id: 1, urgent.seq_id: 2}
 
 
 def test_a_request_that_is_last_in_line_gives_way_itself():
@@ -72,8 +72,8 @@ def test_a_request_that_is_last_in_line_gives_way_itself():
     second = engine.add_one(list(range(100, 116)), max_tokens=5)
     engine.step()
     output = engine.step()
-    assert output.preempted_handles == [second.handle]
-    assert scheduled(output) == {first.handle: 1}
+    assert output.preempted_seq_ids == [second.seq_id]
+    assert scheduled(output) == {first.seq_id: 1}
     engine.run()
     assert engine.reason_of(second) is FinishReason.LENGTH
     engine.assert_at_rest()
@@ -121,7 +121,7 @@ def test_what_the_prefix_cache_kept_is_not_computed_twice():
     young = engine.add_one(list(range(100, 132)), max_tokens=20)
     engine.run()
     assert young.num_preemptions >= 1
-    resumed = [step for step in engine.runner.steps if step.cached_requests.resumed_handles]
+    resumed = [step for step in engine.runner.steps if step.cached_requests.resumed_seq_ids]
     assert resumed
     assert young.num_cached_tokens == 0, "usage counts the first admission only"
     for each in (old, young):

@@ -160,6 +160,6 @@ def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
     first = engine.scheduler.running[0]
     first.num_computed_tokens = 0  # as if it had lost its KV and kept its place
     output = engine.scheduler.schedule()
-    handles, counts = output.cached_requests.handles, output.cached_requests.num_scheduled_tokens
-    assert counts.pop(handles.index(first.handle)) == 96
+    seq_ids, counts = output.cached_requests.seq_ids, output.cached_requests.num_scheduled_tokens
+    assert counts.pop(seq_ids.index(first.seq_id)) == 96
     assert counts == [1] * 14

@@ -29,12 +29,12 @@ def test_the_second_of_two_equal_prompts_waits_and_computes_only_its_end():
     engine = chunked()
     prompt = list(range(30))
     first, second = (engine.add_one(prompt, max_tokens=3) for _ in range(2))
-    assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8}
     assert second.status is WAITS
-    assert scheduled(engine.step()) == {first.handle: 8}
-    assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8}
     # The first fills the seventh block in this step; the end of the prompt fills none.
-    assert scheduled(engine.step()) == {first.handle: 6, second.handle: 2}
+    assert scheduled(engine.step()) == {first.seq_id: 6, second.seq_id: 2}
     assert second.num_cached_tokens == 28
     engine.run()
     computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
@@ -49,8 +49,8 @@ def test_it_waits_only_for_what_is_shared():
     common = list(range(16))
     first = engine.add_one(common + [100] * 30, max_tokens=1)
     second = engine.add_one(common + [200] * 30, max_tokens=1)
-    assert scheduled(engine.step()) == {first.handle: 8}
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8, second.seq_id: 8}
     assert second.num_cached_tokens == 16
 
 
@@ -58,7 +58,7 @@ def test_others_pass_meanwhile():
     engine = chunked()
     first, second = (engine.add_one(list(range(30))) for _ in range(2))
     other = engine.add_one([500, 501])
-    assert scheduled(engine.step()) == {first.handle: 8, other.handle: 2}
+    assert scheduled(engine.step()) == {first.seq_id: 8, other.seq_id: 2}
     assert list(engine.scheduler.waiting) == [second]
 
 
@@ -75,13 +75,13 @@ def test_nobody_waits_for_blocks_that_would_not_be_used(second):
     engine = chunked()
     first = engine.add_one(list(range(30)))
     other = engine.add_one(**second)
-    assert scheduled(engine.step()).keys() == {first.handle, other.handle}
+    assert scheduled(engine.step()).keys() == {first.seq_id, other.seq_id}
 
 
 def test_nobody_waits_without_a_prefix_cache():
     engine = chunked(enable_prefix_caching=False)
     first, second = (engine.add_one(list(range(30))) for _ in range(2))
-    assert scheduled(engine.step()).keys() == {first.handle, second.handle}
+    assert scheduled(engine.step()).keys() == {first.seq_id, second.seq_id}
 
 
 def test_when_the_leader_is_aborted_the_next_one_leads():
@@ -92,7 +92,7 @@ def test_when_the_leader_is_aborted_the_next_one_leads():
     assert {second.status, third.status} == {WAITS}
     engine.scheduler.abort(first.request_id)
     assert engine.scheduler.has_work
-    assert scheduled(engine.step()) == {second.handle: 8}
+    assert scheduled(engine.step()) == {second.seq_id: 8}
     assert second.num_cached_tokens == 8
     assert third.status is WAITS
     engine.run()
@@ -129,9 +129,9 @@ def test_the_wait_is_as_long_as_the_leader_takes_that_gets_what_others_would():
     engine = chunked()
     first, second = (engine.add_one(list(range(800)), max_tokens=1) for _ in range(2))
     for _ in range(99):
-        assert scheduled(engine.step()) == {first.handle: 8}
+        assert scheduled(engine.step()) == {first.seq_id: 8}
         assert second.status is WAITS
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 4}
+    assert scheduled(engine.step()) == {first.seq_id: 8, second.seq_id: 4}
     engine.run()
     engine.assert_at_rest()
 
@@ -140,14 +140,14 @@ def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
     engine = EngineHarness(block_size=4, max_num_batched_tokens=32)
     prompt = list(range(800))
     leader = engine.add_one(prompt, max_tokens=1, tenant=1)
-    assert scheduled(engine.step()) == {leader.handle: 32}
+    assert scheduled(engine.step()) == {leader.seq_id: 32}
     others = [engine.add_one([600 + number] * 320, max_tokens=1, tenant=2) for number in range(2)]
-    assert scheduled(engine.step()) == {others[0].handle: 32}
+    assert scheduled(engine.step()) == {others[0].seq_id: 32}
     waiter = engine.add_one(prompt, max_tokens=1, tenant=3)
     num_lost = 0
     while waiter.scheduled_at is None:
         step = scheduled(engine.step())
-        num_lost += waiter.status is WAITS and leader.handle not in step
+        num_lost += waiter.status is WAITS and leader.seq_id not in step
     assert 1 < num_lost <= prefix_wait.PATIENCE
     assert leader.num_computed_tokens < 800
     engine.run()
@@ -165,7 +165,7 @@ def test_a_leader_that_makes_way_and_gets_all_its_tokens_after_all_is_waited_for
     for number in range(36):
         if number < 10:
             others.append(engine.add_one(prompt, max_tokens=1, tenant=2))
-        assert scheduled(engine.step()) == {leader.handle: 8}
+        assert scheduled(engine.step()) == {leader.seq_id: 8}
         assert all(each.status is WAITS for each in others)
     engine.run()
     computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
@@ -179,11 +179,11 @@ def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
     prompt = list(range(400))
     requests = [engine.add_one(prompt, max_tokens=1) for _ in range(12)]
     for number in range(prefix_wait.PATIENCE):
-        assert scheduled(engine.step()) == {requests[number].handle: 8}
+        assert scheduled(engine.step()) == {requests[number].seq_id: 8}
         assert all(each.status is WAITS for each in requests[number + 1 :])
         engine.scheduler.abort(requests[number].request_id)
     rest = requests[prefix_wait.PATIENCE :]
-    assert scheduled(engine.step()) == {each.handle: 8 for each in rest}
+    assert scheduled(engine.step()) == {each.seq_id: 8 for each in rest}
     engine.run()
     engine.assert_at_rest()
 
@@ -194,11 +194,11 @@ def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more()
     first = engine.add_one(shared[:16] + [500] * 60, max_tokens=1)
     second = engine.add_one(shared, max_tokens=1)
     third = engine.add_one(shared, max_tokens=1)
-    assert scheduled(engine.step()) == {first.handle: 8}
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8}
+    assert scheduled(engine.step()) == {first.seq_id: 8, second.seq_id: 8}
     for _ in range(7):
         assert third.status is WAITS
-        assert scheduled(engine.step())[second.handle] == 8
+        assert scheduled(engine.step())[second.seq_id] == 8
     assert second.num_computed_tokens == 80
     assert (third.num_cached_tokens, third.num_computed_tokens) == (76, 80)
     engine.run()
@@ -212,7 +212,7 @@ def test_nobody_waits_for_a_leader_that_has_not_got_as_far_as_the_cache():
     engine.run()
     slow = engine.add_one(prompt, max_tokens=1, prompt_logprobs=0)  # computes all of it
     late = engine.add_one(prompt, max_tokens=1)
-    assert scheduled(engine.step()) == {slow.handle: 8, late.handle: 8}
+    assert scheduled(engine.step()) == {slow.seq_id: 8, late.seq_id: 8}
     assert late.num_cached_tokens == 48
     engine.run()
     engine.assert_at_rest()
@@ -228,7 +228,7 @@ def test_nobody_waits_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
     leader = engine.add_one(prompt, max_tokens=1)
     other = engine.add_one(prompt[:num_shared] + [900] * 40, max_tokens=1)
     step = scheduled(engine.step())
-    assert step[leader.handle] == 64
+    assert step[leader.seq_id] == 64
     assert (other.status is WAITS) == waits
     engine.run()
     assert other.num_cached_tokens == (num_shared if waits else 64)
@@ -242,9 +242,9 @@ def test_those_who_share_less_go_first_in_whatever_order_they_came():
     ends = {num: engine.add_one(prompt[:num] + [900] * 8) for num in (32, 16, 24)}
     for num_computed in (8, 16, 24, 32):
         step = scheduled(engine.step())
-        assert step[leader.handle] == 8
+        assert step[leader.seq_id] == 8
         for num, request in ends.items():
-            assert (request.handle in step) == (num <= num_computed)
+            assert (request.seq_id in step) == (num <= num_computed)
     for num, request in ends.items():
         assert request.num_cached_tokens == num
 
@@ -260,7 +260,7 @@ def test_nobody_waits_for_blocks_that_the_leader_has_had_and_lost():
         engine.step()
     assert taker.num_computed_tokens >= 56
     late = engine.add_one(list(range(12)), max_tokens=1)
-    assert scheduled(engine.step())[late.handle] == 8
+    assert scheduled(engine.step())[late.seq_id] == 8
     assert leader.num_computed_tokens < 160
 
 

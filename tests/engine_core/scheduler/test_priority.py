@@ -32,7 +32,7 @@ def test_the_lowest_number_is_admitted_first(priorities, arrivals, order):
     engine = by_priority()
     requests = add_all(engine, priorities, arrivals)
     output = engine.step()
-    assert [new.handle for new in output.new_requests] == [requests[i].handle for i in order]
+    assert [new.seq_id for new in output.new_requests] == [requests[i].seq_id for i in order]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_one_seat_serves_them_one_after_the_other():
     engine = by_priority(max_num_seqs=1)
     requests = add_all(engine, [5, 1, 8, 3, 2, 7, 4, 6], max_tokens=1)
     engine.run()
-    served = [new.handle for step in engine.runner.steps for new in step.new_requests]
-    priority_of = {each.handle: each.priority for each in requests}
-    assert [priority_of[handle] for handle in served] == [1, 2, 3, 4, 5, 6, 7, 8]
+    served = [new.seq_id for step in engine.runner.steps for new in step.new_requests]
+    priority_of = {each.seq_id: each.priority for each in requests}
+    assert [priority_of[seq_id] for seq_id in served] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_first_come_first_served_ignores_priorities():
@@ -76,15 +76,15 @@ def test_the_least_urgent_gives_way_and_comes_back():
     engine.step()
     assert engine.kv_cache.num_free_blocks == 0
     output = engine.step()
-    assert scheduled(output) == {high.handle: 1}
-    assert output.preempted_handles == [low.handle]
+    assert scheduled(output) == {high.seq_id: 1}
+    assert output.preempted_seq_ids == [low.seq_id]
     assert low.status is RequestStatus.PREEMPTED
     assert (len(engine.scheduler.waiting), len(engine.scheduler.running)) == (1, 1)
     engine.step()
     assert engine.reason_of(high) is not None
     output = engine.step()
     cached = output.cached_requests
-    assert cached.resumed_handles == [low.handle]
+    assert cached.resumed_seq_ids == [low.seq_id]
     first = undisturbed(list(range(30)), 1)
     assert cached.resumed_output_token_ids == [first]
     engine.run()
@@ -100,10 +100,10 @@ def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
     high = engine.add_one(list(range(100, 116)), priority=1, max_tokens=9)
     other = engine.add_one([200], priority=2, max_tokens=9)
     output = engine.step()  # low has 4 blocks, high 4, and other waits
-    assert scheduled(output) == {low.handle: 1, high.handle: 16}
+    assert scheduled(output) == {low.seq_id: 1, high.seq_id: 16}
     output = engine.step()
-    assert output.preempted_handles == [low.handle]
-    assert scheduled(output) == {high.handle: 1}
+    assert output.preempted_seq_ids == [low.seq_id]
+    assert scheduled(output) == {high.seq_id: 1}
     assert output.total_num_scheduled_tokens == 1
     assert engine.scheduler.take_stats().num_scheduled_tokens == 33
     assert engine.scheduler.running == [high]
@@ -120,12 +120,12 @@ def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
         num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_token_threshold=8
     )
     low = engine.add_one(list(range(25)), priority=5, max_tokens=1)
-    assert scheduled(engine.step()) == {low.handle: 8}
+    assert scheduled(engine.step()) == {low.seq_id: 8}
     high = engine.add_one(list(range(100, 104)), priority=1, max_tokens=8)
-    assert scheduled(engine.step()) == {low.handle: 8, high.handle: 4}
+    assert scheduled(engine.step()) == {low.seq_id: 8, high.seq_id: 4}
     output = engine.scheduler.schedule()
-    assert output.preempted_handles == [low.handle]
-    assert scheduled(output) == {high.handle: 1}
+    assert output.preempted_seq_ids == [low.seq_id]
+    assert scheduled(output) == {high.seq_id: 1}
     assert engine.kv_cache.get_computed_blocks(low).num_tokens == 16
     assert check(engine.kv_cache) == []
     engine.collect(output)
@@ -143,8 +143,8 @@ def test_the_request_that_needs_room_gives_way_itself_and_the_rest_go_on():
     assert len(scheduled(engine.step())) == 3
     assert engine.kv_cache.num_free_blocks == 0
     output = engine.step()
-    assert output.preempted_handles == [least.handle]
-    assert scheduled(output) == {first.handle: 1, last.handle: 1}
+    assert output.preempted_seq_ids == [least.seq_id]
+    assert scheduled(output) == {first.seq_id: 1, last.seq_id: 1}
     engine.run()
     for each in (first, least, last):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, each.max_tokens)

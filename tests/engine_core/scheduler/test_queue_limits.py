@@ -89,8 +89,8 @@ def test_choices_count_one_by_one_and_their_prompt_once():
 )
 def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
     backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
-    for handle in range(6):
-        backlog.enter(make_request(handle, list(range(10))))
+    for seq_id in range(6):
+        backlog.enter(make_request(seq_id, list(range(10))))
     with pytest.raises(QueueFullError) as caught:
         backlog.check(message)
     assert caught.value.param == param
@@ -101,8 +101,8 @@ def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
 
 def test_what_just_fits_and_what_was_accepted_before_may_wait():
     backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
-    for handle in range(6):
-        backlog.enter(make_request(handle, list(range(10))))
+    for seq_id in range(6):
+        backlog.enter(make_request(seq_id, list(range(10))))
     backlog.check(request(n=3, prompt=[1] * 40))
     backlog.check(request(n=128, prompt=[1] * 1000, accepted=True))
 
@@ -117,9 +117,9 @@ def test_no_limits():
     backlog.check(request(n=128, prompt=[1] * 1000))
 
 
-def fill(backlog, tenant, number, first_handle):
-    for handle in range(first_handle, first_handle + number):
-        backlog.enter(make_request(handle, [1] * 10, tenant=tenant))
+def fill(backlog, tenant, number, first_seq_id):
+    for seq_id in range(first_seq_id, first_seq_id + number):
+        backlog.enter(make_request(seq_id, [1] * 10, tenant=tenant))
 
 
 def is_full_for(backlog, tenant, **fields):

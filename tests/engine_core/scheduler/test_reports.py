@@ -54,7 +54,7 @@ def test_logprobs_of_sampled_tokens_are_passed_on():
     output = engine.scheduler.schedule()
     arrays = LogprobsArrays(0, 1, b"abcd", b"efgh", b"ijkl")
     result = msgspec.structs.replace(
-        engine.runner.execute(output), logprobs=[RowLogprobs(other.handle, arrays)]
+        engine.runner.execute(output), logprobs=[RowLogprobs(other.seq_id, arrays)]
     )
     (outputs,) = engine.scheduler.update_from_output(output, result).values()
     assert [each.logprobs for each in outputs] == [None, arrays]
@@ -95,8 +95,8 @@ def test_messages_share_no_list_that_changes():
     "change",
     [
         {"step": 7},
-        {"handles": [0]},
-        {"handles": [1, 0]},
+        {"seq_ids": [0]},
+        {"seq_ids": [1, 0]},
         {"sampled_token_ids": [[5]]},
         {"sampled_token_ids": [[5], [1000]]},
         {"sampled_token_ids": [[5], [-1]]},
@@ -117,6 +117,6 @@ def test_a_token_for_an_incomplete_prompt_is_refused():
     engine = EngineHarness(max_num_batched_tokens=4)
     request = engine.add_one(list(range(10)))
     output = engine.scheduler.schedule()
-    result = ModelRunnerOutput(1, output.step, [request.handle], [[5]])
+    result = ModelRunnerOutput(1, output.step, [request.seq_id], [[5]])
     with pytest.raises(ProtocolError):
         engine.scheduler.update_from_output(output, result)

@@ -52,8 +52,8 @@ def test_the_worker_is_told_to_forget_and_then_everything_anew(engine):
     engine.step()
     engine.scheduler.reset_prefix_cache(preempting=True)
     output = engine.step()
-    assert output.finished_handles == [request.handle]
-    assert output.preempted_handles == []
+    assert output.finished_seq_ids == [request.seq_id]
+    assert output.preempted_seq_ids == []
     (new,) = output.new_requests
     assert new.output_token_ids == undisturbed(prompt_of(0), 2)
     assert (new.num_computed_tokens, new.num_scheduled_tokens) == (0, 22)

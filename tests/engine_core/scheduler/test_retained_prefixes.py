@@ -165,8 +165,8 @@ def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
     result = engine.runner.execute(output)
     sampled = list(result.sampled_token_ids)
     sampled[failed_turn] = []
-    handles = [turns[failed_turn].handle]
-    result = msgspec.structs.replace(result, failed_handles=handles, sampled_token_ids=sampled)
+    seq_ids = [turns[failed_turn].seq_id]
+    result = msgspec.structs.replace(result, failed_seq_ids=seq_ids, sampled_token_ids=sampled)
     engine.scheduler.update_from_output(output, result)
     assert engine.pinned() == {"100" if failed_turn == 0 else "0": 5}
     assert check(engine.kv_cache) == []
@@ -229,7 +229,7 @@ def test_no_more_is_scheduled_than_runs():
         engine.add_one(tokens(100 * each, 12), 20, agent=AgentHint(f"{each}"))
     while engine.scheduler.num_unfinished:
         output = engine.scheduler.schedule()
-        rows = len(output.new_requests) + len(output.cached_requests.handles)
+        rows = len(output.new_requests) + len(output.cached_requests.seq_ids)
         assert rows <= len(engine.scheduler.running)
         engine.in_flight.append(output)
         engine.receive()

@@ -33,7 +33,7 @@ def test_a_waiting_request_takes_the_blocks_of_sessions_at_rest():
     engine = EngineHarness(num_blocks=5)
     session = rest(engine, list(range(40)))
     other = engine.add_one(list(range(500, 540)), 2)
-    assert scheduled(engine.step()) == {other.handle: 40}
+    assert scheduled(engine.step()) == {other.seq_id: 40}
     assert check(engine.kv_cache) == []
     engine.give(session, [1], 1, last=True)
     engine.run()
@@ -52,7 +52,7 @@ def test_a_head_of_the_line_without_room_looks_again_when_a_session_comes_to_res
     engine.step()
     output = engine.step()
     assert engine.scheduler.running == [runner, head]
-    assert output.preempted_handles == []
+    assert output.preempted_seq_ids == []
 
 
 def test_a_session_in_line_keeps_its_blocks_as_long_as_someone_else_can_give_way():
@@ -96,7 +96,7 @@ def test_where_nobody_runs_the_head_of_the_line_takes_the_blocks_of_those_behind
     head = engine.add_one(list(range(100, 160)), 2)
     engine.give(session, [1], 2)
     engine.scheduler.resume()
-    assert scheduled(engine.step()) == {head.handle: 60}
+    assert scheduled(engine.step()) == {head.seq_id: 60}
     engine.give(session, [], last=True)
     engine.run()
     assert engine.tokens_of(session) == flat(turns((list(range(40)), 2), ([1], 2)))
@@ -164,7 +164,7 @@ def test_a_session_waits_for_nobody_who_computes_the_same_prefix():
     engine.step()
     engine.give(session, list(range(100, 110)), 1)
     following = current(engine, session)
-    assert scheduled(engine.step()) == {leader.handle: 4, following.handle: 4}
+    assert scheduled(engine.step()) == {leader.seq_id: 4, following.seq_id: 4}
 
 
 def test_a_turn_that_ends_while_the_request_has_lost_its_blocks():
@@ -195,5 +195,5 @@ def test_a_pause_holds_the_next_turn_and_its_blocks_stay():
     assert following.num_computed_tokens == 21
     assert not engine.scheduler.has_work
     engine.scheduler.resume()
-    assert scheduled(engine.step()) == {following.handle: 1}
+    assert scheduled(engine.step()) == {following.seq_id: 1}
     assert len(engine.scheduler.sessions.non_running_blocks) == 0

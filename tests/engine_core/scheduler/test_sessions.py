@@ -21,8 +21,8 @@ def test_a_turn_ends_and_the_next_one_computes_only_what_is_new():
     """STR-06, STR-08."""
     engine = EngineHarness(next_token=scripted(10, 11, 0, 20, 21))
     session = open_session(engine, [1, 2, 3], 8, stop_token_ids=(11, 21))
-    assert scheduled(engine.step()) == {session.handle: 3}
-    assert scheduled(engine.step()) == {session.handle: 1}
+    assert scheduled(engine.step()) == {session.seq_id: 3}
+    assert scheduled(engine.step()) == {session.seq_id: 1}
     (_, end_of_turn) = engine.outputs[session.request_id, 0]
     assert (end_of_turn.new_token_ids, end_of_turn.finish_reason) == ([11], FinishReason.STOP)
     assert end_of_turn.goes_on
@@ -30,14 +30,14 @@ def test_a_turn_ends_and_the_next_one_computes_only_what_is_new():
 
     following = current(engine, session)
     assert following.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-    assert engine.kv_cache.block_ids(following.handle) == [[1]]
+    assert engine.kv_cache.block_ids(following.seq_id) == [[1]]
     params = SamplingParams(max_tokens=8, stop_token_ids=(21,))
     message = SessionInput(1, session.request_id, [4, 5], params)
     assert engine.scheduler.sessions.take(message) == []
     assert following.status is RequestStatus.WAITING
     output = engine.step()
     assert following.status is RequestStatus.RUNNING
-    assert output.finished_handles == [session.handle]
+    assert output.finished_seq_ids == [session.seq_id]
     (new,) = output.new_requests
     assert (new.prompt_token_ids, new.output_token_ids) == ([1, 2, 3, 10, 4, 5], [])
     assert (new.num_computed_tokens, new.num_scheduled_tokens) == (4, 2)

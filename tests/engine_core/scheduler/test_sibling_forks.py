@@ -38,10 +38,10 @@ def assert_right(engine: EngineHarness, requests: list[Request], num_tokens: int
 def test_the_prompt_is_computed_once_and_its_last_token_by_each(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=5, n=3)
-    assert scheduled(engine.step()) == {requests[0].handle: 19}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 19}
     assert [each.status for each in requests[1:]] == [WAITS, WAITS]
     output = engine.step()
-    assert scheduled(output) == dict.fromkeys([each.handle for each in requests], 1)
+    assert scheduled(output) == dict.fromkeys([each.seq_id for each in requests], 1)
     assert [new.num_computed_tokens for new in output.new_requests] == [18, 18]
     engine.run()
     assert num_computed(engine) == 18 + 3 + 3 * 4
@@ -54,7 +54,7 @@ def test_they_hold_the_full_blocks_together_and_an_end_each(caching):
     requests = engine.add(PROMPT, max_tokens=5, n=3)
     engine.step()
     output = engine.step()
-    tables = [engine.kv_cache.block_ids(each.handle)[0] for each in requests]
+    tables = [engine.kv_cache.block_ids(each.seq_id)[0] for each in requests]
     assert tables[0][:4] == tables[1][:4] == tables[2][:4]
     assert output.block_copies == [tables[0][4], tables[1][4], tables[0][4], tables[2][4]]
     assert blocks_in_use(engine) == 4 + 3
@@ -77,12 +77,12 @@ def test_a_prompt_in_chunks_is_waited_for(caching):
     engine = engine_of(caching, max_num_batched_tokens=8)
     requests = engine.add(PROMPT, max_tokens=2, n=2)
     other = engine.add_one([500, 501], max_tokens=2)
-    first, second = (each.handle for each in requests)
+    first, second = (each.seq_id for each in requests)
     assert scheduled(engine.step()) == {first: 8}
     assert scheduled(engine.step()) == {first: 8}
     assert second not in engine.runner.rows
-    assert scheduled(engine.step()) == {first: 3, other.handle: 2}
-    assert scheduled(engine.step()) == {first: 1, other.handle: 1, second: 1}
+    assert scheduled(engine.step()) == {first: 3, other.seq_id: 2}
+    assert scheduled(engine.step()) == {first: 1, other.seq_id: 1, second: 1}
     engine.run()
     assert_right(engine, requests, 2)
     assert engine.tokens_of(other) == undisturbed([500, 501], 2)
@@ -94,7 +94,7 @@ def test_a_prompt_without_its_last_token_is_enough():
     requests = engine.add(PROMPT, max_tokens=2, n=3)
     engine.step()
     engine.step()
-    assert scheduled(engine.step()) == dict.fromkeys([each.handle for each in requests], 1)
+    assert scheduled(engine.step()) == dict.fromkeys([each.seq_id for each in requests], 1)
     engine.run()
     assert_right(engine, requests, 2)
 
@@ -102,7 +102,7 @@ def test_a_prompt_without_its_last_token_is_enough():
 def test_one_token_cannot_be_shared():
     engine = engine_of()
     requests = engine.add([7], max_tokens=3, n=3)
-    assert scheduled(engine.step()) == dict.fromkeys([each.handle for each in requests], 1)
+    assert scheduled(engine.step()) == dict.fromkeys([each.seq_id for each in requests], 1)
     engine.run()
     assert_right(engine, requests, 3)
 
@@ -114,7 +114,7 @@ def test_when_the_first_is_aborted_the_next_computes_the_prompt(caching):
     engine.step()
     engine.scheduler.abort(requests[0].request_id, 0)
     assert engine.scheduler.has_work
-    assert scheduled(engine.step()) == {requests[1].handle: 8}
+    assert scheduled(engine.step()) == {requests[1].seq_id: 8}
     assert requests[2].status is WAITS
     engine.run()
     assert_right(engine, requests[1:], 2)
@@ -124,10 +124,10 @@ def test_when_the_first_is_aborted_the_next_computes_the_prompt(caching):
 def test_when_the_first_is_over_at_once_the_others_come_together(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=1, n=4)
-    assert scheduled(engine.step()) == {requests[0].handle: 19}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 19}
     num_missing = 3 if caching else 19
     assert scheduled(engine.step()) == dict.fromkeys(
-        [each.handle for each in requests[1:]], num_missing
+        [each.seq_id for each in requests[1:]], num_missing
     )
     engine.run()
     assert_right(engine, requests, 1)
@@ -235,8 +235,8 @@ def test_choices_taken_up_again_share_the_prompt_and_compute_their_outputs():
         output_token_ids=tuple(map(tuple, outputs)),
         finished_choices=(0,),
     )
-    assert scheduled(engine.step()) == {requests[0].handle: 24}
-    assert scheduled(engine.step()) == {requests[0].handle: 1, requests[1].handle: 1}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 24}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 1, requests[1].seq_id: 1}
     engine.run()
     assert engine.tokens_of(requests[0]) == undisturbed(PROMPT, 8, 1)[5:]
     assert engine.tokens_of(requests[1]) == undisturbed(PROMPT, 8, 2)[1:]
@@ -260,8 +260,8 @@ def test_a_preempted_choice_comes_back_as_a_fork():
     other = engine.add_one([500, 501, 502, 503], max_tokens=12)
     requests = engine.add(list(range(22)), max_tokens=18, n=2)
     engine.run()
-    (resumed,) = (step for step in engine.runner.steps if step.cached_requests.resumed_handles)
-    assert resumed.cached_requests.resumed_handles == [requests[1].handle]
+    (resumed,) = (step for step in engine.runner.steps if step.cached_requests.resumed_seq_ids)
+    assert resumed.cached_requests.resumed_seq_ids == [requests[1].seq_id]
     assert resumed.cached_requests.num_computed_tokens[-1] == 22
     assert len(resumed.block_copies) == 2
     assert engine.tokens_of(other) == undisturbed([500, 501, 502, 503], 12)
@@ -289,10 +289,10 @@ def test_a_gate_before_it_may_hold_any_of_them():
     engine = engine_of(gates=[gate])
     requests = engine.add(PROMPT, max_tokens=4, n=3)
     gate.closed_for = {requests[0]}
-    assert scheduled(engine.step()) == {requests[1].handle: 19}
-    assert scheduled(engine.step()) == {requests[1].handle: 1, requests[2].handle: 1}
+    assert scheduled(engine.step()) == {requests[1].seq_id: 19}
+    assert scheduled(engine.step()) == {requests[1].seq_id: 1, requests[2].seq_id: 1}
     gate.open_for(requests[0])
-    assert scheduled(engine.step())[requests[0].handle] == 1
+    assert scheduled(engine.step())[requests[0].seq_id] == 1
     engine.run()
     assert_right(engine, requests, 4)
 

@@ -22,7 +22,7 @@ def test_everyone_waits_in_the_old_order_with_nothing_computed(overlapped, polic
     requests = [engine.add_one(prompt_of(each), 8, arrival_time=each) for each in range(5)]
     for _ in range(3):
         engine.step()
-    had = {each.handle: list(each.output_token_ids) for each in requests}
+    had = {each.seq_id: list(each.output_token_ids) for each in requests}
     assert engine.lose_workers() == {}
     assert engine.scheduler.running == []
     assert list(engine.scheduler.waiting) == requests
@@ -31,11 +31,11 @@ def test_everyone_waits_in_the_old_order_with_nothing_computed(overlapped, polic
     assert engine.kv_cache.usage == 0
     output = engine.send()
     assert output.epoch == 2
-    assert output.cached_requests.handles == []
-    assert output.finished_handles == output.preempted_handles == output.block_copies == []
-    assert [new.handle for new in output.new_requests] == [each.handle for each in requests[:3]]
+    assert output.cached_requests.seq_ids == []
+    assert output.finished_seq_ids == output.preempted_seq_ids == output.block_copies == []
+    assert [new.seq_id for new in output.new_requests] == [each.seq_id for each in requests[:3]]
     for new in output.new_requests:
-        assert new.output_token_ids == had[new.handle]
+        assert new.output_token_ids == had[new.seq_id]
         assert new.num_computed_tokens == 0, "nothing of it is found in a cache that is empty"
     engine.receive()
     engine.run()
@@ -51,7 +51,7 @@ def test_a_prompt_half_computed_and_a_request_that_had_begun_to_wait(overlapped)
     engine.step()
     engine.step()
     engine.lose_workers()
-    assert scheduled(engine.step()) == {requests[0].handle: 16}
+    assert scheduled(engine.step()) == {requests[0].seq_id: 16}
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)

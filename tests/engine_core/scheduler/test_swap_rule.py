@@ -89,9 +89,9 @@ def computed_again(preemption: str, load_seconds: float = 0.0, step_seconds: flo
     rule.learn_load(32, load_seconds)
     rule.learn_step(32, step_seconds)
     request = engine.add_one([7 * each % 900 for each in range(40)], max_tokens=3)
-    assert scheduled(engine.step()) == {request.handle: 8}, "new ones are always loaded for"
+    assert scheduled(engine.step()) == {request.seq_id: 8}, "new ones are always loaded for"
     engine.scheduler.reset_prefix_cache(preempting=True)
-    num_tokens = scheduled(engine.step())[request.handle] - 1  # the one that it had drawn
+    num_tokens = scheduled(engine.step())[request.seq_id] - 1  # the one that it had drawn
     while engine.scheduler.num_unfinished:
         engine.step()
     assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)

@@ -35,10 +35,10 @@ def run_and_check(engine, *requests):
 def test_a_prompt_under_way_gives_way_and_takes_what_is_left():
     engine = engine_with()
     heavy = add(engine, HEAVY, 300)
-    assert scheduled(engine.step()) == {heavy.handle: 64}
+    assert scheduled(engine.step()) == {heavy.seq_id: 64}
     light = add(engine, LIGHT, 40)
-    assert scheduled(engine.step()) == {light.handle: 40, heavy.handle: 24}
-    assert scheduled(engine.step()) == {light.handle: 1, heavy.handle: 63}
+    assert scheduled(engine.step()) == {light.seq_id: 40, heavy.seq_id: 24}
+    assert scheduled(engine.step()) == {light.seq_id: 1, heavy.seq_id: 63}
     run_and_check(engine, heavy, light)
 
 
@@ -50,9 +50,9 @@ def test_a_prompt_of_several_steps_is_not_interrupted_by_the_one_that_gave_way()
     light = add(engine, LIGHT, 150)
     steps = [scheduled(engine.step()) for _ in range(3)]
     assert steps == [
-        {light.handle: 64},
-        {light.handle: 64},
-        {light.handle: 22, heavy.handle: 42},
+        {light.seq_id: 64},
+        {light.seq_id: 64},
+        {light.seq_id: 22, heavy.seq_id: 42},
     ]
     run_and_check(engine, heavy, light)
 
@@ -65,7 +65,7 @@ def test_who_decodes_keeps_its_token():
     engine.step()
     light = add(engine, LIGHT, 100)
     tokens = scheduled(engine.step())
-    assert tokens == {each.handle: 1 for each in writers} | {light.handle: 61}
+    assert tokens == {each.seq_id: 1 for each in writers} | {light.seq_id: 61}
     run_and_check(engine, heavy, light, *writers)
 
 
@@ -92,10 +92,10 @@ def test_who_makes_way_gets_its_token_again_when_the_prompt_can_spare_it():
     while not all(map(engine.tokens_of, writers)):
         engine.step()
     light = add(engine, LIGHT, 150, max_tokens=2)
-    assert scheduled(engine.step()) == {light.handle: 64}
-    assert scheduled(engine.step()) == {light.handle: 64}
-    all_of_them = {each.handle: 1 for each in writers}
-    assert scheduled(engine.step()) == all_of_them | {light.handle: 22}
+    assert scheduled(engine.step()) == {light.seq_id: 64}
+    assert scheduled(engine.step()) == {light.seq_id: 64}
+    all_of_them = {each.seq_id: 1 for each in writers}
+    assert scheduled(engine.step()) == all_of_them | {light.seq_id: 22}
     run_and_check(engine, light, *writers)
 
 
@@ -104,7 +104,7 @@ def test_nobody_makes_way_for_who_would_then_be_served_more():
     writers = [add(engine, HEAVY, 1, max_tokens=100) for _ in range(50)]
     engine.step()
     light = add(engine, LIGHT, 250, max_tokens=2)
-    assert scheduled(engine.step()) == {each.handle: 1 for each in writers} | {light.handle: 14}
+    assert scheduled(engine.step()) == {each.seq_id: 1 for each in writers} | {light.seq_id: 14}
     run_and_check(engine, light, *writers)
 
 
@@ -114,8 +114,8 @@ def test_prompts_of_the_same_tenant_keep_their_order():
     engine.step()
     second = add(engine, HEAVY, 20)
     light = add(engine, LIGHT, 30, max_tokens=1)
-    assert scheduled(engine.step()) == {light.handle: 30, first.handle: 34}
-    assert scheduled(engine.step()) == {first.handle: 64}
+    assert scheduled(engine.step()) == {light.seq_id: 30, first.seq_id: 34}
+    assert scheduled(engine.step()) == {first.seq_id: 64}
     assert second.status is RequestStatus.WAITING
     run_and_check(engine, first, second)
 
@@ -127,7 +127,7 @@ def test_nobody_gives_way_to_a_tenant_that_was_served_more():
     light = add(engine, LIGHT, 100)
     engine.step()
     heavy = add(engine, HEAVY, 30)
-    assert scheduled(engine.step()) == {light.handle: 36, heavy.handle: 28}
+    assert scheduled(engine.step()) == {light.seq_id: 36, heavy.seq_id: 28}
     run_and_check(engine, heavy, light)
 
 
@@ -138,8 +138,8 @@ def test_of_several_prompts_the_one_of_the_tenant_served_least_goes_first():
     other = add(engine, OTHER, 200)
     engine.step()
     light = add(engine, LIGHT, 60)
-    assert scheduled(engine.step()) == {light.handle: 30, other.handle: 30, heavy.handle: 4}
-    assert scheduled(engine.step()) == {light.handle: 30, other.handle: 30, heavy.handle: 4}
+    assert scheduled(engine.step()) == {light.seq_id: 30, other.seq_id: 30, heavy.seq_id: 4}
+    assert scheduled(engine.step()) == {light.seq_id: 30, other.seq_id: 30, heavy.seq_id: 4}
     run_and_check(engine, heavy, light, other)
 
 
@@ -150,8 +150,8 @@ def test_a_seat_is_claimed_from_the_youngest_of_the_tenant_served_most():
     engine.step()
     light = add(engine, LIGHT, 8)
     output = engine.step()
-    assert output.preempted_handles == [young.handle]
-    assert scheduled(output)[light.handle] == 8
+    assert output.preempted_seq_ids == [young.seq_id]
+    assert scheduled(output)[light.seq_id] == 8
     assert old.status is RequestStatus.RUNNING
     assert list(engine.scheduler.waiting) == [young]
     run_and_check(engine, old, young, light)
@@ -166,7 +166,7 @@ def test_a_seat_is_claimed_only_by_who_is_behind_by_more_than_its_own_tokens():
     while light.status is RequestStatus.WAITING:
         output = engine.step()
         num_steps += 1
-    assert output.preempted_handles == [heavy.handle]
+    assert output.preempted_seq_ids == [heavy.seq_id]
     assert heavy.num_output_tokens < 40
     assert num_steps == 6  # 20 input tokens and 2 for each of 6 steps are more than 30
     run_and_check(engine, heavy, light)
@@ -180,8 +180,8 @@ def test_blocks_are_claimed_one_victim_after_the_other():
     assert engine.kv_cache.num_free_blocks == 3
     light = add(engine, LIGHT, 48, max_tokens=4)
     output = engine.step()
-    assert output.preempted_handles == [heavy[2].handle, heavy[1].handle]
-    assert scheduled(output) == {heavy[0].handle: 1, light.handle: 48}
+    assert output.preempted_seq_ids == [heavy[2].seq_id, heavy[1].seq_id]
+    assert scheduled(output) == {heavy[0].seq_id: 1, light.seq_id: 48}
     run_and_check(engine, light, *heavy)
 
 
@@ -203,9 +203,9 @@ def test_no_room_is_claimed_in_a_step_that_admitted_somebody():
     engine.step()
     first, second = add(engine, LIGHT, 4), add(engine, LIGHT, 4)
     output = engine.step()
-    assert output.preempted_handles == []
+    assert output.preempted_seq_ids == []
     assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
-    assert len(engine.step().preempted_handles) == 1
+    assert len(engine.step().preempted_seq_ids) == 1
     assert second.status is RequestStatus.RUNNING
 
 
@@ -215,8 +215,8 @@ def test_urgency_goes_before_fairness():
     engine.step()
     light = add(engine, LIGHT, 8, priority=1)
     output = engine.step()
-    assert scheduled(output) == {urgent.handle: 64}
-    assert output.preempted_handles == []
+    assert scheduled(output) == {urgent.seq_id: 64}
+    assert output.preempted_seq_ids == []
     run_and_check(engine, urgent, light)
 
 
@@ -225,7 +225,7 @@ def test_an_urgent_request_does_not_wait_for_prompts_of_others():
     add(engine, LIGHT, 300, priority=1)
     engine.step()
     urgent = add(engine, HEAVY, 60, priority=0)
-    assert scheduled(engine.step())[urgent.handle] == 60
+    assert scheduled(engine.step())[urgent.seq_id] == 60
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -294,7 +294,7 @@ def test_who_gives_way_for_blocks_does_not_come_back_in_the_same_step():
         engine.step()
     light = add(engine, LIGHT, 8, max_tokens=4)
     output = engine.step()
-    assert output.preempted_handles == [heavy.handle]
-    assert scheduled(output) == {light.handle: 8}
+    assert output.preempted_seq_ids == [heavy.seq_id]
+    assert scheduled(output) == {light.seq_id: 8}
     assert heavy.status is RequestStatus.PREEMPTED
     run_and_check(engine, heavy, light)

@@ -56,7 +56,7 @@ def test_texts_keep_to_their_grammars_beside_those_that_have_none(engine):
     assert len(set(texts)) > 1
     assert all(set(json.loads(text)) == {"a", "b"} for text in texts)
     assert {engine.reason(1), *(engine.reason(2, each) for each in range(3))} == {FinishReason.STOP}
-    assert [each for each in engine.runner.steps if each.constrained_handles]
+    assert [each for each in engine.runner.steps if each.constrained_seq_ids]
     assert_nothing_is_left(engine)
 
 
@@ -66,7 +66,7 @@ def test_chunks_of_a_prompt_are_not_masked(tokenizer_folder):
     engine.run()
     engine.close()
     steps = [each for each in engine.runner.steps if each.total_num_scheduled_tokens]
-    assert [bool(each.constrained_handles) for each in steps[:5]] == [
+    assert [bool(each.constrained_seq_ids) for each in steps[:5]] == [
         False,
         False,
         False,
@@ -167,7 +167,7 @@ def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
     engine.ask(1, WORDS)
     engine.ask(2, WORDS)
     engine.step()
-    while not any(each.constrained_handles for each in engine.harness.in_flight):
+    while not any(each.constrained_seq_ids for each in engine.harness.in_flight):
         engine.send()
     result = engine.compute()
     wrong = [[BYTE + ord("#")], *result.sampled_token_ids[1:]]
@@ -207,7 +207,7 @@ def test_an_engine_without_grammars_refuses_them():
     assert refused(desk) == [(1, "invalid_request")]
     harness = EngineHarness()
     request = harness.add_one([1, 2], max_tokens=3)
-    assert harness.step().constrained_handles == []
+    assert harness.step().constrained_seq_ids == []
     harness.run()
     assert harness.tokens_of(request) == undisturbed([1, 2], 3)
     assert EOS not in harness.tokens_of(request)

@@ -211,7 +211,7 @@ def test_a_budget_is_exact(engine, budget, grammar):
 def test_no_mask_is_made_before_it_can_matter(engine):
     engine.ask(1, None, max_tokens=30, thinking=ruled(RULE, budget=7))
     engine.run()
-    constrained = [bool(each.constrained_handles) for each in engine.runner.steps]
+    constrained = [bool(each.constrained_seq_ids) for each in engine.runner.steps]
     assert constrained[:7] == [False] * 7
     assert constrained[7 : 7 + len(END)] == [True] * len(END)
 

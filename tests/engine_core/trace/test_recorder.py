@@ -26,7 +26,7 @@ def test_one_request_from_its_arrival_to_its_end() -> None:
     request = engine.harness.add_one([5] * 40, 3, arrival_time=1.25, tenant=9)
     engine.finish()
     (arrival,), (finish,) = engine.of(Arrival), engine.of(Finish)
-    assert (arrival.handle, arrival.tenant) == (request.handle, 9)
+    assert (arrival.seq_id, arrival.tenant) == (request.seq_id, 9)
     assert (arrival.time_us, arrival.arrived_us) == (1_500_000, 1_250_000)
     assert (arrival.num_prompt_tokens, arrival.max_tokens) == (40, 3)
     assert arrival.blocks.num_new == 2
@@ -35,12 +35,12 @@ def test_one_request_from_its_arrival_to_its_end() -> None:
     first = steps[0]
     assert (first.snapshot.waiting, first.snapshot.running) == (1, 0)
     assert (first.snapshot.token_budget, first.snapshot.seats) == (BUDGET, SEATS)
-    assert (first.decision.new, first.decision.new_tokens) == ([request.handle], [40])
+    assert (first.decision.new, first.decision.new_tokens) == ([request.seq_id], [40])
     assert (first.decision.num_tokens, first.decision.context_tokens) == (40, 40)
     second = steps[1]
-    assert (second.decision.running, second.decision.running_tokens) == ([request.handle], [])
+    assert (second.decision.running, second.decision.running_tokens) == ([request.seq_id], [])
     assert second.decision.context_tokens == 41
-    assert results[0].first == [request.handle]
+    assert results[0].first == [request.seq_id]
     assert results[1].first == []
     assert (finish.reason, finish.num_output_tokens) == ("length", 3)
 
@@ -81,8 +81,8 @@ def test_queues_by_status_preemptions_and_resumptions() -> None:
         engine.harness.add_one([seed] * 60, 60)
     engine.finish()
     steps = engine.of(Step)
-    preempted = [handle for each in steps for handle in each.decision.preempted]
-    resumed = [handle for each in steps for handle in each.decision.resumed]
+    preempted = [seq_id for each in steps for seq_id in each.decision.preempted]
+    resumed = [seq_id for each in steps for seq_id in each.decision.resumed]
     assert preempted
     assert sorted(preempted) == sorted(resumed)
     back = set()
@@ -90,8 +90,8 @@ def test_queues_by_status_preemptions_and_resumptions() -> None:
         assert each.snapshot.preempted == len(back)
         back |= set(each.decision.preempted)
         back -= set(each.decision.resumed)
-    by_handle = {each.handle: each.num_preemptions for each in engine.of(Finish)}
-    assert by_handle == {each: preempted.count(each) for each in by_handle}
+    by_seq_id = {each.seq_id: each.num_preemptions for each in engine.of(Finish)}
+    assert by_seq_id == {each: preempted.count(each) for each in by_seq_id}
 
 
 def test_who_waits_for_something_is_counted_by_what_for() -> None:
@@ -115,8 +115,8 @@ def test_every_end_is_told_once_with_its_reason() -> None:
     for seed in range(4):
         engine = TracedEngine()
         random_load(seed, engine)
-        arrivals = [each.handle for each in engine.of(Arrival)]
-        ends = [each.handle for each in engine.of(Finish)]
+        arrivals = [each.seq_id for each in engine.of(Arrival)]
+        ends = [each.seq_id for each in engine.of(Finish)]
         assert sorted(arrivals) == sorted(ends)
         assert (
             {"length"}

@@ -19,9 +19,9 @@ def truth(kv_cache, numbers):
     pool = kv_cache.pool
     users = {block: set() for block in range(pool.num_blocks)}
     for group in kv_cache.groups:
-        for handle, table in group.tables().items():
+        for seq_id, table in group.tables().items():
             for block in table:
-                users[block].add(numbers[handle])
+                users[block].add(numbers[seq_id])
     found = [(RESERVED, 0)]
     for block in range(1, pool.num_blocks):
         state = FREE if pool.hashes[block] is None else CACHED
@@ -60,15 +60,15 @@ class ShownLife(Life):
         self.owners.keep(held)
         numbers = self.owners.numbers
         assert len(set(numbers.values())) == len(numbers)
-        assert all(numbers[handle] == before[handle] for handle in numbers.keys() & before.keys())
+        assert all(numbers[seq_id] == before[seq_id] for seq_id in numbers.keys() & before.keys())
         runs = decoded(block_map(kv_cache, numbers))
         assert all(a[1:] != b[1:] for a, b in pairwise(runs))
         cells = spread(runs)
         assert cells == truth(kv_cache, numbers)
-        for handle, number in numbers.items():
-            tables = [table for group in kv_cache.groups for table in [group.table(handle)]]
-            assert held[handle] == sum(block != 0 for table in tables for block in table)
-            assert held[handle] >= sum(owner == number for _, owner in cells)
+        for seq_id, number in numbers.items():
+            tables = [table for group in kv_cache.groups for table in [group.table(seq_id)]]
+            assert held[seq_id] == sum(block != 0 for table in tables for block in table)
+            assert held[seq_id] >= sum(owner == number for _, owner in cells)
         self.states |= {state for state, _ in cells}
 
 
@@ -108,10 +108,10 @@ def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypa
     for number, length in enumerate((40, 90, 40), 1):
         request = requests.make([number] * length)
         assert requests.schedule(request) is not None
-        numbers[request.handle] = number
+        numbers[request.seq_id] = number
         last = request
     manager.free(last)
-    del numbers[last.handle]
+    del numbers[last.seq_id]
     states, owners = block_states(manager, numbers)
     cells = spread(decoded(block_map(manager, numbers)))
     assert len(cells) == 6
@@ -131,11 +131,11 @@ def test_the_null_block_is_nobodys_though_windows_have_it_in_their_tables():
     manager.free(request)
     again = requests.make([1] * 300)
     assert requests.schedule(again) is not None
-    assert 0 in manager.block_ids(again.handle)[1]
-    numbers = {again.handle: 1}
+    assert 0 in manager.block_ids(again.seq_id)[1]
+    numbers = {again.seq_id: 1}
     cells = spread(decoded(block_map(manager, numbers)))
     assert cells == truth(manager, numbers)
-    assert blocks_held(manager)[again.handle] == sum(owner == 1 for _, owner in cells)
+    assert blocks_held(manager)[again.seq_id] == sum(owner == 1 for _, owner in cells)
 
 
 def test_a_block_that_is_only_held_for_a_copy_is_nobodys():
@@ -143,7 +143,7 @@ def test_a_block_that_is_only_held_for_a_copy_is_nobodys():
     requests = Requests(manager)
     request = requests.make([1] * 40)
     assert requests.schedule(request) is not None
-    table = manager.block_ids(request.handle)[0]
+    table = manager.block_ids(request.seq_id)[0]
     manager.transfer_refs.hold(table)
     manager.free(request)
     cells = spread(decoded(block_map(manager, {})))

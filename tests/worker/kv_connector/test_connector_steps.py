@@ -57,8 +57,8 @@ class Recorder(NoConnector):
     def wait_for_save(self):
         self.log.append("wait_for_save")
 
-    def get_finished(self, finished_handles):
-        self.log.append(("get_finished", list(finished_handles)))
+    def get_finished(self, finished_seq_ids):
+        self.log.append(("get_finished", list(finished_seq_ids)))
         finished, self.finished = self.finished, Finished([], [])
         return finished
 
@@ -81,8 +81,8 @@ def step(metadata: bytes = b"", finished: tuple[int, ...] = ()) -> SchedulerOutp
         new_requests=[],
         cached_requests=CachedRequestData(),
         total_num_scheduled_tokens=0,
-        finished_handles=list(finished),
-        preempted_handles=[],
+        finished_seq_ids=list(finished),
+        preempted_seq_ids=[],
         connector_metadata=metadata,
     )
 

@@ -52,7 +52,7 @@ def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> N
 
 
 def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[int]]:
-    """(loaded handles, invalid blocks, finished jobs) of the next report."""
+    """(loaded seq_ids, invalid blocks, finished jobs) of the next report."""
     poll = select.poll()
     poll.register(worker.fileno(), select.POLLIN)
     assert poll.poll(20_000), "no copy was over in time"
@@ -81,7 +81,7 @@ def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
     step(worker)
     assert await_report(worker) == ([], [], [1])
     rows(cache)[[3, 7]] = 0
-    step(worker, OffloadMetadata(loads=[load(2, [4, 8], [5, 2])], load_handles=[77]))
+    step(worker, OffloadMetadata(loads=[load(2, [4, 8], [5, 2])], load_seq_ids=[77]))
     assert await_report(worker) == ([77], [], [2])
     assert torch.equal(rows(cache)[[4, 8]], before)
     worker.close()
@@ -94,7 +94,7 @@ def test_save_is_put_off_to_the_step_that_follows() -> None:
     step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
     assert begun == []
     metadata = OffloadMetadata(
-        loads=[load(2, [4], [1])], stores=[store(3, [5], [2])], load_handles=[7]
+        loads=[load(2, [4], [1])], stores=[store(3, [5], [2])], load_seq_ids=[7]
     )
     step(worker, metadata)
     assert begun == [1, 2]
@@ -128,7 +128,7 @@ def test_get_finished_says_nothing_twice() -> None:
 
 def test_a_load_that_failed_names_its_blocks() -> None:
     worker = make(make_cache())
-    step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_handles=[77]))
+    step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_seq_ids=[77]))
     assert await_report(worker) == ([77], [4, 8], [1])
     assert worker.take_invalid_blocks() == []
     worker.close()
@@ -147,7 +147,7 @@ def test_an_offloaded_block_of_several_device_blocks() -> None:
     step(worker)
     await_report(worker)
     job = TransferJob(2, "CPU", True, [DeviceBlocks(0, [5, 6], skip=1)], [[1, 0]])
-    step(worker, OffloadMetadata(loads=[job], load_handles=[7]))
+    step(worker, OffloadMetadata(loads=[job], load_seq_ids=[7]))
     await_report(worker)
     assert torch.equal(rows(cache)[[5, 6]], before[1:3])
     worker.close()

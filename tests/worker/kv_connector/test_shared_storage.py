@@ -153,11 +153,11 @@ def test_the_engine_knows_what_was_there_before_it(tmp_path: Path) -> None:
 def test_null_blocks_are_not_stored(tmp_path: Path) -> None:
     request = Setup(make_manager(10, 4)).requests.make("aaaa bbbb cccc")
     table = [5, NULL_BLOCK, 7]
-    context = replace(engine_context(), block_ids=lambda handle: [table])
+    context = replace(engine_context(), block_ids=lambda seq_id: [table])
     connector = SharedStorageScheduler(config(tmp_path), context)
     connector.update_state_after_alloc(request, [table], 0)
     cached = SimpleNamespace(
-        handles=[request.handle], num_computed_tokens=[0], num_scheduled_tokens=[12]
+        seq_ids=[request.seq_id], num_computed_tokens=[0], num_scheduled_tokens=[12]
     )
     output = SimpleNamespace(new_requests=[], cached_requests=cached)
     step = unpack(connector.build_connector_meta(output), SharedStorageStep)

@@ -71,7 +71,7 @@ class Together:
 
     def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
         # masks are made of the tokens before, once
-        found = masks.masks_of(step) if step.constrained_handles else None
+        found = masks.masks_of(step) if step.constrained_seq_ids else None
 
         class Made:
             def masks_of(self, step: SchedulerOutput) -> Any:

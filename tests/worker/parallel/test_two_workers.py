@@ -126,7 +126,7 @@ def heard(link: Link) -> Any:
 def first_step(epoch: int) -> SchedulerOutput:
     """The whole prompt of a request."""
     request = NewRequestData(
-        handle=1,
+        seq_id=1,
         prompt_token_ids=[3, 14, 15, 92],
         output_token_ids=[],
         sampling_params=SamplingParams(max_tokens=4, temperature=0.0),
@@ -142,8 +142,8 @@ def first_step(epoch: int) -> SchedulerOutput:
         new_requests=[request],
         cached_requests=CachedRequestData(),
         total_num_scheduled_tokens=4,
-        finished_handles=[],
-        preempted_handles=[],
+        finished_seq_ids=[],
+        preempted_seq_ids=[],
     )
 
 

@@ -86,14 +86,14 @@ class HostAccelerator:
         raise AssertionError("nothing is waited for")
 
 
-def new_request(handle: int, rng: random.Random, **params: Any) -> NewRequestData:
+def new_request(seq_id: int, rng: random.Random, **params: Any) -> NewRequestData:
     outputs = rng.choices(range(6), k=rng.randint(0, 20))
     return NewRequestData(
-        handle=handle,
+        seq_id=seq_id,
         prompt_token_ids=rng.choices(range(97), k=rng.randint(1, 30)),
         output_token_ids=outputs,
         sampling_params=SamplingParams(max_tokens=60, **params),
-        seed=handle,
+        seed=seq_id,
         choice=0,
         block_ids=[[1]],
         num_computed_tokens=0,
@@ -108,8 +108,8 @@ def step_of(new: list[NewRequestData], finished: Sequence[int] = ()) -> Schedule
         new_requests=new,
         cached_requests=CachedRequestData(),
         total_num_scheduled_tokens=len(new),
-        finished_handles=list(finished),
-        preempted_handles=[],
+        finished_seq_ids=list(finished),
+        preempted_seq_ids=[],
     )
 
 
@@ -124,9 +124,9 @@ def some_params(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def some_masks(rng: random.Random, handles: list[int], vocab_size: int) -> GrammarOutput:
+def some_masks(rng: random.Random, seq_ids: list[int], vocab_size: int) -> GrammarOutput:
     """Of some of them; each leaves tokens that nothing else forbids, as engines take care of."""
-    some = [handle for handle in handles if rng.random() < 0.4]
+    some = [seq_id for seq_id in seq_ids if rng.random() < 0.4]
     draw = np.random.default_rng(rng.randrange(1 << 30))
     bits = draw.random((len(some), -(-vocab_size // 32) * 32)) < 0.5
     return GrammarOutput(1, 1, some, np.packbits(bits, bitorder="little").tobytes())
@@ -160,17 +160,17 @@ def changed(
 def test_random_edits_are_those_of_the_host(vocab_size: int, edits: TritonEdits) -> None:
     rng = random.Random(vocab_size)
     rows = InputBatch(NUM_ROWS, 64, 16)
-    handles = list(range(50, 50 + NUM_ROWS))
-    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in handles]))
-    masks = some_masks(rng, handles, vocab_size)
-    wishes = batch_logit_edits(rows, at, handles, masks, vocab_size)
+    seq_ids = list(range(50, 50 + NUM_ROWS))
+    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in seq_ids]))
+    masks = some_masks(rng, seq_ids, vocab_size)
+    wishes = batch_logit_edits(rows, at, seq_ids, masks, vocab_size)
     scores = scores_of(vocab_size, vocab_size)
     found = changed(scores, wishes, edits, torch.zeros(NUM_ROWS, dtype=torch.int64))
     expected = scores.clone()
     short = rows.num_tokens[at] - rows.num_prompt_tokens[at] < rows.min_output[at]
     expected[np.ix_(short, [3, 5])] = float("-inf")  # type: ignore[index]
     edit_logits(expected, [(i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits])
-    rule_out(expected, row_masks(masks, handles))
+    rule_out(expected, row_masks(masks, seq_ids))
     assert torch.equal(found, expected)
     assert not torch.equal(found, scores)
     assert torch.equal(scores, scores_of(vocab_size, vocab_size))
@@ -182,7 +182,7 @@ class Twins:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.there, self.here = InputBatch(NUM_ROWS, 64, 16), InputBatch(NUM_ROWS, 64, 16)
-        self.handles: list[int] = []
+        self.seq_ids: list[int] = []
         self.at = np.empty(0, dtype=np.int64)
         self._pending: tuple[Any, ...] | None = None
 
@@ -190,23 +190,23 @@ class Twins:
         """New requests come, others end."""
         at = self.there.apply(step)
         assert at.tolist() == self.here.apply(step).tolist()
-        stay = [handle not in step.finished_handles for handle in self.handles]
+        stay = [seq_id not in step.finished_seq_ids for seq_id in self.seq_ids]
         self.at = np.concatenate((self.at[stay], at))
-        self.handles = [each for each, stays in zip(self.handles, stay, strict=True) if stays] + [
-            each.handle for each in step.new_requests
+        self.seq_ids = [each for each, stays in zip(self.seq_ids, stay, strict=True) if stays] + [
+            each.seq_id for each in step.new_requests
         ]
 
     def sample_there(
         self, sampler: DeviceSampler, scores: torch.Tensor, masks: GrammarOutput
     ) -> tuple[torch.Tensor, list[Any]]:
         """The tokens, and log-probabilities as the host packs them."""
-        wanted = logprob_requests(self.there, self.at, self.handles)
-        token_ids, logprobs = sampler.sample(scores, self.at, self.handles, masks, wanted)
+        wanted = logprob_requests(self.there, self.at, self.seq_ids)
+        token_ids, logprobs = sampler.sample(scores, self.at, self.seq_ids, masks, wanted)
         if self._pending is not None:
             self.there.fill_in(*self._pending)
         found = on_host(token_ids).numpy()
         places = self.there.append_pending(self.at)
-        self._pending = (list(self.handles), self.at, places, found)
+        self._pending = (list(self.seq_ids), self.at, places, found)
         arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
         if not wanted:
             return token_ids, []
@@ -221,7 +221,7 @@ class Twins:
             rows.num_logprobs[at],
             suppressed=tuple((int(i), np.array([3, 5])) for i in late),
             edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
-            masks=row_masks(masks, self.handles),
+            masks=row_masks(masks, self.seq_ids),
         )
         result = Sampler(TorchBackend()).sample(scores.clone(), asked)
         rows.append_sampled(at, result.token_ids)
@@ -243,21 +243,21 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
         twins = Twins(vocab_size)
         last = accelerator.zeros(NUM_ROWS, torch.int64)
         sampler = DeviceSampler(accelerator, twins.there, last, vocab_size, draw_by_torch, edits)
-        handle = 0
+        seq_id = 0
         for step in range(24):
-            gone = [each for each in twins.handles if rng.random() < 0.08]
-            count = NUM_ROWS - len(twins.handles) + len(gone)
+            gone = [each for each in twins.seq_ids if rng.random() < 0.08]
+            count = NUM_ROWS - len(twins.seq_ids) + len(gone)
             new = [
-                new_request(handle + i, rng, **some_params(rng))
+                new_request(seq_id + i, rng, **some_params(rng))
                 for i in range(rng.randint(0, count))
             ]
-            handle += len(new)
+            seq_id += len(new)
             twins.apply(step_of(new, gone))
-            if not twins.handles:
+            if not twins.seq_ids:
                 continue
-            scores = scores_of(step, vocab_size)[: len(twins.handles)]
+            scores = scores_of(step, vocab_size)[: len(twins.seq_ids)]
             scores[:, :6] += 5.0  # what bad words are made of
-            masks = some_masks(rng, twins.handles, vocab_size)
+            masks = some_masks(rng, twins.seq_ids, vocab_size)
             there = accelerator.zeros(scores.numel(), torch.float32).view(scores.shape)
             on_host(there).copy_(scores)
             token_ids, logprobs = twins.sample_there(sampler, there, masks)
@@ -272,7 +272,7 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
             on_host(rows).copy_(torch.from_numpy(twins.at))
             last.index_copy_(0, rows, token_ids)
         assert sampler._counts.counts.shape == (NUM_ROWS, vocab_size)
-        assert handle > NUM_ROWS
+        assert seq_id > NUM_ROWS
 
 
 def test_named_tokens_are_in_place_of_the_best_ones() -> None:

@@ -26,9 +26,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("vocab_size", [97, 1031, 128_256])
 def test_random_edits_are_those_of_the_host(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
-    rows, handles = InputBatch(NUM_ROWS, 64, 16), list(range(50, 50 + NUM_ROWS))
-    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in handles]))
-    wishes = batch_logit_edits(rows, at, handles, some_masks(rng, handles, vocab_size), vocab_size)
+    rows, seq_ids = InputBatch(NUM_ROWS, 64, 16), list(range(50, 50 + NUM_ROWS))
+    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in seq_ids]))
+    wishes = batch_logit_edits(rows, at, seq_ids, some_masks(rng, seq_ids, vocab_size), vocab_size)
     scores = 3 * torch.randn(NUM_ROWS, vocab_size)
     counts = torch.randint(0, 4, (NUM_ROWS, vocab_size), dtype=torch.int32)
     slots = np.arange(len(wishes.at)) - 2

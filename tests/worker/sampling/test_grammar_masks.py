@@ -16,7 +16,7 @@ VOCAB = 403  # not a multiple of 32
 
 
 def packed(allowed: dict[int, list[int]], vocab_size: int = VOCAB) -> GrammarOutput:
-    """Masks by handle, packed the obvious way."""
+    """Masks by seq_id, packed the obvious way."""
     words = []
     for tokens in allowed.values():
         row = [0] * -(-vocab_size // 32)
@@ -31,13 +31,13 @@ def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(voc
     draw = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(draw.standard_normal((5, vocab_size)).astype(np.float32))
     allowed = {
-        handle: sorted(set(draw.integers(0, vocab_size, 40).tolist())) for handle in (70, 90)
+        seq_id: sorted(set(draw.integers(0, vocab_size, 40).tolist())) for seq_id in (70, 90)
     }
     masked = logits.clone()
     rule_out(masked, row_masks(packed(allowed, vocab_size), [50, 90, 60, 70, 80]))
-    for row, handle in ((1, 90), (3, 70)):
-        rest = sorted(set(range(vocab_size)) - set(allowed[handle]))
-        assert torch.equal(masked[row, allowed[handle]], logits[row, allowed[handle]])
+    for row, seq_id in ((1, 90), (3, 70)):
+        rest = sorted(set(range(vocab_size)) - set(allowed[seq_id]))
+        assert torch.equal(masked[row, allowed[seq_id]], logits[row, allowed[seq_id]])
         assert (masked[row, rest] == -torch.inf).all()
     assert torch.equal(masked[[0, 2, 4]], logits[[0, 2, 4]])
 
@@ -62,18 +62,18 @@ def test_constrained_rows_beside_others(variant):
         num_logprobs=[-1, 0] * 32,
     )
     draw = np.random.default_rng(0)
-    handles = list(range(100, 164))
+    seq_ids = list(range(100, 164))
     allowed = {100 + row: sorted(draw.integers(0, VOCAB, 5).tolist()) for row in range(0, 64, 3)}
-    masks = row_masks(packed({each: sorted(set(ids)) for each, ids in allowed.items()}), handles)
+    masks = row_masks(packed({each: sorted(set(ids)) for each, ids in allowed.items()}), seq_ids)
     sampler = Sampler(backend_of(variant))
     free = sampler.sample(logits.clone(), rows)
     bound = sampler.sample(logits.clone(), dataclasses.replace(rows, masks=masks))
-    for row, handle in enumerate(handles):
+    for row, seq_id in enumerate(seq_ids):
         token = int(bound.token_ids[row])
-        if handle in allowed:
-            assert token in allowed[handle]
+        if seq_id in allowed:
+            assert token in allowed[seq_id]
             if rows.params["temperature"][row] == 0.0:
-                assert token == max(allowed[handle], key=lambda each: float(logits[row, each]))
+                assert token == max(allowed[seq_id], key=lambda each: float(logits[row, each]))
         else:
             assert token == free.token_ids[row]
         if rows.num_logprobs[row] >= 0:

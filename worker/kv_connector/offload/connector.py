@@ -69,8 +69,8 @@ class OffloadingWorker:
     def start_load_kv(self) -> None:
         self._begin_put_off()
         metadata = self._metadata
-        for job, handle in zip(metadata.loads, metadata.load_handles, strict=True):
-            self._waiting[job.job_id] = handle
+        for job, seq_id in zip(metadata.loads, metadata.load_seq_ids, strict=True):
+            self._waiting[job.job_id] = seq_id
             self._transfers.transfer_async(job)
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -84,11 +84,11 @@ class OffloadingWorker:
         self._put_off += self._metadata.stores
         self._metadata = _NOTHING
 
-    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
         """Requests that are over keep no blocks waiting: the deciding half holds those."""
         self._event_fd.clear()
         loaded = [self._take_in(result) for result in self._transfers.get_finished()]
-        return Finished([], [handle for handles in loaded for handle in handles])
+        return Finished([], [seq_id for seq_ids in loaded for seq_id in seq_ids])
 
     def take_invalid_blocks(self) -> list[int]:
         taken, self._invalid_blocks = self._invalid_blocks, []
@@ -117,5 +117,5 @@ class OffloadingWorker:
             )
         )
         self._invalid_blocks += result.failed_blocks
-        handle = self._waiting.pop(result.job_id, None)
-        return [] if handle is None else [handle]
+        seq_id = self._waiting.pop(result.job_id, None)
+        return [] if seq_id is None else [seq_id]

@@ -107,7 +107,7 @@ def test_who_comes_back_into_the_line_is_there_once(queue_class):
         queue.unpark(first)
         queue.remove(second)
         queue.restore(second)
-    assert sorted(each.handle for each in popped(queue)) == [first.handle, second.handle]
+    assert sorted(each.seq_id for each in popped(queue)) == [first.seq_id, second.seq_id]
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
