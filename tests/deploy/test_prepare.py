@@ -66,9 +66,7 @@ def test_a_gguf_file(
     tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prepared here: the import of transformers is shared with other tests of this process."""
-    monkeypatch.setattr(
-        store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent)
-    )
+    monkeypatch.setattr(store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent))
     path = tmp_path / "tiny.gguf"
     weights = write_gguf(
         path, extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}

@@ -40,7 +40,8 @@ def test_who_is_killed_is_started_again_alone(
     pid = before[role].pid
     os.kill(pid, number)
     daemon.wait_for(f"{TITLES[role]}: is back after", *HEARD[role])
-    assert f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is restarted" in daemon.text
+    line = f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is restarted"
+    assert line in daemon.text
     after = daemon.children()
     assert after[role].pid != pid
     assert others_than(role, after) == others_than(role, before)
