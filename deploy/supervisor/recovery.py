@@ -1,4 +1,4 @@
-"""Plans restarts: which processes are started in slot of dead ones, and when.
+"""Plans restarts: which processes are started in place of dead ones, and when.
 
 An outage lasts from the death of a process until its successor is ready. All workers of a model are
 restarted together, an engine or an API server alone. A process that violates the protocol is killed
