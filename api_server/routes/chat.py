@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and the chat turn that /v1/responses and /v1/messages share.
+
+`create_chat_completion` is the handler; `build_chat_turn` goes from messages to engine requests.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,25 +28,22 @@ from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader
 from proto.errors import InvalidRequestError
 
-# A turn of a chat, whatever API it came by: from messages to a generation.
+RESERVED_CONTEXT_SHARE: Final = 4
+"""A truncated prompt leaves 1/4 of the context to an answer without max_tokens."""
 
-
-ANSWERS_SHARE: Final = 4
-"""A truncated prompt leaves one such part of the context to an answer without a limit."""
-
-_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+_TEMPLATE_ERRORS: Final = ("chat template:", "the chat template cannot")
 
 
 def is_template_error(error: InvalidRequestError) -> bool:
-    """Whether the chat template refuses the conversation, and may take it in another form."""
-    return error.message.startswith(_TEMPLATE)
+    """Return whether the chat template refused the conversation; it may accept another form."""
+    return error.message.startswith(_TEMPLATE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One answer to a chat: its token stream, and how its text is parsed.
+    """The token stream of one answer to a chat, and how its text is parsed.
 
-    prompt_text: None if it is not shown. make_parser: returns the parser of one choice.
+    prompt_text: None if the response does not show it. make_parser: returns a choice's parser.
     """
 
     builder: RequestBuilder
@@ -61,25 +61,25 @@ async def build_chat_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
-    at_most: int | None = None,
-    leaves_room: bool = False,
+    default_max_tokens: int | None = None,
+    reserves_context: bool = False,
 ) -> ChatTurn:
     """Build the engine request of a chat and its token stream; `TokenStream.submit` sends it.
 
-    id_prefix: of the answer's id. at_most: default of the output tokens, limited by the context.
-    leaves_room: a truncated prompt leaves a share of the context to an answer without a limit.
-    Raises InvalidRequestError.
+    id_prefix: of the response's id. default_max_tokens: limited by the context.
+    reserves_context: a truncated prompt leaves a share of the context to an answer without
+    max_tokens. Raises InvalidRequestError.
     """
     calling = app_state.tool_caller.calling(body, body.grammar_source)
     builder = RequestBuilder(app_state, body, id_prefix, tenant, key_name, ignored, calling)
     reader = app_state.prompt_reader("messages")
     wanted = body.wanted_max_tokens
-    if wanted is None and leaves_room:
-        share = app_state.client.engine.max_model_len // ANSWERS_SHARE
-        wanted = share if at_most is None else min(at_most, share)
+    if wanted is None and reserves_context:
+        share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
+        wanted = share if default_max_tokens is None else min(default_max_tokens, share)
     reader = reader.with_truncation(builder.truncation(wanted))
     style = app_state.reasoning_style
-    conversation, text = await _rendered(app_state, body, reader, ignored)
+    conversation, text = await _render_prompt(app_state, body, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     thoughts = await thoughts_of(
         style,
@@ -97,7 +97,7 @@ async def build_chat_turn(
 
     options = EndpointOptions(
         max_tokens=body.wanted_max_tokens,
-        default_max_tokens=at_most,
+        default_max_tokens=default_max_tokens,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
@@ -108,14 +108,14 @@ async def build_chat_turn(
     requests = builder.build_requests(prompts, options)
     stream = builder.build_stream(requests, [0], make_parser, thoughts)
     shape = builder.shape(body.num_logprobs)
-    answered = _counting(app_state, calling, make_parser)
-    return ChatTurn(builder, stream, shape, prompt_text, answered)
+    counting = _counting_parser(app_state, calling, make_parser)
+    return ChatTurn(builder, stream, shape, prompt_text, counting)
 
 
-def _counting(
+def _counting_parser(
     app_state: AppState, calling: Calling, make_parser: Callable[[], PartsParser]
 ) -> Callable[[], PartsParser]:
-    """Return the parser of an answer; it counts parsed tool calls if the request has tools."""
+    """Return `make_parser`, whose parsers also count tool calls if the request has tools."""
     if calling.format is None:
         return make_parser
     return lambda: CountedParser(make_parser(), app_state.metrics.count_tool_parse)
@@ -124,22 +124,22 @@ def _counting(
 async def count_tokens(
     app_state: AppState, body: ChatCompletionRequest, ignored: IgnoredFields
 ) -> int:
-    """Return the length of the prompt of a chat, which may exceed the context.
+    """Return the number of prompt tokens of a chat, which may exceed the context.
 
     Raises InvalidRequestError.
     """
     app_state.check_model(body.model)
     reader = app_state.prompt_reader("messages")
-    _, text = await _rendered(app_state, body, reader, ignored)
+    _, text = await _render_prompt(app_state, body, reader, ignored)
     reader.check_text(text)
     (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
     return len(ids)
 
 
-async def _rendered(
+async def _render_prompt(
     app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
-    """Return the conversation and the text of the prompt. reader: limits the template's input."""
+    """Return the conversation and the prompt text. reader: limits the template's input."""
     template = app_state.chat_template
     variables = switches(body.reasoning_effort, template.facts, app_state.reasoning_style)
     tools = app_state.tool_caller.shown(body)

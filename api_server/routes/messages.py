@@ -1,5 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API of chat, on the same turn as
-/v1/chat/completions.
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API.
+
+A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,7 +30,7 @@ from proto.errors import InvalidRequestError
 
 router = APIRouter()
 ID_PREFIX: Final = "msg_"
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 @router.post("/v1/messages")
@@ -48,8 +49,8 @@ async def create_message(request: Request) -> Response:
             tenant=tenant,
             key_name=key_name,
             ignored=ignored,
-            at_most=body.max_tokens,
-            leaves_room=True,
+            default_max_tokens=body.max_tokens,
+            reserves_context=True,
         )
 
     turn = await _with_folded_fallback(translation, build)
@@ -72,7 +73,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
-    """How many tokens the same request to /v1/messages would read; without using the engine."""
+    """Return the number of prompt tokens of the same request to /v1/messages."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
     body, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
@@ -102,9 +103,12 @@ def _translation(
 
 
 async def _with_folded_fallback(
-    translation: ChatTranslation, make: Callable[[ChatCompletionRequest], Awaitable[_Made]]
-) -> _Made:
-    """What is made of the conversation, folded where the template refuses it as it is."""
+    translation: ChatTranslation, make: Callable[[ChatCompletionRequest], Awaitable[_Result]]
+) -> _Result:
+    """Return `make` of the chat request; if the template refuses it, of the folded request.
+
+    A folded conversation has no system message and alternating roles.
+    """
     plain = translation.request()
     try:
         return await make(plain)

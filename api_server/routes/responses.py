@@ -1,6 +1,7 @@
-"""POST /v1/responses: OpenAI's newer API of chat, on the same turn as /v1/chat/completions.
+"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API.
 
-A response may run in the background, be cancelled, and be stored if `store` asks for it.
+A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
+may run in the background, be cancelled, and be stored (field `store`).
 """
 
 import asyncio
@@ -55,7 +56,7 @@ async def create_response(request: Request) -> Response:
             tenant=owner[0],
             key_name=owner[1],
             ignored=ignored,
-            leaves_room=True,
+            reserves_context=True,
         )
 
     plain = chat(is_folded=False)
@@ -63,10 +64,10 @@ async def create_response(request: Request) -> Response:
         try:
             turn = await build(plain)
         except InvalidRequestError as error:
-            another = chat(is_folded=True) if is_template_error(error) else plain
-            if another == plain:
+            folded = chat(is_folded=True) if is_template_error(error) else plain
+            if folded == plain:
                 raise
-            turn = await build(another)
+            turn = await build(folded)
     except InvalidRequestError as error:
         raise in_client_names(error, tools) from None
     running = RunningResponse(app_state, owner, body, turn, tools, items)
@@ -81,9 +82,9 @@ async def create_response(request: Request) -> Response:
 
 
 class RunningResponse:
-    """One response from its beginning to its end.
+    """A response that is being generated; a context manager that lists it as running.
 
-    items: the conversation so far. A context manager that lists it as running.
+    items: the conversation before it.
     """
 
     def __init__(
@@ -151,9 +152,9 @@ class RunningResponse:
 
 
 def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
-    """The items that the answer is to follow; raises InvalidRequestError.
+    """Return the items of the conversation before the response; raises InvalidRequestError.
 
-    What cannot be stored is refused before it is generated.
+    A response that could not be stored is refused before it is generated.
     """
     items: list[Item] = []
     if body.previous_response_id is not None:
@@ -161,7 +162,7 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
         if found is None:
             raise InvalidRequestError(
                 "previous_response_id: there is no such response; only those with store are kept, "
-                "in the memory of the daemon and for a while",
+                "in memory and for a limited time",
                 "previous_response_id",
             )
         items += found.items
@@ -179,25 +180,22 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
 
 
 def _check_store(app_state: AppState, items: list[Item]) -> None:
-    """Raise InvalidRequestError for what cannot be kept."""
-    most = app_state.responses.max_entry_bytes
-    if not most:
+    """Raise InvalidRequestError for a conversation that cannot be stored."""
+    max_bytes = app_state.responses.max_entry_bytes
+    if not max_bytes:
         raise InvalidRequestError(
-            "store: nothing is kept here (--max-stored-responses-mib is 0)", "store"
+            "store: storing is disabled (--max-stored-responses-mib is 0)", "store"
         )
     if app_state.config.api_server_count > 1:
         raise InvalidRequestError(
-            "store: a response is kept by the API server that made it, and "
-            "--api-server-count lets others be asked for it",
+            "store: needs --api-server-count 1, because only the API server that generated a "
+            "response keeps it",
             "store",
         )
-    if num_bytes(items) > most // 2:
+    if num_bytes(items) > max_bytes // 2:
         raise InvalidRequestError(
-            f"store: conversations of up to {most // 2} bytes are kept", "store"
+            f"store: the conversation is larger than {max_bytes // 2} bytes", "store"
         )
-
-
-# Responses by their id: looking at one, ending it, forgetting it.
 
 
 stored_router = APIRouter()
@@ -206,7 +204,7 @@ stored_router = APIRouter()
 @stored_router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
-        raise InvalidRequestError("stream: a response that is kept is told as a whole", "stream")
+        raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
     responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.under_way(owner, response_id)
     if running is not None and running.stored:
