@@ -106,7 +106,7 @@ class EngineIO:
         else:
             compiled = False
         if self._connector.fileno() in ready:
-            self._connector.attend()
+            self._connector.process_notifications()
         if received or overdue or compiled:
             self._report_pause()  # before a reply tells a client that the engine is paused
             self._output_dispatcher.flush()

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from engine_core.executor.local import ReportJoiner
-from engine_core.kv_connector.base import SchedulerContext
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerContext
 from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
-from engine_core.kv_connector.nothing import NO_CONNECTOR
 from proto.errors import ConfigError
 from proto.kv_connector import KVConnectorOutput
 from proto.kv_transfer_config import NO_TRANSFER, KVTransferConfig
