@@ -58,7 +58,7 @@ class KVEventPublisher:
 
         external_events: of other media than the KV pool.
         """
-        events = [*self.observer.take(), *external_events]
+        events = [*self.observer.pop_events(), *external_events]
         if events:
             batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
             self._socket.send(encode(batch), zmq.NOBLOCK)

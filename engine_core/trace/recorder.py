@@ -108,7 +108,7 @@ class TraceRecorder:
         kv_cache, queue = self._kv_cache, self._queue
         if self._queue_has_changed:
             self._count_waiting()
-        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_alone
+        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_reclaimable
         num_cached, num_held = self.block_counter.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready

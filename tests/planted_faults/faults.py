@@ -96,7 +96,7 @@ KV_CACHE = (
     ),
     Fault(
         "fork_of_a_fork_copies_an_empty_block",
-        "engine_core/kv_cache/fork.py",
+        "engine_core/kv_cache/coordinator.py",
         "self._source_of[blocks[0]] = self._source_of.get(tail, tail)",
         "self._source_of[blocks[0]] = tail",
         "A choice or beam that forks from a new fork reads KV that was never written.",
@@ -105,8 +105,8 @@ KV_CACHE = (
     Fault(
         "window_released_one_token_early",
         "engine_core/kv_cache/groups.py",
-        "start, end = sequence.num_passed, (num_computed - self._window + 1) // self.block_size",
-        "start, end = sequence.num_passed, (num_computed - self._window + 2) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 1) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 2) // self.block_size",
         "Models with a sliding window lose a block that the next token still reads.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
@@ -129,16 +129,17 @@ KV_CACHE = (
     Fault(
         "window_hit_lacks_a_block",
         "engine_core/kv_cache/groups.py",
-        "        wanted = self._num_seen_blocks\n",
-        "        wanted = max(1, self._num_seen_blocks - 1)\n",
+        "        num_needed = self._num_seen_blocks\n",
+        "        num_needed = max(1, self._num_seen_blocks - 1)\n",
         "Models with a sliding window start from a prefix that is not all there.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
     Fault(
         "pending_copy_not_cancelled",
         "engine_core/kv_cache/manager.py",
-        "        if self._copies.pending:\n"
-        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))\n",
+        "        if self._pending_copies:\n"
+        "            self._pending_copies.cancel("
+        "chain.from_iterable(self.block_ids(request.seq_id)))\n",
         "",
         "The copy for a fork that has ended overwrites the KV of another request.",
         ("tests/engine_core/kv_cache/test_fork.py",),
@@ -620,8 +621,8 @@ DEPLOY = (
     Fault(
         "restart_not_counted",
         "deploy/supervisor/recovery.py",
-        "        self._spent += 1\n",
-        "        self._spent += 0\n",
+        "        self._num_restarts += 1\n",
+        "        self._num_restarts += 0\n",
         "A daemon whose worker dies at each start restarts it for ever instead of ending.",
         ("tests/deploy/test_recovery.py", "tests/deploy/test_parts.py"),
     ),
@@ -629,8 +630,8 @@ DEPLOY = (
         "heartbeat_of_dead_workers_renews_the_budget",
         "deploy/supervisor/recovery.py",
         "            if message.worker_epoch == self._epochs.worker_epoch:\n"
-        "                self._budget.renew()\n",
-        "            self._budget.renew()\n",
+        "                self._budget.reset()\n",
+        "            self._budget.reset()\n",
         "A daemon whose new workers die at once restarts them for ever.",
         ("tests/deploy/test_recovery.py",),
     ),
@@ -669,9 +670,9 @@ DEPLOY = (
     Fault(
         "drain_does_not_wait",
         "deploy/supervisor/shutdown.py",
-        "return not any(each != 0 for each in self._under_way.values()) or self._timed_out",
-        "return not any(self._under_way.values()) or self._timed_out",
-        "A drain aborts requests at once, before the front ends have said what is under way.",
+        "all_finished = all(number == 0 for number in self._num_open.values())",
+        "all_finished = not any(self._num_open.values())",
+        "A drain aborts requests at once, before the front ends have reported open ones.",
         ("tests/deploy/test_draining.py",),
     ),
     Fault(
