@@ -20,7 +20,7 @@ from engine_core.pool_plan import PoolPlan, plan_pool
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, TokendError
 from proto.faults import FaultInjector
-from proto.kv_transfer import KVConnectorOutput, KVConnectorReport
+from proto.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.lifecycle import (
     CacheReady,
     InitializeCache,
