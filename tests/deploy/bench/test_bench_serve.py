@@ -97,7 +97,7 @@ def test_nothing_answered_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
         assert bench(fake) == 1
         assert "a warm-up request failed: no" in capsys.readouterr().err
     assert bench(fake) == 1
-    assert "does not name a model" in capsys.readouterr().err
+    assert "lists no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
