@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_core.kv_cache.integrity import check
-from engine_core.kv_connector.base import NOT_KNOWN_YET, NO_MATCH, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.kv_connector.base import NOT_KNOWN_YET, NO_MATCH, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason
 from proto.kv_connector import KVConnectorOutput
