@@ -27,6 +27,9 @@ from engine_core.kv_connector.offload.tracking import (
 from engine_core.request import Request
 from proto.kv_connector import DeviceBlocks, TransferJob
 
+_TOUCH_GROWTH: Final = 4
+"""A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -258,10 +261,6 @@ class LoadPlanner:
             )
             for group in layout.groups
         ]
-
-
-_TOUCH_GROWTH: Final = 4
-"""A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
 
 
 class StorePlanner:
