@@ -14,8 +14,7 @@ import torch
 from proto.host_resources import available_memory
 from proto.kv_events import DEVICE_MEDIUM
 from proto.offload_settings import cpu_settings, wrong
-from worker.device.accelerator import Cuda
-from worker.device.copy_stream import CudaCopyStream
+from worker.device.accelerator import Accelerator, CopyStream
 from worker.kv_cache import KVCache
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.commit_ahead import CommitAhead
@@ -49,10 +48,10 @@ def make_handlers(
             HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead.close),
             HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
         )
-    memory = Cuda(blocks.device).staging(num_bytes // context.num_ranks)
+    memory = Accelerator(blocks.device).pinned(num_bytes // context.num_ranks)
     pool = pool_rows(memory, context.factor, block_bytes)
     store, load = (
-        DeviceCopies(blocks, pool, CudaCopyStream(blocks.device), ThreadWatcher(context.notify))
+        DeviceCopies(blocks, pool, CopyStream(blocks.device), ThreadWatcher(context.notify))
         for _ in range(2)
     )
     return _both(store, load)

@@ -23,8 +23,7 @@ from typing import Protocol
 import torch
 
 from proto.kv_offload import TransferJob
-from worker.device.accelerator import Event
-from worker.device.copy_stream import CopyStream
+from worker.device.accelerator import CopyStream
 from worker.kv_connector.offload.base import TransferResult
 from worker.kv_connector.offload.pairs import device_blocks, pairs_of
 
@@ -32,7 +31,7 @@ from worker.kv_connector.offload.pairs import device_blocks, pairs_of
 class Watcher(Protocol):
     """Says when marks are reached while nobody looks."""
 
-    def watch(self, event: Event) -> None: ...
+    def watch(self, event: torch.cuda.Event) -> None: ...
 
     def close(self) -> None: ...
 
@@ -42,11 +41,11 @@ class ThreadWatcher:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._events: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv marks", daemon=True)
         self._thread.start()
 
-    def watch(self, event: Event) -> None:
+    def watch(self, event: torch.cuda.Event) -> None:
         self._events.put(event)
 
     def close(self) -> None:
@@ -62,7 +61,7 @@ class ThreadWatcher:
 @dataclass(frozen=True, slots=True)
 class _Copy:
     job: TransferJob
-    mark: Event
+    mark: torch.cuda.Event
     begun: float
     num_bytes: int
 
@@ -96,14 +95,14 @@ class DeviceCopies:
             ends = (self._pool[pair.slot, pair.part], self._blocks[pair.block])
             source, target = ends if job.is_load else ends[::-1]
             self._stream.copy(target, source)
-        mark = self._stream.mark()
+        mark = self._stream.record_event()
         self._copies.append(_Copy(job, mark, begun, len(pairs) * self._pool.shape[2]))
         self._watcher.watch(mark)
 
     def get_finished(self) -> list[TransferResult]:
         """In order; the time is that until somebody looked."""
         finished, self._failed = self._failed, []
-        while self._copies and self._copies[0].mark.query():
+        while self._copies and self._copies[0].mark.query():  # type: ignore[no-untyped-call]
             copy = self._copies.popleft()
             seconds = time.monotonic() - copy.begun
             finished.append(TransferResult(copy.job.job_id, True, copy.num_bytes, seconds, []))

@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from worker.device.accelerator import Accelerator, Cuda
-from worker.device.copy_stream import CopyStream, CudaCopyStream
+from worker.device.accelerator import Accelerator, CopyStream
 from worker.kv_cache import KVCache
 
 
@@ -38,7 +37,7 @@ def block_bytes_of(cache: KVCache) -> BlockBytes:
     rows = cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
     if rows.device.type == "cpu":
         return HostBlocks(rows)
-    return DeviceBlockBytes(rows, Cuda(rows.device), CudaCopyStream(rows.device))
+    return DeviceBlockBytes(rows, Accelerator(rows.device), CopyStream(rows.device))
 
 
 class HostBlocks:
@@ -70,7 +69,7 @@ class DeviceBlockBytes:
         self.block_bytes = rows.shape[1]
         self._device = device
         self._stream = stream
-        self._page = device.staging(self.block_bytes)
+        self._page = device.pinned(self.block_bytes)
         self._bytes = self._page.numpy()
 
     def moment(self) -> Callable[[], None]:
@@ -80,13 +79,13 @@ class DeviceBlockBytes:
 
     def copy_out(self, block_id: int, memory: memoryview) -> None:
         self._stream.copy(self._page, self._rows[block_id])
-        self._stream.mark().synchronize()
+        self._stream.record_event().synchronize()
         np.copyto(np.frombuffer(memory, np.uint8), self._bytes)
 
     def copy_in(self, memory: memoryview, block_id: int) -> None:
         np.copyto(self._bytes, np.frombuffer(memory, np.uint8))
         self._stream.copy(self._rows[block_id], self._page)
-        self._stream.mark().synchronize()
+        self._stream.record_event().synchronize()
 
 
 def _at_once() -> None:
