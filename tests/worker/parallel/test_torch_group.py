@@ -70,11 +70,11 @@ def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
         assert ranks.all(come) == [1.0, 1.0]
 
 
-def test_who_is_called_away_meets_nobody() -> None:
+def test_an_interrupted_rank_stops_waiting_for_the_others() -> None:
     away = iter((False, False, True))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         group = TorchGroup(run_dir, 1, 3, CPU, lambda: None, lambda: next(away))
-        with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers have met"):
+        with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers had met"):
             group.join(1)
 
 

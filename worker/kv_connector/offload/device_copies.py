@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 from worker.device.accelerator import CopyStream
 from worker.kv_connector.offload.base import TransferResult
 from worker.kv_connector.offload.pairs import device_blocks, pairs_of
