@@ -318,9 +318,9 @@ class Worker:
         with self._reporting_errors(step):
             if step.total_num_scheduled_tokens:
                 self._fault_injector.begin_step()
-            self._connector.begin(step)
+            self._connector.before_step(step)
             self._launched.append((step, self._runner.launch(step, self.receive_grammars)))
-            self._connector.end(step)
+            self._connector.after_step(step)
 
     def _send_finished_steps(self) -> None:
         """Send the results of finished steps, the oldest first."""

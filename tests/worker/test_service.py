@@ -33,7 +33,7 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
-from worker.kv_connector.nothing import NO_CONNECTOR
+from worker.kv_connector.base import NO_CONNECTOR
 from worker.loader.forms import DenseForm
 from worker.model_runner import FinishedStep, GrammarSource
 from worker.runner_builder import RunnerBuilder
