@@ -164,7 +164,7 @@ class FakeStream:
         assert self._follows == self.computed, "a copy races with the step before it"
         target.copy_(source, non_blocking=True)
 
-    def mark(self) -> FakeEvent:
+    def record_event(self) -> FakeEvent:
         event = self._device.event()
         event.record()
         return event
@@ -189,7 +189,7 @@ class DeviceSide:
         self.device = FakeDevice()
         blocks = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
         self.blocks = self.device.adopt(blocks)
-        self.pool = self.device.staging(NUM_SLOTS * 2 * BLOCK_BYTES)
+        self.pool = self.device.pinned(NUM_SLOTS * 2 * BLOCK_BYTES)
         self.pool = self.pool.view(NUM_SLOTS, 2, BLOCK_BYTES)
         self.stream = FakeStream(self.device)
         self.watcher = NoWatcher()
@@ -274,7 +274,7 @@ def test_blocks_of_a_device_go_out_and_come_in_over_its_page() -> None:
     held = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     rows = device.adopt(held.clone())
     blocks = DeviceBlockBytes(rows, device, CopyingThread(device))
-    sevens, eights = device.staging(BLOCK_BYTES).fill_(7), device.staging(BLOCK_BYTES).fill_(8)
+    sevens, eights = device.pinned(BLOCK_BYTES).fill_(7), device.pinned(BLOCK_BYTES).fill_(8)
     rows[3].copy_(sevens, non_blocking=True)  # what a step does that is queued
     wait = blocks.record_steps()
     rows[4].copy_(eights, non_blocking=True)  # and one that comes later
