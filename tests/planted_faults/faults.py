@@ -447,7 +447,7 @@ WORKER = (
 API_SERVER = (
     Fault(
         "engine_output_of_another_epoch",
-        "api_server/engine_connection.py",
+        "api_server/engine/engine_connection.py",
         "if message.epoch != self.epoch:",
         "if message.epoch > self.epoch:",
         "What a dead engine has sent last is appended to answers of the next one.",
@@ -463,7 +463,7 @@ API_SERVER = (
     ),
     Fault(
         "stop_string_does_not_stop_the_engine",
-        "api_server/engine_client.py",
+        "api_server/engine/engine_client.py",
         '            self._abort(entry, "stop_string", output.choice)\n',
         "            pass\n",
         "The engine computes up to max_tokens for answers that a stop string has ended.",
@@ -488,7 +488,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_tokens_twice",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "return sum(len(choice.token_ids) for choice in self.choices)",
         "return sum(2 * len(choice.token_ids) for choice in self.choices)",
         "completion_tokens in the usage is twice the number of tokens.",
@@ -496,7 +496,7 @@ API_SERVER = (
     ),
     Fault(
         "resumption_repeats_tokens",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "return min(have - output.token_index, len(output.new_token_ids))",
         "return 0",
         "After a restart of the engine a client gets some tokens a second time.",
@@ -504,7 +504,7 @@ API_SERVER = (
     ),
     Fault(
         "prompt_counted_again_after_a_restart",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "        if not self.accepted:\n            self.accepted = True\n",
         "        if True:\n            self.accepted = True\n",
         "The metric vllm:prompt_tokens counts a prompt once more after each engine restart.",
@@ -512,7 +512,7 @@ API_SERVER = (
     ),
     Fault(
         "engine_crash_not_counted",
-        "api_server/engine_client.py",
+        "api_server/engine/engine_client.py",
         "self.crash_count += self.alone or self.crash_count < crashes_until_isolated",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
@@ -552,7 +552,7 @@ API_SERVER = (
     ),
     Fault(
         "api_key_compared_as_prefix",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         "if hmac.compare_digest(given, each.key)]",
         "if each.key.startswith(given)]",
         "The first characters of an API key let a client in.",
@@ -576,7 +576,7 @@ API_SERVER = (
     ),
     Fault(
         "drain_takes_new_requests",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         "        elif app_state.drain_state.closed:\n",
         "        elif False:\n",
         "A daemon that drains takes new requests and aborts them when its time is over.",
@@ -584,7 +584,7 @@ API_SERVER = (
     ),
     Fault(
         "slow_reader_never_ended",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "if self.is_blocked and self.num_bytes > self._limit:",
         "if False:",
         "A client that does not read its stream fills the memory of the front end.",
@@ -600,7 +600,7 @@ API_SERVER = (
     ),
     Fault(
         "client_key_is_an_operators",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         'state["is_operator"] = any(each.operator for each in known)',
         'state["is_operator"] = bool(known)',
         "Every client with a key can pause the server and abort requests of others.",
@@ -608,7 +608,7 @@ API_SERVER = (
     ),
     Fault(
         "readiness_ignores_the_supervisor",
-        "api_server/health.py",
+        "api_server/lifecycle/health.py",
         "return [*self._local_reasons(), *reported]",
         "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
