@@ -134,9 +134,11 @@ class KVGroup(msgspec.Struct, array_like=True, frozen=True):
 
     sliding_window: tokens that a token attends to, itself included; None for all. Blocks before
         the window are freed.
+    kind: name of a class in `engine_core/kv_cache/groups.py:GROUP_KINDS`; empty for attention.
     """
 
     sliding_window: int | None = None
+    kind: str = ""
 
 
 class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):

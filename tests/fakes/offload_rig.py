@@ -217,4 +217,4 @@ class OffloadRig(EngineHarness):
         super().assert_at_rest()
         assert not self.half.under_way
         assert not self.half.put_off
-        assert len(self.kv_cache.transfer_refs.tables()) == 0
+        assert len(self.kv_cache.transfer_refs.reference_tables()) == 0

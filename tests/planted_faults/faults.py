@@ -96,7 +96,7 @@ KV_CACHE = (
     ),
     Fault(
         "fork_of_a_fork_copies_an_empty_block",
-        "engine_core/kv_cache/fork.py",
+        "engine_core/kv_cache/coordinator.py",
         "self._source_of[blocks[0]] = self._source_of.get(tail, tail)",
         "self._source_of[blocks[0]] = tail",
         "A choice or beam that forks from a new fork reads KV that was never written.",
@@ -105,8 +105,8 @@ KV_CACHE = (
     Fault(
         "window_released_one_token_early",
         "engine_core/kv_cache/groups.py",
-        "start, end = sequence.num_passed, (num_computed - self._window + 1) // self.block_size",
-        "start, end = sequence.num_passed, (num_computed - self._window + 2) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 1) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 2) // self.block_size",
         "Models with a sliding window lose a block that the next token still reads.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
@@ -129,16 +129,17 @@ KV_CACHE = (
     Fault(
         "window_hit_lacks_a_block",
         "engine_core/kv_cache/groups.py",
-        "        wanted = self._num_seen_blocks\n",
-        "        wanted = max(1, self._num_seen_blocks - 1)\n",
+        "        num_needed = self._num_seen_blocks\n",
+        "        num_needed = max(1, self._num_seen_blocks - 1)\n",
         "Models with a sliding window start from a prefix that is not all there.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
     Fault(
         "pending_copy_not_cancelled",
         "engine_core/kv_cache/manager.py",
-        "        if self._copies.pending:\n"
-        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))\n",
+        "        if self._pending_copies:\n"
+        "            self._pending_copies.cancel("
+        "chain.from_iterable(self.block_ids(request.seq_id)))\n",
         "",
         "The copy for a fork that has ended overwrites the KV of another request.",
         ("tests/engine_core/kv_cache/test_fork.py",),
