@@ -101,9 +101,7 @@ UNNAMED_COMMAND: Final = "bash"
 
 _NAME: Final = r"[A-Za-z0-9_.:/-]{1,64}"
 _IS_NAME: Final = re.compile(_NAME)
-_CODE_BLOCK: Final = re.compile(
-    r"^[ \t]{0,3}```(bash|sh|shell|console|tool_code)[ \t]*\n", re.M
-)
+_CODE_BLOCK: Final = re.compile(r"^[ \t]{0,3}```(bash|sh|shell|console|tool_code)[ \t]*\n", re.M)
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _MARKER: Final = re.compile(
     r"<tool_call>|<function=|<\|tool_call\|>|<\|python_tag\|>|\[TOOL_CALLS\]"

@@ -92,7 +92,9 @@ def reasoning_variables(
         return {}
     if "reasoning_effort" in facts.names:
         return {"reasoning_effort": effort}
-    switches = {name: effort != "none" for name in REASONING_SWITCHES if name in facts.names}
+    switches: dict[str, Any] = {
+        name: effort != "none" for name in REASONING_SWITCHES if name in facts.names
+    }
     if not switches and not (effort == "none" and not reasoning_format.has_reasoning):
         raise InvalidRequestError(
             "the model's chat template knows neither efforts nor a switch for thinking",

@@ -81,9 +81,7 @@ class ReasoningFormat:
 
 
 NO_REASONING: Final = ReasoningFormat()
-_THINK: Final = ReasoningFormat(
-    "<think>", "</think>", template_markers=("<think>", "</think>")
-)
+_THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=("<think>", "</think>"))
 _INSIDE: Final = ReasoningFormat(
     "<think>", "</think>", starts_inside=True, template_markers=("</think>",)
 )
@@ -95,9 +93,7 @@ REASONING_FORMATS: Final[Mapping[ReasoningParserName, ReasoningFormat]] = {
     "kimi_k2": _THINK,
     "holo2": _THINK,
     "smollm3": _THINK,
-    "mistral": ReasoningFormat(
-        "[THINK]", "[/THINK]", template_markers=("[THINK]", "[/THINK]")
-    ),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", template_markers=("[THINK]", "[/THINK]")),
     "seed_oss": ReasoningFormat(
         "<seed:think>", "</seed:think>", template_markers=("<seed:think>", "</seed:think>")
     ),

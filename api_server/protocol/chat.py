@@ -21,6 +21,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
+from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
@@ -33,7 +34,6 @@ from api_server.protocol.encoder import (
     usage_object,
     with_usage,
 )
-from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import MESSAGE_NEUTRAL, PART_NEUTRAL, given_fields, ignored_of
 from api_server.protocol.tools import ToolFields
 from api_server.request_stream import Delta, RequestStream, Usage
@@ -313,9 +313,7 @@ class ChatEncoder(OpenAIStreamEncoder):
             parser = self._choice_parsers[delta.index]
             is_last = delta.finish_reason is not None
             message = full_message(parser.parse_delta(delta.text, is_last=is_last))
-            choices.append(
-                {"index": delta.index, "message": message} | self._choice_fields(delta)
-            )
+            choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
         body = self._options.envelope(self.object_name) | {
             "choices": choices,
             "usage": usage_object(usage),

@@ -55,8 +55,6 @@ def split_fields(
     return own_fields, chat_fields
 
 
-def chat_only_fields(
-    own_fields: Collection[str], passed: Collection[str]
-) -> Collection[str]:
+def chat_only_fields(own_fields: Collection[str], passed: Collection[str]) -> Collection[str]:
     """Return the fields of a chat completion that another API neither has nor passes on."""
     return ChatCompletionRequest.model_fields.keys() - set(own_fields) - set(passed)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, WithJsonSchema
 
+from api_server.protocol.common import GenerationRequest
 from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
@@ -18,7 +19,6 @@ from api_server.protocol.encoder import (
     usage_object,
     with_usage,
 )
-from api_server.protocol.common import GenerationRequest
 from api_server.request_stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import TextToken, completion_logprobs
 from api_server.text.prompts import MAX_PROMPTS
@@ -167,9 +167,7 @@ class CompletionEncoder(OpenAIStreamEncoder):
                 stream.prompt_token_ids, echo.offsets, stream.prompt_rows, strict=False
             )
         ]
-        return completion_logprobs(
-            [*prompt, *tokens], options.num_logprobs, options.token_names
-        )
+        return completion_logprobs([*prompt, *tokens], options.num_logprobs, options.token_names)
 
     def _reported_delta(self, delta: Delta) -> Delta:
         """Return the delta that the client sees."""

@@ -285,9 +285,7 @@ class ChatTemplate:
             ) from None
 
 
-def find_chat_template(
-    folders: Sequence[str], variables: Mapping[str, Any]
-) -> ChatTemplate | None:
+def find_chat_template(folders: Sequence[str], variables: Mapping[str, Any]) -> ChatTemplate | None:
     """Return the template of the first folder that has one, None if none has."""
     for folder in folders:
         path = Path(folder, "chat_template.jinja")

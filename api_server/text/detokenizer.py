@@ -116,7 +116,9 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
-        self._ids = [token_id for token_id in prompt[-CONTEXT_TOKENS:] if token_id not in special_ids]
+        self._ids = [
+            token_id for token_id in prompt[-CONTEXT_TOKENS:] if token_id not in special_ids
+        ]
         self._num_returned = len(self._ids)
         self._returned_text = self._decode()
 

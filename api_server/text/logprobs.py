@@ -109,7 +109,7 @@ def _by_id(row: LogprobRow, top: int, names: TokenNames) -> dict[str, Any]:
 
 
 def _best_by_text(row: LogprobRow, top: int, names: TokenNames) -> dict[str, float]:
-    """Return text → log-probability; tokens may share a text (U+FFFD), then the likeliest counts."""
+    """Return text → log-probability of the likeliest token with this text (several have U+FFFD)."""
     best: dict[str, float] = {}
     for token_id, logprob in zip(row.token_ids[: top + 1], row.logprobs, strict=False):
         text = names.token_text(token_id)

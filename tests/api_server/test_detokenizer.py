@@ -46,7 +46,7 @@ def metaspace_tokenizer() -> Tokenizer:
 
 def pieces_of(tokenizer: ModelTokenizer, ids: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
     detokenizer = tokenizer.detokenizer(prompt)
-    return [*(detokenizer.feed(token_id) for token_id in ids), detokenizer.flush()]
+    return [*(detokenizer.decode_token(token_id) for token_id in ids), detokenizer.flush_text()]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -22,7 +22,7 @@ from api_server.protocol.common import (
     MAX_STOP_STRINGS,
 )
 from api_server.protocol.reference import markdown
-from api_server.protocol.responses.items import MAX_ITEMS
+from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES

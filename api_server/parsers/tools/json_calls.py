@@ -42,7 +42,7 @@ _CALL_ID: Final = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 
 class Hermes(ToolCallFormat):
-    """`<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, of Hermes and Qwen 2.5 and 3."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, of Hermes, Qwen 2.5 and Qwen 3."""
 
     name = "hermes"
     markers = ("<tool_call>", "</tool_call>")
@@ -129,11 +129,15 @@ class Mistral(ToolCallFormat):
         return f"{self.markers[0]} [{', '.join(objects)}]"
 
 
-class MistralNamed(Mistral):
+class MistralNamed(ToolCallFormat):
     """`[TOOL_CALLS]name[ARGS]{…}`, of newer Mistral models."""
 
     name = "mistral_named"
+    markers = Mistral.markers
     template_markers = (("[TOOL_CALLS]", _ARGUMENTS_MARKER),)
+
+    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
+        return JsonCallParser(JsonCallSyntax(self.markers[0], may_be_named=True), tool_names)
 
     def grammar(self, rules: CallRules) -> CallGrammar:
         opening, arguments = rules.marker(self.markers[0]), rules.marker(_ARGUMENTS_MARKER)

@@ -23,8 +23,7 @@ from api_server.parsers.output import (
 )
 from api_server.protocol.encoder import json_string
 from api_server.protocol.messages.request import MessagesTranslation
-from api_server.request_stream import Delta
-from api_server.stream import Usage
+from api_server.request_stream import Delta, Usage
 from proto.errors import RequestError
 
 Json = dict[str, Any]

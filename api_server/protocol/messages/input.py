@@ -38,8 +38,8 @@ _SERVER_BLOCKS: Final = frozenset(
 )
 """Blocks about tools of Anthropic's servers. They contain nothing that this model can read."""
 _BILLING_HEADER: Final = re.compile(r"x-anthropic-billing-header:")
-"""A system block that is no instruction. It differs in each request, so it is dropped: nothing after
-it could be found in the prefix cache."""
+"""A system block that is no instruction. It differs in each request, so it is dropped: it would
+keep the text after it from being found in the prefix cache."""
 
 
 def system_text(system: Any, ignored: IgnoredFields) -> str:

@@ -1,8 +1,8 @@
 """The tools of a request to /v1/messages, as functions of a chat.
 
-    {name, description, input_schema}      {"type": "function", "function": {name, description, …}}
-    tool_choice auto, any, tool, none      auto, required, a function by its name, none
-    disable_parallel_tool_use              parallel_tool_calls
+{name, description, input_schema}      {"type": "function", "function": {name, description, …}}
+tool_choice auto, any, tool, none      auto, required, a function by its name, none
+disable_parallel_tool_use              parallel_tool_calls
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The encoder of /v1/responses, and the order of its stream events.
 
-    created ─ in_progress ─ items (see output_items.py), one after the other ─ completed
-                                                                             ├ incomplete
-                                                                             └ error ─ failed
+created ─ in_progress ─ items (see output_items.py), one after the other ─ completed
+                                                                         ├ incomplete
+                                                                         └ error ─ failed
 """
 
 import time
@@ -31,8 +31,7 @@ from api_server.protocol.responses.output_items import (
 )
 from api_server.protocol.responses.request import ResponsesRequest, ResponsesTranslation
 from api_server.protocol.responses.stored import ResponseRecord
-from api_server.request_stream import Delta
-from api_server.stream import Usage
+from api_server.request_stream import Delta, Usage
 from api_server.text.logprobs import TextToken, chat_logprobs
 from proto.errors import OverloadedError, RequestError
 

@@ -1,10 +1,10 @@
 """The items of a conversation of /v1/responses, as messages of a chat.
 
-    message user            "weather?"           user       "weather?"
-    reasoning               "Paris, then"      ┐
-    message assistant       "Let me look."     ├ assistant  reasoning, "Let me look.", tool_calls
-    function_call           weather(…)         ┘
-    function_call_output    "21 °C"              tool       "21 °C"
+message user            "weather?"           user       "weather?"
+reasoning               "Paris, then"      ┐
+message assistant       "Let me look."     ├ assistant  reasoning, "Let me look.", tool_calls
+function_call           weather(…)         ┘
+function_call_output    "21 °C"              tool       "21 °C"
 """
 
 import json

@@ -120,7 +120,9 @@ class StoredResponses:
             self._drop(next(key for key in self._stored if key[0] == owner))
         while self.num_bytes + size > self._max_bytes or len(self._stored) >= MAX_STORED:
             self._drop(next(iter(self._stored)))
-        self._stored[owner, response_id] = StoredResponse(response, items, size, self._clock() + self._max_age)
+        self._stored[owner, response_id] = StoredResponse(
+            response, items, size, self._clock() + self._max_age
+        )
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self._counts[owner] = self._counts.get(owner, 0) + 1
 

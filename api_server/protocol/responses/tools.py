@@ -12,7 +12,7 @@ tool. A request that forces a call of one is refused (400).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from api_server.protocol.fields import IgnoredFields, given_fields
 from api_server.protocol.tools import MAX_TOOLS
@@ -187,5 +187,5 @@ def _name(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def _is_list_of_objects(value: Any) -> bool:
+def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(member, dict) for member in value)
