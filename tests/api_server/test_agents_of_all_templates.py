@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from api_server.protocol.responses.input import with_merged_roles
-from api_server.text.chat_prompt import with_ids_of_length
+from api_server.text.chat_prompt import with_call_ids_of_length
 from api_server.text.chat_template import template_environment, template_facts
 from tests.api_server.conftest import prepared
 
@@ -113,14 +113,14 @@ def test_ids_of_the_length_that_a_template_wants():
         {"role": "tool", "tool_call_id": "call_1", "content": "x"},
         {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "y"},
     ]
-    found = with_ids_of_length(messages, 9)
+    found = with_call_ids_of_length(messages, 9)
     changed = found[0]["tool_calls"][0]["id"]
     assert len(changed) == 9
     assert changed.isalnum()
     assert found[0]["tool_calls"][1] == call
     assert [each.get("tool_call_id") for each in found[1:]] == [changed, "aB3dE6gH9"]
     assert messages[0]["tool_calls"][0]["id"] == "call_1", "those of the request are not touched"
-    assert with_ids_of_length(messages, 0) is messages
+    assert with_call_ids_of_length(messages, 0) is messages
 
 
 def test_folding():

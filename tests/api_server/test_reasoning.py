@@ -76,8 +76,8 @@ def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("opening", "text", "thoughts", "answer"), OUTPUTS)
 def test_wherever_it_is_cut(opening: OutputStart, text: str, thoughts: str, answer: str) -> None:
-    def parser(*, shows: bool = True) -> ReasoningParser:
-        return ReasoningParser(THINK, opening, PLAIN_TEXT, is_shown=shows)
+    def parser(*, is_shown: bool = True) -> ReasoningParser:
+        return ReasoningParser(THINK, opening, PLAIN_TEXT, is_shown=is_shown)
 
     assert read(parser(), [text]) == (thoughts, answer)
     assert read(parser(), list(text)) == (thoughts, answer)
