@@ -518,13 +518,13 @@ class ReloadState(msgspec.Struct, frozen=True):
     """State of reloads, as a file in the run directory for `tokend reload`.
 
     pid: of the supervisor. count: completed reloads. under_way: a reload runs or is requested.
-    problem: error of the last reload, or "".
+    error: error of the last reload, or "".
     """
 
     pid: int
     count: int = 0
     under_way: bool = False
-    problem: str = ""
+    error: str = ""
 
 
 ToSupervisor = (

@@ -93,7 +93,7 @@ def test_side_by_side(daemon: Daemon, expected: list[Stream], dies: bool) -> Non
     for was, now in zip(expected, asyncio.run(reload()), strict=True):
         assert_same(was, now)
     assert eventually(lambda: is_settled(daemon, before["api_server"], old))
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
 
@@ -115,7 +115,7 @@ def test_in_place(expected: list[Stream]) -> None:
         for was, now in zip([*expected, expected[0]], asyncio.run(reload()), strict=True):
             assert_same(was, now)
         assert eventually(lambda: is_settled(daemon, before["api_server"], old))
-        assert "it is started again" not in daemon.text
+        assert "it is restarted" not in daemon.text
 
 
 def test_files_that_have_changed(tmp_path: Path) -> None:

@@ -621,8 +621,8 @@ DEPLOY = (
     Fault(
         "restart_not_counted",
         "deploy/supervisor/recovery.py",
-        "        self._spent += 1\n",
-        "        self._spent += 0\n",
+        "        self._num_restarts += 1\n",
+        "        self._num_restarts += 0\n",
         "A daemon whose worker dies at each start restarts it for ever instead of ending.",
         ("tests/deploy/test_recovery.py", "tests/deploy/test_parts.py"),
     ),
@@ -630,8 +630,8 @@ DEPLOY = (
         "heartbeat_of_dead_workers_renews_the_budget",
         "deploy/supervisor/recovery.py",
         "            if message.worker_epoch == self._epochs.worker_epoch:\n"
-        "                self._budget.renew()\n",
-        "            self._budget.renew()\n",
+        "                self._budget.reset()\n",
+        "            self._budget.reset()\n",
         "A daemon whose new workers die at once restarts them for ever.",
         ("tests/deploy/test_recovery.py",),
     ),
@@ -670,9 +670,9 @@ DEPLOY = (
     Fault(
         "drain_does_not_wait",
         "deploy/supervisor/shutdown.py",
-        "return not any(each != 0 for each in self._under_way.values()) or self._timed_out",
-        "return not any(self._under_way.values()) or self._timed_out",
-        "A drain aborts requests at once, before the front ends have said what is under way.",
+        "all_finished = all(number == 0 for number in self._num_open.values())",
+        "all_finished = not any(self._num_open.values())",
+        "A drain aborts requests at once, before the front ends have reported open ones.",
         ("tests/deploy/test_draining.py",),
     ),
     Fault(
