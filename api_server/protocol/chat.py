@@ -233,7 +233,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     include_reasoning: bool = True
     """Return the model's reasoning, as `reasoning` of the message."""
     reasoning_effort: Effort | None = None
-    """How much to reason, for templates that know efforts; with others only none has an effect."""
+    """How much to reason, for templates that know efforts; with others none switches it off."""
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
     """Most reasoning tokens, after which the end is forced; needs a model with reasoning."""
     logprobs: bool = False

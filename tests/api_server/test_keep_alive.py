@@ -5,8 +5,8 @@ import json
 
 import openai
 import pytest
-from api_server.protocol.encoder import KEEP_ALIVE_COMMENT as COMMENT
 
+from api_server.protocol.encoder import KEEP_ALIVE_COMMENT as COMMENT
 from api_server.response import KeepAlive
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
