@@ -35,8 +35,8 @@ from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.kv_events import KVEvent
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
 # Requests whose KV is loaded within their first step: not known to be there before its result.

@@ -38,7 +38,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats

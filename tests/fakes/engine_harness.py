@@ -28,7 +28,7 @@ from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput

@@ -20,7 +20,7 @@ from engine_core.request import Request
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS
