@@ -21,7 +21,6 @@ from api_server.protocol.common import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
-from tests.deploy.api_reference import markdown
 from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
@@ -45,6 +44,7 @@ from proto.sampling_params import (
     MAX_REPEATED_TOKENS,
     MAX_STOP_TOKEN_IDS,
 )
+from tests.deploy.api_reference import markdown
 
 ROOT = Path(__file__).parents[2]
 
