@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from api_server.metrics.collector import Metrics
+from api_server.metrics.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +100,5 @@ class ChoiceParser:
         if not self.has_tool_calls:
             self.has_tool_calls = any(isinstance(part, ToolCallStart) for part in parts)
         if is_last and self._metrics is not None:
-            self._metrics.choice_parsed(self.has_tool_calls)
+            self._metrics.count_tool_parse(self.has_tool_calls)
         return parts

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from api_server.metrics.collector import Metrics
+from api_server.metrics.metrics import Metrics
 from api_server.parsers.output import ChoiceParser, OutputParser
 from api_server.parsers.reasoning import (
     NO_REASONING,

@@ -23,7 +23,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, several_counts, share, writable, write
+from deploy.bench.options import BenchParser, at_least_one, several_counts, share, writable, write
 from deploy.bench.processes import usage_by_title
 from deploy.bench.servers import MeasuredDaemon
 from proto.codec import to_json
@@ -409,7 +409,7 @@ def _cost_document(cost: Cost) -> dict[str, Any]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.offload",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
