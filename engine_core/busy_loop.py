@@ -24,12 +24,11 @@ from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError
 from engine_core.supervisor_io import HeartbeatSender, SupervisorCommands
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views
-from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import KVConnectorOutput
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Link, Poller
+from proto.sockets import NO_DESCRIPTOR, Link, Poller
 
 logger = logging.getLogger("tokend.service")
 

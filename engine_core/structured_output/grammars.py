@@ -24,12 +24,12 @@ from engine_core.structured_output.trial import TRIAL_SECONDS, ProcessTrial
 from engine_core.structured_output.trial_process import TrialSetup
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError
-from proto.event_fd import NO_DESCRIPTOR, EventFd
 from proto.grammar import FREE_TEXT, GrammarSource
 from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.sockets import NO_DESCRIPTOR, EventFd
 
 MOST_THREADS: Final = 8
 """That masks of a step are shared by."""

@@ -23,7 +23,6 @@ from engine_core.kv_connector.offload.specs import create_manager
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.kv_connector.offload.store_planner import StorePlanner
 from engine_core.request import Request, RequestStatus
-from proto.event_fd import EventFd
 from proto.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
@@ -36,6 +35,7 @@ from proto.kv_connector import (
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
 from proto.scheduler_output import SchedulerOutput
+from proto.sockets import EventFd
 from proto.stats import KVMediumStats
 
 

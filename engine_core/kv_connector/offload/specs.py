@@ -17,7 +17,7 @@ from engine_core.kv_connector.offload.reuse_filter import (
     FilterReusedOffloadingManager,
     ReuseTracker,
 )
-from proto.component import find_class, load_class
+from proto.kv_connector import find_class, load_class
 from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 
 _HERE: Final = "engine_core.kv_connector.offload"

@@ -8,8 +8,8 @@ from engine_core.structured_output.base import GrammarError
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
 from proto.errors import ModelError
-from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
+from proto.sockets import EventFd
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial
 
 

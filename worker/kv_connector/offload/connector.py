@@ -10,7 +10,6 @@ Owns which copies were put off, and for whom loads are; the copies are the handl
 from collections.abc import Sequence
 from typing import ClassVar
 
-from proto.event_fd import EventFd
 from proto.kv_connector import (
     NO_PAYLOAD,
     FinishedJob,
@@ -22,6 +21,7 @@ from proto.kv_connector import (
     unpack,
 )
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
+from proto.sockets import EventFd
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerContext
 from worker.kv_connector.offload.base import HandlerContext, TransferResult

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from proto.component import find_class, load_class
+from proto.kv_connector import find_class, load_class
 from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 
