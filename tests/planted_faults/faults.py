@@ -242,9 +242,9 @@ SCHEDULER = (
     ),
     Fault(
         "worker_message_of_another_epoch",
-        "engine_core/executor/local.py",
-        "if message.epoch != self._epoch:",
-        "if message.epoch > self._epoch:",
+        "engine_core/worker_group.py",
+        "if message.epoch != self.epoch:",
+        "if message.epoch > self.epoch:",
         "After a restart of the worker tokens of the dead one are appended to answers.",
         ("tests/engine_core/test_links.py", "tests/engine_core/test_engine_lives.py"),
     ),

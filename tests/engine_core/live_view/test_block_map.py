@@ -5,10 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engine_core.view import block_map as maps
-from engine_core.view.block_map import block_map, block_states
-from engine_core.view.owners import Owners
-from engine_core.view.shown_requests import blocks_held
+from engine_core import live_view
+from engine_core.live_view import OwnerNumbers, block_map, block_states, num_blocks_by_sequence
 from proto.view import CACHED, FREE, HELD, MAX_CELLS, PINNED, RESERVED, SHARED, blocks_per_cell
 from tests.engine_core.scheduler.lives import Life
 from tests.fakes.kv_requests import Requests, make_manager
@@ -48,7 +46,7 @@ class ShownLife(Life):
     """After every operation the map is that of the pool."""
 
     def __init__(self, *args, **more) -> None:
-        self.owners = Owners()
+        self.owners = OwnerNumbers()
         self.states = set()
         super().__init__(*args, **more)
 
@@ -56,8 +54,8 @@ class ShownLife(Life):
         super().judge()
         kv_cache = self.engine.kv_cache
         before = self.owners.numbers
-        held = blocks_held(kv_cache)
-        self.owners.keep(held)
+        held = num_blocks_by_sequence(kv_cache)
+        self.owners.assign(held)
         numbers = self.owners.numbers
         assert len(set(numbers.values())) == len(numbers)
         assert all(numbers[seq_id] == before[seq_id] for seq_id in numbers.keys() & before.keys())
@@ -82,13 +80,13 @@ def test_the_map_is_the_pools_own_after_anything():
     assert states == {FREE, CACHED, HELD, SHARED, PINNED, RESERVED}
 
 
-def test_owners_have_the_lowest_numbers_that_are_nobodys():
-    owners = Owners()
-    owners.keep([10, 11, 12])
+def test_owners_have_the_lowest_numbers_that_are_unused():
+    owners = OwnerNumbers()
+    owners.assign([10, 11, 12])
     assert owners.numbers == {10: 1, 11: 2, 12: 3}
-    owners.keep([12, 13])
+    owners.assign([12, 13])
     assert owners.numbers == {12: 3, 13: 1}
-    owners.keep([12, 14, 15, 13, 16])
+    owners.assign([12, 14, 15, 13, 16])
     assert owners.numbers == {12: 3, 13: 1, 14: 2, 15: 4, 16: 5}
 
 
@@ -101,7 +99,7 @@ def test_a_pool_of_any_size_has_few_cells(num_blocks):
 
 
 def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypatch):
-    monkeypatch.setattr(maps, "blocks_per_cell", lambda num_blocks: 4)
+    monkeypatch.setattr(live_view, "blocks_per_cell", lambda num_blocks: 4)
     manager = make_manager(23, 16)
     requests = Requests(manager)
     numbers = {}
@@ -135,7 +133,7 @@ def test_the_null_block_is_nobodys_though_windows_have_it_in_their_tables():
     numbers = {again.seq_id: 1}
     cells = spread(decoded(block_map(manager, numbers)))
     assert cells == truth(manager, numbers)
-    assert blocks_held(manager)[again.seq_id] == sum(owner == 1 for _, owner in cells)
+    assert num_blocks_by_sequence(manager)[again.seq_id] == sum(owner == 1 for _, owner in cells)
 
 
 def test_a_block_that_is_only_held_for_a_copy_is_nobodys():

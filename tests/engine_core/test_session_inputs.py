@@ -16,12 +16,12 @@ def test_a_session_by_messages():
     desk = Desk()
     desk.take(request(1, max_tokens=1, resumable=True), client=1)
     desk.engine.step()
-    assert desk.outbox.outputs == []
+    assert desk.outputs.outputs == []
     desk.take(give(tokens=[5]), client=1)
     desk.engine.step()
     assert len(desk.engine.outputs[1, 0]) == 2
     desk.take(give(tokens=[], last=True), client=1)
-    ((client, final),) = desk.outbox.outputs
+    ((client, final),) = desk.outputs.outputs
     assert (client, final.request_id, final.finish_reason) == (1, 1, FinishReason.LENGTH)
     assert not final.goes_on
     desk.engine.step()
@@ -51,12 +51,12 @@ def test_bad_input_ends_its_session_with_one_output_and_harms_nobody(bad, param,
     for _ in range(2 if resting else 1):
         desk.engine.step()
     desk.take(bad)
-    ((_, output),) = desk.outbox.outputs
+    ((_, output),) = desk.outputs.outputs
     assert (output.request_id, output.finish_reason) == (1, FinishReason.ERROR)
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
     desk.take(give())
-    assert len(desk.outbox.outputs) == 1, "the session is over"
+    assert len(desk.outputs.outputs) == 1, "the session is over"
     desk.engine.run()
     desk.engine.assert_at_rest()
 
@@ -68,7 +68,7 @@ def test_input_for_nobody_and_for_others_is_dropped():
     before = desk.engine.scheduler.num_unfinished
     for message, client in ((give(1), 0), (give(2), 1), (give(3), 1)):
         desk.take(message, client)
-    assert desk.outbox.outputs == []
+    assert desk.outputs.outputs == []
     assert desk.engine.scheduler.num_unfinished == before
     desk.take(give(1, [], last=True), client=1)
     desk.engine.run()
@@ -83,7 +83,7 @@ def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
     sessions = desk.engine.scheduler.sessions
     monkeypatch.setattr(sessions, "take", lambda message: 1 // 0)
     desk.take(give())
-    ((_, output),) = desk.outbox.outputs
+    ((_, output),) = desk.outputs.outputs
     assert (output.request_id, output.error.kind) == (1, "internal")
     desk.engine.run()
     desk.engine.assert_at_rest()
@@ -92,9 +92,9 @@ def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
 def test_a_session_whose_turn_an_earlier_engine_finished_is_at_rest():
     desk = Desk()
     desk.take(request(1, resumable=True, output_token_ids=((10, 11, 12, 13),)))
-    ((_, output),) = desk.outbox.outputs
+    ((_, output),) = desk.outputs.outputs
     assert (output.finish_reason, output.goes_on) == (FinishReason.LENGTH, True)
-    assert desk.outbox.accepted == [(0, 1)]
+    assert desk.outputs.accepted == [(0, 1)]
     assert not desk.engine.scheduler.has_work
     desk.take(give(tokens=[5]))
     (new,) = desk.engine.step().new_requests

@@ -1,4 +1,4 @@
-"""The engine with grammars: who waits, what is masked, what deaths and dropped steps leave."""
+"""The engine with grammars: requests that wait, masks, and deaths of workers in between."""
 
 import json
 import re
@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from engine_core.request import RequestStatus
-from engine_core.structured_output.grammars import CONTRADICTION, EarlyAnswerError
+from engine_core.structured_output.manager import CONTRADICTION
+from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import FinishReason
 from proto.grammar import GrammarSource
 from tests.fakes.engine_harness import EngineHarness
@@ -43,7 +44,7 @@ def engine(request: Any, tokenizer_folder: Any) -> Iterator[GrammarEngine]:
 
 def assert_nothing_is_left(engine: GrammarEngine) -> None:
     engine.harness.assert_at_rest()
-    assert len(engine.grammars._gate) == 0
+    assert engine.num_constrained == 0
 
 
 def test_texts_keep_to_their_grammars_beside_those_that_have_none(engine):
@@ -86,14 +87,14 @@ def test_max_tokens_cuts(engine):
 def test_a_request_waits_for_its_grammar_and_others_do_not(engine):
     engine.ask(1, WORDS, wait=False)
     engine.ask(2, None, max_tokens=3)
-    assert engine.outbox.accepted == [(0, 2)]
+    assert engine.outputs.accepted == [(0, 2)]
     engine.step()
     (waiting,) = [each for each in engine.harness.scheduler.waiting if each.request_id == 1]
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
     engine.answer(1)
-    assert engine.outbox.accepted == [(0, 2), (0, 1)]
+    assert engine.outputs.accepted == [(0, 2), (0, 1)]
     engine.ask(3, WORDS, wait=False)
-    assert (0, 3) in engine.outbox.accepted  # it is known by now
+    assert (0, 3) in engine.outputs.accepted  # it is known by now
     engine.run()
     assert_nothing_is_left(engine)
 
@@ -102,12 +103,12 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
     bad = GrammarSource("regex", "(", field="guided_regex")
     for request_id in (1, 2):  # the second time it is known
         engine.ask(request_id, bad, n=2)
-        _, output = engine.outbox.outputs[-1]
+        _, output = engine.outputs.outputs[-1]
         assert output.request_id == request_id
         assert output.error.kind == "invalid_request"
         assert output.error.param == "guided_regex"
         assert "unclosed group" in output.error.message
-    assert engine.outbox.accepted == []
+    assert engine.outputs.accepted == []
     assert_nothing_is_left(engine)
 
 
@@ -115,7 +116,7 @@ def test_one_that_leaves_while_it_waits_is_forgotten(engine):
     engine.ask(1, WORDS, wait=False)
     engine.harness.scheduler.abort(1)
     engine.ask(2, WORDS)
-    assert engine.outbox.accepted == [(0, 2)]
+    assert engine.outputs.accepted == [(0, 2)]
     engine.step()
     engine.harness.scheduler.abort(2)
     engine.run()
@@ -184,8 +185,8 @@ def test_an_answer_before_the_masks_are_made_is_none(engine):
     engine.ask(1, WORDS)
     output = engine.send()
     result = engine.runner.execute(output)
-    with pytest.raises(EarlyAnswerError):
-        engine.grammars.violations(output, result)
+    with pytest.raises(WorkerFailedError):
+        engine.manager.find_violations(output, result)
 
 
 def test_the_end_of_a_text_is_its_grammars():

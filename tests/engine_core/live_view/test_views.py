@@ -1,10 +1,9 @@
-"""Who is shown a view of the engine, when, and what its counts are."""
+"""When the engine sends a live view, to which API servers, and what it counts."""
 
 import pytest
 
 from engine_core.frontend_io import OutputDispatcher
 from engine_core.transport import FrontEndLinks
-from engine_core.view.views import EngineViews
 from proto.engine_io import EngineCoreOutputs
 from proto.view import MAX_SHOWN_REQUESTS, PREEMPTED, RUNNING, VIEW_SECONDS, WAITING, EngineView
 from tests.fakes.clock import FakeClock
@@ -46,10 +45,10 @@ class Rig:
         self.clock = FakeClock()
         self.engine = EngineHarness(**config)
         self.links = KeptViews()
-        self.views = EngineViews(
-            self.links, self.engine.scheduler, self.engine.kv_cache, EPOCH, self.clock
+        self.outputs = OutputDispatcher(
+            self.links, self.engine.scheduler, self.engine.kv_cache, EPOCH, clock=self.clock
         )
-        self.outbox = OutputDispatcher(self.links, self.engine.scheduler, EPOCH, views=self.views)
+        self.views = self.outputs.live_view
 
     def step(self, number=1) -> None:
         for _ in range(number):
@@ -62,20 +61,20 @@ class Rig:
                     for output in each[before.get(key, 0) :]
                 ]
             }
-            self.outbox.add_step(outputs)
+            self.outputs.add_outputs(outputs)
             self.wait()
 
     def wait(self, seconds=0.0) -> None:
         """Flush; then the engine waits, after so long."""
-        self.outbox.flush()
+        self.outputs.flush()
         self.clock.now += seconds
-        self.views.show()
+        self.views.send_if_due()
 
     def view(self, seconds=VIEW_SECONDS) -> EngineView:
         """The one that is made when so much time has gone by."""
         self.links.take()
         self.clock.now += seconds
-        self.views.show()
+        self.views.send_if_due()
         ((_, view),) = self.links.take()
         return view
 
@@ -98,7 +97,7 @@ def test_nothing_while_nobody_watches() -> None:
 def test_at_most_four_times_a_second_and_only_what_is_new() -> None:
     rig = Rig()
     rig.views.watch(0, wanted=True)
-    rig.views.show()
+    rig.views.send_if_due()
     ((client, view),) = rig.links.take()
     assert (client, view.epoch, view.requests, view.num_running) == (0, EPOCH, [], 0)
     assert rig.views.seconds_to_next is None, "nothing is new"
@@ -117,7 +116,7 @@ def test_all_who_watch_get_the_same_and_who_is_behind_gets_none() -> None:
     rig = Rig()
     for client in (0, 1):
         rig.views.watch(client, wanted=True)
-    rig.views.show()
+    rig.views.send_if_due()
     (first, one), (second, other) = rig.links.take()
     assert {first, second} == {0, 1}
     assert one is other
@@ -132,7 +131,7 @@ def test_all_who_watch_get_the_same_and_who_is_behind_gets_none() -> None:
     assert rig.views.seconds_to_next == VIEW_SECONDS, "it is tried again, and not at once"
     rig.links.slow = set()
     rig.clock.now += VIEW_SECONDS
-    rig.views.show()
+    rig.views.send_if_due()
     counts = {(view.prompt_tokens, view.generation_tokens) for _, view in rig.links.take()}
     assert counts == {(20, 1)}, "nothing of what was counted meanwhile is lost"
 
@@ -141,7 +140,7 @@ def test_all_who_watch_get_the_same_and_who_is_behind_gets_none() -> None:
 def test_the_counts_add_up_to_what_was_computed(overlapped: bool) -> None:
     rig = Rig(async_scheduling=overlapped, max_num_batched_tokens=16, max_num_seqs=4)
     rig.views.watch(0, wanted=True)
-    rig.views.show()
+    rig.views.send_if_due()
     prompts = [[seed] * length for seed, length in ((1, 40), (2, 7), (3, 33), (4, 16), (5, 64))]
     for prompt in prompts:
         rig.engine.add(prompt, 6, ignore_eos=True)
@@ -165,7 +164,7 @@ def test_found_tokens_and_preemptions_are_counted() -> None:
     rig.engine.add([1] * 40, 2, ignore_eos=True)
     rig.step(3)
     rig.views.watch(0, wanted=True)
-    rig.views.show()
+    rig.views.send_if_due()
     for seed in (1, 2):
         rig.engine.add([seed] * 40, 60, ignore_eos=True)
     rig.step(1)
@@ -190,7 +189,7 @@ def test_running_ones_are_shown_first_and_the_rest_is_counted() -> None:
         rig.engine.add([each + 1] * 20, 50, ignore_eos=True, label=f"cmpl-{each}", reader=each % 2)
     rig.step()
     rig.views.watch(0, wanted=True)
-    rig.views.show()
+    rig.views.send_if_due()
     ((_, view),) = rig.links.take()
     assert (view.num_running, view.num_waiting) == (3, number - 3)
     assert (len(view.requests), view.more_requests) == (MAX_SHOWN_REQUESTS, 10)

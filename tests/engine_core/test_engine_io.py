@@ -1,9 +1,10 @@
-"""In what order the engine says things."""
+"""The order of the messages that the engine sends."""
 
 from types import SimpleNamespace
 
 from engine_core.busy_loop import EngineIO
 from engine_core.frontend_io import OutputDispatcher
+from engine_core.supervisor_io import SupervisorIO
 from proto.engine_io import AdminCall, AdminReply, AgentHint
 from proto.lifecycle import Paused
 from tests.fakes.clock import FakeClock
@@ -27,7 +28,7 @@ class FrontEnds:
     def send(self, client, message):
         self._log.append(message)
 
-    def take_stalled(self):
+    def pop_stalled(self):
         return []
 
 
@@ -36,13 +37,15 @@ def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
     log = []
     desk = Desk()
     supervisor = SimpleNamespace(send=log.append)
-    orders = SimpleNamespace(link=supervisor)
+    supervisor_io = SupervisorIO(supervisor, None)
     front_ends = FrontEnds([AdminCall(1, 7, "pause", "freeze")], log)
     scheduler = desk.engine.scheduler
-    outbox = OutputDispatcher(front_ends, scheduler, 1)
-    desk.intake._output_dispatcher = outbox
+    outputs = OutputDispatcher(front_ends, scheduler, desk.engine.kv_cache, 1)
+    desk.input_processor._output_dispatcher = outputs
     poller = SimpleNamespace(wait=lambda timeout: [front_ends])
-    assert EngineIO(orders, front_ends, poller, scheduler, desk.intake, outbox).serve(0)
+    assert EngineIO(
+        supervisor_io, front_ends, poller, scheduler, desk.input_processor, outputs
+    ).receive_messages(0)
     paused, reply, _ = log
     assert paused == Paused("freeze")
     assert reply == AdminReply(1, 7, True)
@@ -61,13 +64,13 @@ def test_an_idle_engine_gives_pins_up_when_their_time_is_over_and_says_so():
         clock.now += timeout
         return []
 
-    outbox = OutputDispatcher(front_ends, scheduler, 1)
-    orders = SimpleNamespace(link=SimpleNamespace(send=log.append))
+    outputs = OutputDispatcher(front_ends, scheduler, desk.engine.kv_cache, 1)
+    supervisor_io = SupervisorIO(SimpleNamespace(send=log.append), None)
     poller = SimpleNamespace(wait=wait)
-    service = EngineIO(orders, front_ends, poller, scheduler, desk.intake, outbox)
-    assert service.serve(1.0) is False
+    io = EngineIO(supervisor_io, front_ends, poller, scheduler, desk.input_processor, outputs)
+    assert io.receive_messages(1.0) is False
     assert log == []
-    assert service.serve() is True
+    assert io.receive_messages() is True
     (told,) = log
     assert (told.stats.num_pinned_blocks, told.stats.num_pins_expired) == (0, 1)
-    assert service.serve(5.0) is False
+    assert io.receive_messages(5.0) is False

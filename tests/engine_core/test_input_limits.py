@@ -12,7 +12,7 @@ def test_a_full_queue_refuses_with_one_output_and_takes_again_when_it_is_emptier
     for request_id in (1, 2, 3, 4):
         desk.take(request(request_id), client=1)
     assert refused(desk) == [(4, "queue_full")]
-    (client, output) = desk.outbox.outputs[0]
+    (client, output) = desk.outputs.outputs[0]
     assert (client, output.finish_reason) == (1, FinishReason.ERROR)
     assert output.error.param == "max_num_queued_reqs"
     assert output.error.retry_after_seconds >= 1
@@ -29,7 +29,7 @@ def test_all_choices_of_a_message_or_none():
     desk.take(request(1, n=2))
     desk.take(request(2, n=3))
     desk.take(request(3, n=2))
-    assert desk.outbox.accepted == [(0, 1), (0, 3)]
+    assert desk.outputs.accepted == [(0, 1), (0, 3)]
     assert refused(desk) == [(2, "queue_full")]
     assert desk.engine.scheduler.num_unfinished == 4
 
@@ -39,7 +39,7 @@ def test_who_comes_again_after_a_crash_is_never_refused():
     for request_id in (1, 2, 3):
         desk.take(request(request_id, accepted=True))
     desk.take(request(4))
-    assert [each for _, each in desk.outbox.accepted] == [1, 2, 3]
+    assert [each for _, each in desk.outputs.accepted] == [1, 2, 3]
     assert refused(desk) == [(4, "queue_full")], "those who came again do take places"
 
 
@@ -47,18 +47,18 @@ def test_what_was_finished_before_the_crash_takes_no_place():
     desk = Desk(max_num_queued_reqs=1)
     desk.take(request(1, n=2, output_token_ids=((1,), (7, EOS)), finished_choices=(0,)))
     desk.take(request(2))
-    assert desk.outbox.accepted == [(0, 1), (0, 2)]
+    assert desk.outputs.accepted == [(0, 1), (0, 2)]
 
 
 def test_what_fails_while_it_is_added_leaves_its_places(monkeypatch):
     desk = Desk(max_num_queued_reqs=2)
     desk.take(request(1))
-    add = desk.intake._add
-    monkeypatch.setattr(desk.intake, "_add", lambda *given: add(*given) or 1 // 0)
+    add = desk.input_processor._add_choice
+    monkeypatch.setattr(desk.input_processor, "_add_choice", lambda *given: add(*given) or 1 // 0)
     desk.take(request(2))
     monkeypatch.undo()
     desk.take(request(3))
-    assert desk.outbox.accepted == [(0, 1), (0, 3)]
+    assert desk.outputs.accepted == [(0, 1), (0, 3)]
 
 
 def test_who_is_overdue_is_ended_with_one_output():
@@ -67,14 +67,14 @@ def test_who_is_overdue_is_ended_with_one_output():
     desk.take(request(1, n=2, max_tokens=50, deadline=130.0), client=1)
     desk.take(request(2, queue_deadline=110.0))
     desk.engine.step()
-    assert not desk.intake.end_overdue()
+    assert not desk.input_processor.end_overdue_requests()
     clock.now = 115.0
-    assert desk.intake.end_overdue()
+    assert desk.input_processor.end_overdue_requests()
     assert refused(desk) == [(2, "queue_timeout")]
     clock.now = 130.0
-    assert desk.intake.end_overdue()
+    assert desk.input_processor.end_overdue_requests()
     assert refused(desk) == [(2, "queue_timeout"), (1, "time_limit")]
-    assert desk.outbox.outputs[1][0] == 1
+    assert desk.outputs.outputs[1][0] == 1
     desk.engine.step()
     desk.engine.assert_at_rest()
 
@@ -83,7 +83,7 @@ def test_a_time_limit_that_passed_while_there_was_no_engine():
     clock = FakeClock()
     desk = Desk(clock=clock)
     desk.take(request(1, deadline=90.0, accepted=True, output_token_ids=((5,),)))
-    assert desk.outbox.accepted == [(0, 1)]
-    assert desk.intake.end_overdue()
+    assert desk.outputs.accepted == [(0, 1)]
+    assert desk.input_processor.end_overdue_requests()
     assert refused(desk) == [(1, "time_limit")]
     desk.engine.assert_at_rest()

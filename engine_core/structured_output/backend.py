@@ -1,7 +1,7 @@
-"""Grammars by llguidance.
+"""Compiles grammars and fills masks with llguidance; owns its limits and the wording of its errors.
 
-Owns its limits and the wording of its errors. A matcher of llguidance never raises for what a
-grammar is: it is in an error state from then on, in which only an end token is allowed.
+llguidance raises nothing for an invalid grammar: its matcher is in an error state from then on, in
+which only an end token is allowed.
 """
 
 import json
@@ -16,9 +16,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from engine_core.structured_output.base import GrammarError, Matcher, mask_words
-from engine_core.structured_output.dormant import DormantMatcher
-from engine_core.structured_output.thinking import FREE
+from engine_core.structured_output.matchers import (
+    FREE,
+    GrammarError,
+    Matcher,
+    ThinkingMatcher,
+    TriggeredMatcher,
+    mask_words,
+)
 from proto.errors import ModelError
 from proto.grammar import GrammarSource
 
@@ -26,17 +31,16 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_LEXER_STATES: Final = 20_000
-"""Of one grammar, at 1 to 2 kB each."""
-MAX_ERROR: Final = 300
-"""Characters of what a client is told."""
+"""Per grammar; a state takes 1 to 2 kB."""
+MAX_ERROR_CHARS: Final = 300
+"""Maximum length of an error message for a client."""
 WHITESPACE: Final = r"[ ]|\n[ ]{0,24}"
-"""Between the parts of JSON: a space, or a new line that is indented. Without a bound a small
-model may go on with blanks for ever."""
-_BLANKS: Final = re.compile(r"\s+")
+"""White space between the parts of JSON: a space, or a new line with indentation. It is bounded
+because small models may otherwise generate white space for ever."""
 
 
 class LLGuidanceMatcher:
-    """One matcher of llguidance."""
+    """A grammar of llguidance; always bound."""
 
     is_free = False
 
@@ -52,16 +56,17 @@ class LLGuidanceMatcher:
 
     @property
     def error(self) -> str:
-        return _worded(self.inner.get_error()) if self.inner.is_error() else ""
+        return _client_error(self.inner.get_error()) if self.inner.is_error() else ""
 
 
 class LLGuidanceBackend:
-    """Grammars over the vocabulary of one tokenizer.
+    """Compiles grammars over the vocabulary of one tokenizer, and fills their masks.
 
-    tokenizer_json: path. vocab_size: of the model, which may have more tokens than the
-    tokenizer; those are never allowed. num_threads: that masks of a step are shared by.
-    Takes a fifth of a second for 49,000 tokens, without letting other Python threads run.
-    Raises ModelError for a tokenizer that llguidance cannot read.
+    Every method may be called by any thread. tokenizer_json: path. vocab_size: of the model; its
+    tokens beyond those of the tokenizer are never allowed. num_threads: threads that share the
+    masks of a step.
+    The constructor holds the interpreter lock for a fifth of a second for 49,000 tokens. It raises
+    ModelError for a tokenizer that llguidance cannot read.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class LLGuidanceBackend:
             self._tokenizer = LLTokenizer(
                 str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids)
             )
-        except Exception as error:  # what it raises is not said anywhere
+        except Exception as error:  # llguidance documents no type
             raise ModelError(
                 f"{tokenizer_json}: no grammars with this tokenizer: {error}"
             ) from None
@@ -84,42 +89,52 @@ class LLGuidanceBackend:
         self._executor = LLExecutor(num_threads)
 
     def compile(self, source: GrammarSource) -> Matcher:
+        """Compile a grammar; raises GrammarError."""
         if source.kind == "free":
             return FREE
-        matcher = LLMatcher(self._tokenizer, _grammar(source), log_level=0, limits=self._limits)
+        matcher = LLMatcher(
+            self._tokenizer, _llguidance_source(source), log_level=0, limits=self._limits
+        )
         if not matcher.is_error():
-            # What no text satisfies shows in the first mask, as does what is too much work.
-            self.fill([LLGuidanceMatcher(matcher)], _masks(1, self.vocab_size))
+            # The first mask reveals a grammar that no text satisfies, or that is too expensive.
+            self.fill_masks([LLGuidanceMatcher(matcher)], _empty_masks(1, self.vocab_size))
         if matcher.is_error():
-            raise GrammarError(_worded(matcher.get_error()))
+            raise GrammarError(_client_error(matcher.get_error()))
         compiled = LLGuidanceMatcher(matcher)
         if source.trigger or source.trigger_token_id is not None:
-            return DormantMatcher(compiled, self, source.trigger.encode(), source.trigger_token_id)
+            return TriggeredMatcher(
+                compiled, self, source.trigger.encode(), source.trigger_token_id
+            )
         return compiled
 
-    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> None:
+    def fill_masks(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> None:
+        """Fill a mask for each matcher: int32 [len(matchers), ceil(vocab_size / 32)]."""
         bound = []
         for row, matcher in enumerate(matchers):
-            if matcher.is_free:
+            text_matcher = _text_matcher(matcher)
+            if text_matcher.is_free:
                 masks[row] = -1
             else:
-                bound.append((_inner(matcher), row))
+                bound.append((_llguidance_matcher(text_matcher), row))
         if bound:
             fill_next_token_bitmask_par(self._executor, bound, masks)
+        for mask, matcher in zip(masks, matchers, strict=True):
+            if isinstance(matcher, ThinkingMatcher):
+                matcher.edit_mask(mask)
 
     def text_of(self, token_id: int) -> bytes:
-        """Of an ordinary token; of one that stands for no text, none."""
+        """Return the text of a token; empty for a special token."""
         if self._tokenizer.is_special_token(token_id):
             return b""
         return self._tokenizer.decode_bytes([token_id])
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Some tokens that make up this text."""
+        """Return token ids whose text this is."""
         return self._tokenizer.tokenize_bytes(text)
 
 
 def _limits() -> LLParserLimits:
-    """About 20 ms for a step, 100 ms for most of what is compiled."""
+    """Return limits of about 20 ms per mask, and 100 ms for compiling most grammars."""
     return LLParserLimits(
         max_items_in_row=2_000,
         initial_lexer_fuel=1_000_000,
@@ -131,19 +146,23 @@ def _limits() -> LLParserLimits:
     )
 
 
-def _inner(matcher: Matcher) -> LLMatcher:
-    while isinstance(matcher, DormantMatcher):
+def _text_matcher(matcher: Matcher) -> Matcher:
+    return matcher.text_matcher if isinstance(matcher, ThinkingMatcher) else matcher
+
+
+def _llguidance_matcher(matcher: Matcher) -> LLMatcher:
+    while isinstance(matcher, TriggeredMatcher):
         matcher = matcher.inner
     assert isinstance(matcher, LLGuidanceMatcher), "a matcher of another backend"
     return matcher.inner
 
 
-def _masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
+def _empty_masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
     return np.empty((rows, mask_words(vocab_size)), dtype=np.int32)
 
 
-def _grammar(source: GrammarSource) -> str:
-    """In the words of llguidance; raises GrammarError."""
+def _llguidance_source(source: GrammarSource) -> str:
+    """Translate to a grammar of llguidance; raises GrammarError."""
     if source.kind == "json_schema":
         spacing: JsonCompileOptions = (
             {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": WHITESPACE}
@@ -156,13 +175,13 @@ def _grammar(source: GrammarSource) -> str:
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(source.source))
-    except Exception as error:  # a parser in Python, which raises whatever comes
-        raise GrammarError(_worded(f"neither Lark nor GBNF: {error}")) from None
+    except Exception as error:  # a parser in Python that raises any type
+        raise GrammarError(_client_error(f"neither Lark nor GBNF: {error}")) from None
 
 
-def _worded(error: str) -> str:
-    """What llguidance says, on one line."""
-    text = _BLANKS.sub(" ", error.split("<non-verbose/>")[0]).strip()
+def _client_error(error: str) -> str:
+    """Return a message of llguidance for the client, on one line."""
+    text = re.sub(r"\s+", " ", error.split("<non-verbose/>")[0]).strip()
     if text.startswith("NoExtension"):
         text = "no text satisfies it"
-    return f"the grammar cannot be used: {text[:MAX_ERROR] or 'it is too complex'}"
+    return f"the grammar cannot be used: {text[:MAX_ERROR_CHARS] or 'it is too complex'}"

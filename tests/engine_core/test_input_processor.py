@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from engine_core import frontend_io
 from engine_core.frontend_io import InputProcessor
 from engine_core.validation import RequestLimits
 from proto.engine_io import (
@@ -27,7 +28,7 @@ from tests.fakes.messages import request
 def test_a_request_is_accepted_and_queued_with_all_its_choices():
     desk = Desk()
     desk.take(request(9, n=3), client=2)
-    assert desk.outbox.accepted == [(2, 9)]
+    assert desk.outputs.accepted == [(2, 9)]
     assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 1, 2]
     assert len({each.seq_id for each in desk.engine.scheduler.waiting}) == 3
     assert {each.client_index for each in desk.engine.scheduler.waiting} == {2}
@@ -90,19 +91,19 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
 def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
     desk = Desk()
     desk.take(bad)
-    ((client, output),) = desk.outbox.outputs
+    ((client, output),) = desk.outputs.outputs
     assert (client, output.request_id) == (0, 1)
     assert output.finish_reason is FinishReason.ERROR
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
-    assert desk.outbox.accepted == []
+    assert desk.outputs.accepted == []
     desk.engine.assert_at_rest()
 
 
 def test_the_longest_possible_request_is_taken():
     desk = Desk()
     desk.take(request(prompt=range(60)))
-    assert desk.outbox.accepted
+    assert desk.outputs.accepted
 
 
 @pytest.mark.interpreted
@@ -118,13 +119,13 @@ def test_an_unforeseen_error_ends_that_request_only(monkeypatch, caplog):
 
     monkeypatch.setattr(desk.engine.scheduler, "add_request", fail_at_choice_1)
     desk.take(request(1, n=2))
-    ((_, output),) = desk.outbox.outputs
+    ((_, output),) = desk.outputs.outputs
     assert output.error.kind == "internal"
     assert "no idea" not in repr(output)
     assert "no idea" in caplog.text
     desk.engine.assert_at_rest()
     desk.take(request(2))
-    assert desk.outbox.accepted == [(0, 2)]
+    assert desk.outputs.accepted == [(0, 2)]
 
 
 def test_a_request_sent_twice_does_not_disturb_itself():
@@ -132,8 +133,8 @@ def test_a_request_sent_twice_does_not_disturb_itself():
     desk.take(request(1))
     desk.take(request(1))
     assert desk.engine.scheduler.num_unfinished == 1
-    assert desk.outbox.accepted == [(0, 1)]
-    assert desk.outbox.outputs == []
+    assert desk.outputs.accepted == [(0, 1)]
+    assert desk.outputs.outputs == []
 
 
 def test_an_id_can_be_used_again_when_it_is_over():
@@ -154,7 +155,7 @@ def test_a_resumed_request_that_is_complete_ends_at_once():
             stop_token_ids=(42,),
         )
     )
-    outputs = {output.choice: output for _, output in desk.outbox.outputs}
+    outputs = {output.choice: output for _, output in desk.outputs.outputs}
     assert [each.choice for each in desk.engine.scheduler.waiting] == [2]
     assert outputs.keys() == {0, 1, 4}
     assert outputs[0].finish_reason is FinishReason.LENGTH
@@ -162,7 +163,7 @@ def test_a_resumed_request_that_is_complete_ends_at_once():
     assert [outputs[each].stop_reason for each in (0, 1, 4)] == [None, None, 42]
     assert [outputs[each].token_index for each in (0, 1, 4)] == [4, 2, 2]
     assert all(not each.new_token_ids and each.first is None for each in outputs.values())
-    assert desk.outbox.accepted == [(0, 1)]
+    assert desk.outputs.accepted == [(0, 1)]
 
 
 def test_an_abort_can_name_a_choice():
@@ -173,7 +174,7 @@ def test_an_abort_can_name_a_choice():
     desk.take(Abort(1, 1, "disconnect"))
     desk.take(Abort(1, 1, "disconnect"))
     desk.engine.assert_at_rest()
-    assert desk.outbox.outputs == []
+    assert desk.outputs.outputs == []
 
 
 def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
@@ -193,7 +194,7 @@ def test_calls_are_answered():
     desk = Desk()
     desk.take(AdminCall(1, 5, "reset_prefix_cache"), client=1)
     desk.take(AdminCall(1, 6, "check_integrity"))
-    assert desk.outbox.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
+    assert desk.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
 
 
 def test_pause_and_resume_by_call():
@@ -210,7 +211,7 @@ def test_pause_and_resume_by_call():
     desk.take(AdminCall(1, 7, "resume"))
     desk.engine.step()
     assert len(desk.engine.scheduler.running) == 2
-    assert desk.outbox.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
+    assert desk.outputs.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
 
 
 def test_a_pause_can_end_what_is_unfinished():
@@ -224,11 +225,11 @@ def test_a_pause_can_end_what_is_unfinished():
     desk.take(AdminCall(1, 5, "pause", ends_unfinished=True))
     ended = [
         (client, each.request_id, each.choice)
-        for client, each in desk.outbox.outputs
+        for client, each in desk.outputs.outputs
         if each.finish_reason is FinishReason.ABORT
     ]
     assert sorted(ended) == [(0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 3, 0), (2, 3, 1), (2, 3, 2)]
-    assert {(2, 1), (0, 2), (2, 3)} <= set(desk.outbox.accepted)
+    assert {(2, 1), (0, 2), (2, 3)} <= set(desk.outputs.accepted)
     assert desk.engine.scheduler.num_unfinished == 0
     desk.engine.run()
     desk.engine.assert_at_rest()
@@ -243,7 +244,7 @@ def test_whether_there_is_a_pause_by_call():
     desk = Desk()
     for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
         desk.take(AdminCall(1, call_id, name))
-    asked = [reply for _, reply in desk.outbox.replies[::2]]
+    asked = [reply for _, reply in desk.outputs.replies[::2]]
     assert [(each.value, each.detail) for each in asked] == [
         (0, ""),
         (1, "finish_running"),
@@ -258,33 +259,33 @@ def test_the_number_of_unfinished_choices_by_call():
     desk.engine.step()
     desk.take(Abort(1, 1, "stop_string", 0))
     desk.take(AdminCall(1, 5, "get_num_unfinished"))
-    assert desk.outbox.replies == [(0, AdminReply(1, 5, True, value=3))]
+    assert desk.outputs.replies == [(0, AdminReply(1, 5, True, value=3))]
 
 
 def test_priorities_are_refused_where_nothing_heeds_them():
     desk = Desk()
     desk.take(request(1, priority=-1))
-    ((_, output),) = desk.outbox.outputs
+    ((_, output),) = desk.outputs.outputs
     assert output.error.param == "priority"
     assert "--scheduling-policy priority" in output.error.message
-    desk.intake = InputProcessor(
+    desk.input_processor = InputProcessor(
         desk.engine.scheduler,
         desk.engine.kv_cache,
-        desk.outbox,
+        desk.outputs,
         RequestLimits(vocab_size=1000, max_model_len=64, priorities=True),
-        list,
     )
     desk.take(request(1, priority=-1))
-    assert desk.outbox.accepted == [(0, 1)]
+    assert desk.outputs.accepted == [(0, 1)]
 
 
-def test_calls_that_fail_say_why():
-    desk = Desk(problems=["lost block: 3", "lost block: 4"])
+def test_calls_that_fail_say_why(monkeypatch):
+    monkeypatch.setattr(frontend_io, "check", lambda _: ["lost block: 3", "lost block: 4"])
+    desk = Desk()
     desk.take(request())
     desk.engine.step()
     desk.take(AdminCall(1, 5, "reset_prefix_cache"))
     desk.take(AdminCall(1, 6, "check_integrity"))
-    (_, reset), (_, integrity) = desk.outbox.replies
+    (_, reset), (_, integrity) = desk.outputs.replies
     assert (reset.ok, reset.detail) == (False, "1 requests are unfinished")
     assert (integrity.ok, integrity.detail) == (False, "lost block: 3\nlost block: 4")
 
@@ -294,7 +295,7 @@ def test_resetting_at_the_cost_of_running_requests_by_call():
     desk.take(request())
     desk.engine.step()
     desk.take(AdminCall(1, 5, "reset_prefix_cache", reset_running_requests=True))
-    assert desk.outbox.replies == [(0, AdminReply(1, 5, True))]
+    assert desk.outputs.replies == [(0, AdminReply(1, 5, True))]
     assert desk.engine.scheduler.running == []
     assert desk.engine.scheduler.num_unfinished == 1
 
@@ -307,5 +308,5 @@ def test_resetting_what_a_connector_keeps_by_call():
     desk.engine.connector.busy = True
     desk.take(AdminCall(1, 7, "reset_prefix_cache", reset_external=True))
     assert desk.engine.connector.resets == 2
-    assert [reply.ok for _, reply in desk.outbox.replies] == [True, True, False]
-    assert "copies" in desk.outbox.replies[-1][1].detail
+    assert [reply.ok for _, reply in desk.outputs.replies] == [True, True, False]
+    assert "copies" in desk.outputs.replies[-1][1].detail

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deploy.supervisor.hang_detector import HangDetector, HangLimits
-from engine_core.supervisor_io import HealthReport, awaits_copies, owes_step
+from engine_core.supervisor_io import SupervisorIO, owes_step
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
 from tests.fakes.offload_rig import OffloadRig
@@ -72,13 +72,13 @@ def test_who_is_loaded_for_owes_nothing_until_somebody_runs() -> None:
 
 @dataclass
 class Workers:
-    """Two ranks, ready, that owe no step. num_reports: of copies."""
+    """Two ranks, ready, that owe no step. num_kv_reports: of copies."""
 
     epoch: int = 1
-    ready: bool = True
+    is_ready: bool = True
     num_steps: int = 9
-    num_reports: int = 4
-    awaits: tuple[int, ...] = ()
+    num_kv_reports: int = 4
+    awaited_ranks: tuple[int, ...] = ()
 
     @property
     def workers(self) -> list[WorkerReady]:
@@ -89,10 +89,10 @@ class Workers:
         ]
 
 
-def vitals_of(rig: OffloadRig, workers: Workers) -> HealthReport:
-    vitals = HealthReport(workers)
-    vitals.watch(lambda: owes_step(rig.scheduler), lambda: awaits_copies(rig.scheduler))
-    return vitals
+def supervisor_io_of(rig: OffloadRig, workers: Workers) -> SupervisorIO:
+    supervisor_io = SupervisorIO(None, workers)
+    supervisor_io.scheduler = rig.scheduler
+    return supervisor_io
 
 
 def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang() -> None:
@@ -104,8 +104,8 @@ def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang()
         rig.step()
     rig.step()
     workers = Workers()
-    vitals = vitals_of(rig, workers)
-    assert vitals.report() == EngineAlive(1, 9, (0, 1), True, False, 4)
+    supervisor_io = supervisor_io_of(rig, workers)
+    assert supervisor_io.health_report() == EngineAlive(1, 9, (0, 1), True, False, 4)
 
     now = 0.0
     detector = HangDetector(HangLimits(start=100.0, first_steps=30.0, step=10.0), lambda: now)
@@ -114,27 +114,27 @@ def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang()
     for seconds in range(20):
         now = float(seconds)
         if seconds == 8:
-            workers.num_reports += 1  # of another copy: they move
-        detector.note_engine_report(vitals.report(), 1)
+            workers.num_kv_reports += 1  # of another copy: they move
+        detector.note_engine_report(supervisor_io.health_report(), 1)
         if seconds < 19:
             assert detector.find_hangs() == []
     assert {hang.process for hang in detector.find_hangs()} == {("worker", 0), ("worker", 1)}
 
     rig.lose_workers()
     rig.finishes = lambda job: True
-    assert vitals.report().awaits == ()
+    assert supervisor_io.health_report().awaits == ()
     rig.settle()
     rig.assert_at_rest()
 
 
 def test_nobody_is_waited_for_while_somebody_runs_or_has_room() -> None:
     rig = OffloadRig(finishes=lambda job: None)
-    vitals = vitals_of(rig, Workers())
+    supervisor_io = supervisor_io_of(rig, Workers())
     rig.add_one(PROMPT, 20)
     rig.step()
     rig.step()
     assert rig.half.under_way
-    assert vitals.report().awaits == ()
+    assert supervisor_io.health_report().awaits == ()
     rig.finishes = lambda job: True
     rig.settle()
     rig.forget_device()
@@ -142,9 +142,9 @@ def test_nobody_is_waited_for_while_somebody_runs_or_has_room() -> None:
     rig.add_one(PROMPT, 2)
     while rig.scheduler.has_work:
         rig.step()
-    assert vitals.report().awaits == (0, 1), "a load is waited for"
+    assert supervisor_io.health_report().awaits == (0, 1), "a load is waited for"
     rig.add_one([*range(300, 320)], 9)
     rig.step()
-    assert vitals.report().awaits == ()
+    assert supervisor_io.health_report().awaits == ()
     rig.finishes = lambda job: True
     rig.settle()
