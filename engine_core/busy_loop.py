@@ -269,7 +269,7 @@ class EngineIO:
         expired = self._end_expired()
         compiled = self._accept_compiled_grammars(ready)
         if self._connector.fileno() in ready:
-            self._connector.attend()
+            self._connector.process_notifications()
         if received or expired or compiled:
             self._report_pause()  # before a reply tells a client that the engine is paused
             self._output_dispatcher.flush()

@@ -119,9 +119,9 @@ class SimulatedTier:
                 num_blocks=header.num_blocks,
                 fingerprint=bytes(32),
                 num_ranks=_RANKS,
-                holds=holds,
+                transfer_refs=holds,
                 block_ids=kv_cache.block_ids,
-                wake=unblock,
+                unblock=unblock,
                 is_storable=is_storable,
             )
             return OffloadingScheduler(config, context)

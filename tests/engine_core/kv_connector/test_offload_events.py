@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from engine_core.frontend_io import OutputDispatcher
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
 from engine_core.transport import FrontEndLinks
 from tests.fakes.offload_rig import OffloadRig
 
