@@ -1,4 +1,4 @@
-"""Several connectors as one: who is asked, who loads, whose end counts."""
+"""MultiConnector: which child is asked, which one loads, and when blocks are released."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ from tests.fakes.kv_requests import Setup, make_manager
 
 
 class Child(SchedulerConnector):
-    """Answers what a test says, and keeps what it is told."""
+    """Child connector that returns what the test sets and records its calls."""
 
     def __init__(self) -> None:
         self.match = NO_MATCH
@@ -60,7 +60,7 @@ class Child(SchedulerConnector):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """(the connector, its two children, what holds blocks of a pool of ten)."""
+    """Return the connector, its two children, and a KV cache of ten blocks."""
     monkeypatch.setattr(multi, "create_scheduler_connector", lambda config, context: Child())
     setup = Setup(make_manager(10, 4))
     document = {"kv_connector": "SharedStorageConnector"}
