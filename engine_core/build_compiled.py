@@ -28,8 +28,7 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 _HOT: Final = (
     *("request.py", "kv_cache/*.py", "retention/*.py"),
     *("scheduler/*.py", "scheduler/queues/*.py"),
-    *("kv_connector/offload/jobs.py", "kv_connector/offload/keys.py"),
-    *("kv_connector/offload/requests.py", "kv_connector/offload/*_planner.py"),
+    *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
 """Modules to compile. Not the connectors, ledgers and policies: an interpreted class may extend
 those, and cannot extend a compiled class."""

@@ -45,7 +45,7 @@ from tests.benchmarks.messages import OffloadHits, OffloadHitsOfAll, OffloadTime
 
 
 _WARM_UP_TOKENS: Final = 16
-_LOOK_SECONDS: Final = 1.0
+_RESCAN_SECONDS: Final = 1.0
 _IDLE_SHARE: Final = 0.05
 _REST_SECONDS: Final = 120.0
 
@@ -188,11 +188,11 @@ class _Clients:
         """Until what a start leaves for idle moments is done."""
         deadline = time.monotonic() + _REST_SECONDS
         before = -1.0
-        while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _LOOK_SECONDS:
+        while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _RESCAN_SECONDS:
             if time.monotonic() > deadline:
                 raise TokendError(f"the daemon is not at rest after {_REST_SECONDS:g} s")
             before = now
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_RESCAN_SECONDS)
 
     def _cpu_seconds(self) -> float:
         return sum(each.cpu_seconds for each in usage_by_title(self._daemon.pid).values())

@@ -1,13 +1,12 @@
-"""Which connector there is: by name, lazily, or by a module path; and what it must cope with."""
+"""Creating connectors by name or module path, on demand, and the refusals."""
 
 import subprocess
 import sys
 
 import pytest
 
-from engine_core.kv_connector.base import SchedulerContext
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerContext
 from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
-from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.worker_group import KVOutputAggregator
 from proto.errors import ConfigError
 from proto.kv_connector import KVConnectorOutput

@@ -1,4 +1,4 @@
-"""The copying half of the offloading connector: what begins when, and what is reported."""
+"""The workers' half of the offloading connector: when copies start, and what is reported."""
 
 import select
 from typing import Any
@@ -51,7 +51,7 @@ def make(cache: KVCache, **extra: Any) -> OffloadingWorker:
 
 
 def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> None:
-    """What the worker's loop does around a step, up to the report."""
+    """Call the connector as the worker's loop does around a step, up to the report."""
     worker.bind_connector_metadata(NO_PAYLOAD if metadata is None else pack(metadata))
     worker.handle_preemptions()
     worker.start_load_kv()
@@ -59,7 +59,7 @@ def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> N
 
 
 def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[int]]:
-    """(loaded seq_ids, invalid blocks, finished jobs) of the next report."""
+    """Return (loaded sequence ids, invalid blocks, finished jobs) of the next report."""
     poll = select.poll()
     poll.register(worker.fileno(), select.POLLIN)
     assert poll.poll(20_000), "no copy was over in time"
@@ -67,7 +67,7 @@ def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[i
     metadata = worker.build_connector_worker_meta()
     jobs = [] if metadata == NO_PAYLOAD else unpack(metadata, OffloadReport).finished
     assert finished.sending == []
-    return finished.recving, worker.take_invalid_blocks(), [job.job_id for job in jobs]
+    return finished.recving, worker.get_block_ids_with_load_errors(), [job.job_id for job in jobs]
 
 
 def store(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
@@ -80,7 +80,7 @@ def load(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
-    """Whole blocks: every layer, K and V, and the scales of int8."""
+    """Whole blocks come back: every layer, K and V, and the int8 scales."""
     cache = make_cache(dtype)
     worker = make(cache)
     before = rows(cache)[[3, 7]].clone()
@@ -97,7 +97,7 @@ def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
 def test_save_is_put_off_to_the_step_that_follows() -> None:
     worker = make(make_cache())
     begun: list[int] = []
-    worker._transfers.transfer_async = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
+    worker._start_copy = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
     step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
     assert begun == []
     metadata = OffloadMetadata(
@@ -116,7 +116,9 @@ def test_handle_preemptions_is_a_barrier_for_the_jobs_that_it_names() -> None:
     step(worker, OffloadMetadata(stores=[store(FLUSHED, [3], [0])]))
     worker.bind_connector_metadata(pack(OffloadMetadata(flush=[FLUSHED, 1000])))
     worker.handle_preemptions()
-    assert [job.job_id for job in worker._transfers.get_finished()] == [FLUSHED]
+    assert [
+        job.job_id for handler in worker._handlers.values() for job in handler.get_finished()
+    ] == [FLUSHED]
     worker.close()
 
 
@@ -137,7 +139,7 @@ def test_a_load_that_failed_names_its_blocks() -> None:
     worker = make(make_cache())
     step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_seq_ids=[77]))
     assert await_report(worker) == ([77], [4, 8], [1])
-    assert worker.take_invalid_blocks() == []
+    assert worker.get_block_ids_with_load_errors() == []
     worker.close()
 
 

@@ -1,27 +1,37 @@
-"""The ledger of host memory: which offloaded blocks it has, and in which slots.
+"""Manager of blocks in host memory: which offloaded blocks are in which slots.
 
-Owns the slots and the states of blocks; the order in which they go is the policy's. Touches no
-memory: the slots are places in a buffer of each worker.
+It allocates slots and keeps block states; the eviction order is the policy's. It accesses no
+memory: slots are indices into a buffer of each worker.
 
     state           -1 ──complete_store──▶ 0 ──prepare_load──▶ 1 ──prepare_load──▶ 2 …
-    may be loaded        no                yes                 yes
-    may be evicted       no                yes                 no
+    can be loaded        no                yes                 yes
+    can be evicted       no                yes                 no
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from engine_core.kv_connector.offload.base import (
+    ManagerContext,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
 )
-from engine_core.kv_connector.offload.policy import BEING_STORED, EvictionPolicy, OffloadedBlock
+from engine_core.kv_connector.offload.eviction import (
+    BEING_STORED,
+    ARCPolicy,
+    EvictionPolicy,
+    LRUPolicy,
+    OffloadedBlock,
+)
+from proto.kv_transfer_config import cpu_settings, wrong
 
 
 class CPUOffloadingManager:
-    """OffloadingManager of `num_slots` slots.
+    """OffloadingManager of host memory with `num_slots` slots.
 
-    Fresh slots are given out first, then those that were freed last.
+    Unused slots are allocated first, then the most recently freed ones.
     """
 
     medium = "CPU"
@@ -48,7 +58,7 @@ class CPUOffloadingManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         blocks = [self._block(key) for key in keys]
-        assert all(block.is_present for block in blocks), "only what is present can be loaded"
+        assert all(block.is_present for block in blocks), "only present blocks can be loaded"
         for block in blocks:
             block.num_readers += 1
         return [block.slot for block in blocks]
@@ -56,7 +66,7 @@ class CPUOffloadingManager:
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
         for key in keys:
             block = self._block(key)
-            assert block.num_readers > 0, "a load is over that nobody has begun"
+            assert block.num_readers > 0, "the load was not prepared"
             block.num_readers -= 1
             block.is_bad |= not success
             if block.is_bad and block.is_idle:
@@ -74,7 +84,7 @@ class CPUOffloadingManager:
             evicted = [victim.key for victim in victims]
             self._freed += [victim.block.slot for victim in victims]
             self._events.append(OffloadingEvent(evicted, True, self.medium))
-        slots = [self._take_slot() for _ in new]
+        slots = [self._allocate_slot() for _ in new]
         for key, slot in zip(new, slots, strict=True):
             self._policy.insert(key, OffloadedBlock(slot))
         return PrepareStoreOutput(new, slots, evicted)
@@ -96,7 +106,7 @@ class CPUOffloadingManager:
             self._events.append(OffloadingEvent(stored, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Places that are being copied to or from are free when that is over."""
+        """Remove corrupt blocks; slots in use by copies are freed when these have finished."""
         for key in keys:
             block = self._policy.get(key)
             if block is None:
@@ -111,21 +121,21 @@ class CPUOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Part of the slots that are taken."""
+        """Used fraction of the slots."""
         return len(self._policy) / self._num_slots
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        taken, self._events = self._events, []
-        return taken
+        events, self._events = self._events, []
+        return events
 
-    def reset(self) -> bool:
+    def reset_cache(self) -> bool:
         if not all(self._block(key).is_idle for key in self._policy):
             return False
-        self.start_over()
+        self.on_worker_restart()
         return True
 
-    def start_over(self) -> None:
-        """The memory was the workers', so what was in it is gone too."""
+    def on_worker_restart(self) -> None:
+        """Remove all blocks: the memory belonged to the workers that are gone."""
         present = [key for key in self._policy if self._block(key).num_readers >= 0]
         if present:
             self._events.append(OffloadingEvent(present, True, self.medium))
@@ -134,14 +144,14 @@ class CPUOffloadingManager:
         self._freed.clear()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _block(self, key: OffloadKey) -> OffloadedBlock:
         block = self._policy.get(key)
-        assert block is not None, f"block {key.hex()} is not here"
+        assert block is not None, f"block {key.hex()} is not present"
         return block
 
-    def _take_slot(self) -> int:
+    def _allocate_slot(self) -> int:
         if self._num_used == self._num_slots:
             return self._freed.pop()
         self._num_used += 1
@@ -150,3 +160,21 @@ class CPUOffloadingManager:
     def _remove(self, key: OffloadKey, block: OffloadedBlock) -> None:
         self._policy.remove(key)
         self._freed.append(block.slot)
+
+
+def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> OffloadingManager:
+    """Create the manager, with as many slots as fit into cpu_bytes_to_use; raises ConfigError.
+
+    cpu_bytes_to_use   [ slot 0 | slot 1 | … ]        a slot: one offloaded block of every rank
+    """
+    settings = cpu_settings(extra)
+    slot_bytes = context.block_bytes * context.num_ranks
+    num_slots = settings.cpu_bytes_to_use // slot_bytes
+    if num_slots < 1:
+        raise wrong(
+            "cpu_bytes_to_use",
+            f"holds no block: {settings.cpu_bytes_to_use} bytes, and a block of "
+            f"{context.num_ranks} ranks has {slot_bytes}",
+        )
+    policy = ARCPolicy(num_slots) if settings.eviction_policy == "arc" else LRUPolicy()
+    return CPUOffloadingManager(num_slots, policy)
