@@ -21,8 +21,7 @@ from api_server.protocol.common import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
-from api_server.protocol.reference import markdown
-from api_server.protocol.responses.items import MAX_ITEMS
+from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
@@ -45,6 +44,7 @@ from proto.sampling_params import (
     MAX_REPEATED_TOKENS,
     MAX_STOP_TOKEN_IDS,
 )
+from tests.deploy.api_reference import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_the_table_of_settings_is_current() -> None:
 
 
 def test_the_tables_of_request_fields_are_current() -> None:
-    """To renew them: `print(markdown())` of api_server.protocol.reference; they end the page."""
+    """To renew them: `print(markdown())` of tests.deploy.api_reference; they end the page."""
     assert markdown() in (ROOT / "docs" / "api.md").read_text()
 
 
