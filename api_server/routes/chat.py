@@ -82,7 +82,7 @@ async def build_chat_turn(
         max_tokens = share if at_most is None else min(at_most, share)
     reader = reader.with_truncation(builder.truncation(max_tokens))
     conversation, text = await _render_prompt(app_state, body, reader, ignored)
-    prompts = await reader.encode([text], add_special_tokens=False)
+    prompts = await reader.encode_texts([text], add_special_tokens=False)
     reasoning = await plan_reasoning(
         app_state.reasoning_format,
         app_state.tokenizer,

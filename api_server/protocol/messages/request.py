@@ -72,18 +72,18 @@ class CountTokensRequest(Strict):
         Field(min_length=1),
         BeforeValidator(check_message_count),
     ]
-    """The conversation: up to 4096 messages of user, assistant and system, of text, tool_use,
-    tool_result and thinking. One of the assistant at the end is gone on with."""
+    """The conversation: up to 4096 messages of user, assistant and system, with blocks of text,
+    tool_use, tool_result and thinking. The answer continues an assistant message at the end."""
     system: Text | list[Json] | None = None
-    """What stands before it, a text or blocks of text."""
+    """The system prompt, a string or text blocks."""
     tools: list[Json] = []
-    """What the model may call. Tools with a type of Anthropic's are left out, and named in
+    """Tools that the model may call. Tools of Anthropic's servers are left out and named in
     X-Tokend-Ignored."""
     tool_choice: Json | None = None
     """auto, any, tool (with a name) or none; disable_parallel_tool_use."""
     thinking: Json | None = None
     """enabled (with budget_tokens), disabled, adaptive; display omitted leaves the text out. Has
-    no effect on a model that does not think."""
+    no effect on a model without reasoning."""
     output_config: Json | None = None
     """format: json_schema; effort, for templates that know efforts."""
     output_format: Json | None = None
@@ -92,11 +92,11 @@ class CountTokensRequest(Strict):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    """Most output tokens, thoughts included; where the context leaves fewer, as many as it does."""
+    """Most output tokens, reasoning included; fewer if the context leaves fewer."""
     stream: bool = False
     """Answer with server-sent events."""
     stop_sequences: list[StopString] = []
-    """Up to 4 strings at which the answer ends; they are not part of it."""
+    """Up to 4 strings at which the answer ends; the answer does not contain them."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
