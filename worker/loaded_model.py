@@ -16,9 +16,9 @@ import torch
 
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
-from proto.lifecycle import KVCacheGeometry, WeightMemory
+from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
 from proto.prepared_model import PreparedModel
-from worker.device.base import Device
+from worker.device.devices import Device
 from worker.fingerprint import kv_fingerprint
 from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
@@ -33,7 +33,6 @@ from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.group import RankGroup
-from worker.reports import Reports
 
 logger = logging.getLogger("tokend.worker")
 
@@ -71,9 +70,9 @@ class LoadedModel:
         return Fraction(held[self.group.rank], sum(held))
 
     @property
-    def weights(self) -> tuple[WeightMemory, ...]:
+    def weights(self) -> tuple[WeightFormatMemory, ...]:
         """Bytes that the weights take, by form."""
-        return tuple(WeightMemory(*each) for each in self.form.memory.items())
+        return tuple(WeightFormatMemory(*each) for each in self.form.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """32 bytes over everything that changes what is in its KV blocks."""
@@ -98,11 +97,12 @@ def load(
     prepared: PreparedModel,
     device: Device,
     group: RankGroup,
-    reports: Reports,
+    report: Callable[[Progress | Notice], None],
     around: Callable[[WeightForm], WeightForm] = unchanged,
 ) -> LoadedModel:
     """This worker's part of a model, in the form that the settings and the device choose.
 
+    report: sends progress and notices to the supervisor.
     around: makes of that form the one that the model is read in, for whoever wants to watch.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
@@ -122,20 +122,20 @@ def load(
             whole,
             dtype,
             kv_dtype,
-            lambda fraction: reports.progress("loading kernels", fraction),
+            lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
         )
     model = load_model(
         prepared,
         whole,
         dtype,
         device.torch_device,
-        lambda fraction: reports.progress("loading weights", fraction),
+        lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
         form,
         group,
     )
     logger.info("weights: %s", memory_line(form))
     if notice := dense_notice(form):
-        reports.notice(notice)
+        report(Notice("worker", group.rank, notice))
     spec, layout = model.spec, kv_layout(model.spec.windows)
     geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype)
     return LoadedModel(prepared, model_config, model, dtype, form, device, group, layout, geometry)

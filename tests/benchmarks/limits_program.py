@@ -20,7 +20,7 @@ from proto.config import ServeConfig
 from proto.prepared_model import PreparedModel
 from tests.benchmarks.attention_program import AttentionStep
 from tests.benchmarks.messages import AttentionWorkload, LimitsTimings, LimitsWorkload
-from worker.device.choice import create_device
+from worker.device.devices import create_device
 from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
 from worker.layers.embedding import Table
@@ -30,8 +30,7 @@ from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, Weight
 from worker.loader.index import read_index
 from worker.loader.names import name_in_file
 from worker.loader.source import WeightSource
-from worker.parallel.group import Alone
-from worker.reports import NoReports
+from worker.parallel.group import RankGroup
 
 _READ_FLOATS: Final = 1 << 27
 _SECONDS_OF_A_PART: Final = 0.03
@@ -90,7 +89,7 @@ class LimitsWorker:
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
         self.loaded = load(
-            config, prepared, create_device(config, 0), Alone(), NoReports(), NotedForm
+            config, prepared, create_device(config, 0), RankGroup(), lambda message: None, NotedForm
         )
         assert isinstance(self.loaded.form, NotedForm)
         self.products = self.loaded.form

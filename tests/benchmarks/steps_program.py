@@ -24,14 +24,13 @@ from proto.prepared_model import PreparedModel
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from tests.benchmarks.messages import StepTimings, StepWorkload
-from worker.device.choice import create_device
+from tests.benchmarks.step_clock import ClockedModel, StepClock
+from worker.device.devices import create_device
 from worker.loaded_model import load, unchanged
 from worker.loader.forms import WeightForm
 from worker.model_runner import ModelRunner
-from worker.parallel.group import Alone
-from worker.reports import NoReports
-from worker.runner_maker import RunnerMaker
-from worker.step_clock import ClockedModel, StepClock
+from worker.parallel.group import RankGroup
+from worker.runner_builder import RunnerBuilder
 
 _EPOCH: Final = 1
 _FIRST_TOKEN_ID: Final = 1000
@@ -47,16 +46,20 @@ class BenchWorker:
         around: Callable[[WeightForm], WeightForm] = unchanged,
     ) -> None:
         self.clock = StepClock()
-        device, reports = create_device(config, 0), NoReports()
-        loaded = load(config, prepared, device, Alone(), reports, around)
+        device = create_device(config, 0)
+
+        def report(message: object) -> None:
+            """Ignore progress and notices."""
+
+        loaded = load(config, prepared, device, RankGroup(), report, around)
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
-        saboteur = FaultInjector.of((), "worker", 0, 0)
-        self._runners = RunnerMaker(config, self.loaded, saboteur, reports)
+        fault_injector = FaultInjector.of((), "worker", 0, 0)
+        self._builder = RunnerBuilder(config, self.loaded, fault_injector, report)
 
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A model runner with a cache of its own."""
-        return self._runners.on_host(
+        return self._builder.build_on_host(
             InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
         )
 

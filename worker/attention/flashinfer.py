@@ -33,8 +33,8 @@ from worker.attention.flashinfer_group import (
 )
 from worker.attention.kv_store import KVStore, TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
-from worker.device.accelerator import Accelerator, Cuda
-from worker.device.staging import Staging
+from worker.device.accelerator import Accelerator
+from worker.device.transfers import Uploader
 from worker.kv_cache import KVCache
 from worker.layers.flashinfer_rows import FlashInferTurn
 from worker.layers.rotary import Rotation
@@ -55,7 +55,7 @@ def create_flashinfer(
     Raises ConfigError where heads, dtypes or the installed version do not fit.
     """
     refuse_unsupported(shape, dtype, kv_cache.dtype)
-    accelerator = Cuda(kv_cache.buffer.device)
+    accelerator = Accelerator(kv_cache.buffer.device)
     return FlashInferAttention(
         kv_cache,
         shape,
@@ -114,7 +114,7 @@ class FlashInferAttention:
         self._store = store
         self._turn = FlashInferTurn(library, accelerator)
         self._cascade_from = options.cascade_from
-        self._staging = Staging(accelerator)
+        self._uploader = Uploader(accelerator)
         make = WrapperMaker(accelerator, library, shape, options)
         self._groups = [
             GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
@@ -176,7 +176,7 @@ class FlashInferAttention:
         """Everything the device needs of a step, in one copy; returns the page indices."""
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
         decodes = [each.decodes for each in pages.groups]
-        sent = self._staging.upload(
+        sent = self._uploader.upload(
             [each.slot_mapping for each in inputs]
             + [each.kv_indptr for each in decodes]
             + [each.last_page_len for each in decodes]

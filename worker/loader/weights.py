@@ -32,7 +32,7 @@ from worker.models.decoder import Decoder
 from worker.models.kernel_stack import make_stacks
 from worker.models.layer_stack import LayerWeights
 from worker.models.spec import ModelSpec, layer_parameter_shapes
-from worker.parallel.group import Alone, RankGroup
+from worker.parallel.group import RankGroup
 from worker.parallel.shares import Share
 
 _READER_THREADS: Final = 2
@@ -47,7 +47,7 @@ _PRODUCTS: Final = {
 """The weights of a layer that are multiplied as one."""
 _SUMMED: Final = ("o", "down")
 """Products whose columns are divided among ranks."""
-_ALONE: Final = Alone()
+_SINGLE_RANK: Final = RankGroup()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def load_model(
     device: torch.device,
     progress: Callable[[float], None],
     form: WeightForm | None = None,
-    group: RankGroup = _ALONE,
+    group: RankGroup = _SINGLE_RANK,
 ) -> Decoder:
     """The model with activations in `dtype` on `device`, its weights in `form` (else dense).
 

@@ -1,4 +1,4 @@
-"""Grammars over a toy vocabulary: what a mask leaves, and how errors read."""
+"""Grammars over a toy vocabulary: masks and error messages."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def allowed(backend: LLGuidanceBackend, matcher: Matcher) -> set[int]:
 
 
 def walk(backend: LLGuidanceBackend, matcher: Matcher, seed: int) -> str:
-    """A text of random tokens, ended as soon as that is allowed."""
+    """Return a text of random allowed tokens, ended as soon as the end is allowed."""
     draw, token_ids = random.Random(seed), []
     for _ in range(500):
         choices = allowed(backend, matcher)
@@ -226,7 +226,7 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error(tmp_path: Path):
 
 
 def ids(text: str) -> list[int]:
-    """One token for all of it."""
+    """A token that is the whole text."""
     return [BYTE + 256 + LONGER.index(text)]
 
 

@@ -1,0 +1,41 @@
+"""The requests of /tokenize and /detokenize, in the format of vLLM."""
+
+from typing import Annotated, Any, Final
+
+from pydantic import FailFast
+
+from api_server.protocol.chat import ConversationFields
+from api_server.protocol.common import Strict, Text
+
+TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "chat_template": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+
+
+class TokenizeText(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    prompt: str
+    """The text; it may be empty, and longer than the context."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add what it adds to every text, such as a first token."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class TokenizeChat(ConversationFields):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    add_special_tokens: bool = False
+    """Let the tokenizer add what it adds to every text; most templates have done so already."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class Detokenize(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    tokens: Annotated[list[int], FailFast()]
+    """Token ids, each below the size of the vocabulary."""

@@ -1,0 +1,99 @@
+"""The tables of request fields in docs/api.md, generated from the request models.
+
+Python drops the strings under the fields, so they are read from the source.
+"""
+
+import ast
+import inspect
+import json
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.common import GenerationRequest, SamplingNumbers
+from api_server.protocol.completions import CompletionRequest
+from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
+from api_server.protocol.messages.request import MessagesRequest
+from api_server.protocol.responses.request import PASSED, ResponsesRequest
+
+_NO_DEFAULT = "required"
+
+
+def markdown() -> str:
+    """Return the fields of all requests by endpoint, and those that are refused or ignored."""
+    shared = set(GenerationRequest.model_fields)
+    parts = [
+        "## Fields of both endpoints",
+        _table(GenerationRequest, set()),
+        "## Fields of /v1/completions",
+        _table(CompletionRequest, shared),
+        "## Fields of /v1/chat/completions",
+        _table(ChatCompletionRequest, shared),
+        "## Fields of /v1/responses",
+        _table(ResponsesRequest, set()),
+        _as_in_a_chat(PASSED),
+        "## Fields of /v1/messages",
+        _table(MessagesRequest, set()),
+        _as_in_a_chat(PASSED_BY_MESSAGES),
+        "## Fields without effect",
+        f"Taken and not looked at: {_names(HARMLESS)}.",
+        "Refused by name wherever an endpoint has no such field, unless the value asks for nothing "
+        "(null, or what is in brackets):",
+        "\n".join(
+            f"- {api}: {_names(names)}."
+            for api, names in (("OpenAI", OPENAI), ("Anthropic", ANTHROPIC), ("vLLM", VLLM))
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def _as_in_a_chat(names: frozenset[str]) -> str:
+    return "As in a chat completion: " + ", ".join(f"`{name}`" for name in sorted(names)) + "."
+
+
+def _table(model: type[BaseModel], excluded: set[str]) -> str:
+    texts = _texts(model)
+    rows = [
+        f"| `{name}` | {_default(field)} | {texts[name]} |"
+        for name, field in model.model_fields.items()
+        if name not in excluded
+    ]
+    return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return _NO_DEFAULT
+    value: Any = field.default
+    return "" if value is None or value in ([], {}) else f"`{json.dumps(value)}`"
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(
+        f"`{name}`" + (f" ({json.dumps(NEUTRAL[name][-1])})" if name in NEUTRAL else "")
+        for name in sorted(names)
+    )
+
+
+def _texts(model: type[BaseModel]) -> dict[str, str]:
+    """Return the string literal under each field of a model and its base classes."""
+    texts = {
+        name: field.description for name, field in model.model_fields.items() if field.description
+    }
+    for base in model.__mro__[: model.__mro__.index(BaseModel)]:
+        if base is SamplingNumbers:
+            continue  # made from the table of proto/sampling_params.py
+        (body,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                texts.setdefault(field.target.id, " ".join(str(after.value.value).split()))
+    return texts

@@ -1,0 +1,48 @@
+"""An input processor without sockets."""
+
+from engine_core.frontend_io import InputProcessor
+from engine_core.validation import RequestLimits
+from tests.fakes.engine_harness import EngineHarness
+
+LIMITS = RequestLimits(vocab_size=1000, max_model_len=64)
+
+
+class FakeOutputDispatcher:
+    """Keeps what would be sent to front ends."""
+
+    def __init__(self):
+        self.accepted = []
+        self.outputs = []
+        self.replies = []
+
+    def add_accepted(self, client, request_id):
+        self.accepted.append((client, request_id))
+
+    def add_output(self, client, output):
+        self.outputs.append((client, output))
+
+    def add_outputs(self, outputs):
+        for client, each in outputs.items():
+            self.outputs += [(client, output) for output in each]
+
+    def add_reply(self, client, reply):
+        self.replies.append((client, reply))
+
+
+class Desk:
+    """An input processor with a scheduler behind it."""
+
+    def __init__(self, **settings):
+        self.engine = EngineHarness(max_model_len=64, **settings)
+        self.outputs = FakeOutputDispatcher()
+        self.input_processor = InputProcessor(
+            self.engine.scheduler, self.engine.kv_cache, self.outputs, LIMITS
+        )
+
+    def take(self, message, client=0):
+        self.input_processor.process_message(client, message)
+
+
+def refused(desk):
+    """Return (request id, kind of error) of all error outputs, in order."""
+    return [(output.request_id, output.error.kind) for _, output in desk.outputs.outputs]

@@ -1,0 +1,51 @@
+"""Which sequences of a step have numbers, and which do not."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
+from worker.model_runner import (
+    any_token_of_sequences,
+    nonfinite_by_kernel,
+    nonfinite_sequences,
+    nonfinite_tokens,
+)
+
+each_way = with_each([None, *LOADABLE])  # None: torch
+NAN, INF = float("nan"), float("inf")
+STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
+
+
+def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[bool]:
+    if variant is None:
+        return any_token_of_sequences(nonfinite_tokens(hidden), starts).tolist()
+    return nonfinite_by_kernel(load_variant(variant), hidden, starts).tolist()
+
+
+@each_way
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_odd_number_anywhere_breaks_its_sequence(
+    variant, odd: float, dtype: torch.dtype
+) -> None:
+    for size in (1, 5, 16, 37):
+        for token, expected in ((0, [1, 0, 0]), (3, [0, 1, 0]), (6, [0, 0, 1])):
+            hidden = torch.randn(9, size).to(dtype)
+            hidden[token, size // 2] = odd
+            assert find(variant, hidden) == expected
+        assert find(variant, torch.randn(9, size).to(dtype)) == [0, 0, 0]
+
+
+@each_way
+def test_large_numbers_of_one_sign_are_not_odd(variant) -> None:
+    """Their sum would be."""
+    hidden = torch.full((9, 32), 3e38)
+    assert find(variant, hidden) == [0, 0, 0]
+    assert find(variant, hidden, np.array([0, 9], dtype=np.int32)) == [0]
+
+
+def test_on_this_machine() -> None:
+    hidden = torch.randn(9, 16)
+    hidden[8, 0] = NAN
+    assert nonfinite_sequences(hidden, STARTS).tolist() == [False, False, True]
