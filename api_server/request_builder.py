@@ -8,25 +8,22 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from api_server.app_state import AppState
 from api_server.http.tenants import reader_of
 from api_server.parsers.called_tool import AgentTurn
-from api_server.parsers.parts import PLAIN_TEXT, PartsParser
-from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
-from api_server.parsers.tool_calling import Calling, no_calling
-from api_server.protocol.agents import agent_hint, tool_name
-from api_server.protocol.answers import Answer, Shape
+from api_server.parsers.output_format import OutputFormat
+from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
     SAMPLING_NUMBERS,
     GenerationRequest,
 )
+from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
 from api_server.protocol.fields import IgnoredFields
 from api_server.request_stream import (
     MAX_UNSENT_BYTES,
@@ -39,10 +36,10 @@ from api_server.request_stream import (
 from api_server.response import GenerationResponse
 from api_server.sampling import SEED_MASK, sampling_params
 from api_server.stream import TokenStream
-from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
-from api_server.text.logprobs import TokenIdNames
+from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer, NoText
+from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
-from api_server.text.stop_strings import stop_matcher
+from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
@@ -74,7 +71,7 @@ class RequestBuilder:
 
     Its creation is the arrival time of the request.
 
-    ignored: unknown fields of the body. calling: format of tool calls; None without tools.
+    ignored: unknown fields. grammar: of the answer, None for any text.
     """
 
     def __init__(
@@ -85,13 +82,11 @@ class RequestBuilder:
         tenant: int,
         key_name: str,
         ignored: IgnoredFields,
-        calling: Calling | None = None,
+        grammar: GrammarSource | None,
     ) -> None:
         check_request(request)
         check_beams(request)
-        calling = calling or no_calling(request.grammar_source)
-        self._grammar = checked_grammar(request, calling.grammar)
-        self._marks = calling.marks
+        self._grammar = checked_grammar(request, grammar)
         self._agent = agent_hint(request, tenant)
         app_state.check_model(request.model)
         self._app_state = app_state
@@ -108,21 +103,25 @@ class RequestBuilder:
         """A grammar constrains the answer."""
         return self._grammar is not None
 
-    def shape(self, top: int | None) -> Shape:
-        """Return what the response shows. top: alternatives per token; None for no logprobs."""
+    def response_options(self, num_logprobs: int | None) -> ResponseOptions:
+        """Return what the response contains.
+
+        num_logprobs: alternatives for each token, None for no log-probabilities.
+        """
         request, tokenizer = self._request, self._app_state.tokenizer
-        named = len(request.logprob_token_ids)
-        return Shape(
+        if num_logprobs is not None and request.logprob_token_ids:
+            num_logprobs = len(request.logprob_token_ids)
+        return ResponseOptions(
             id=self.id,
             created=int(time.time()),
             model=self._app_state.model_name,
-            names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
-            prompt_names=tokenizer,
-            top=top if top is None or not named else named,
-            prompt_top=request.prompt_logprobs,
-            token_ids=request.return_token_ids,
-            usage=request.includes_usage,
-            continuous_usage=request.includes_continuous_usage,
+            token_names=TokenNames(tokenizer, request.return_tokens_as_token_ids),
+            prompt_token_names=TokenNames(tokenizer),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
+            returns_token_ids=request.return_token_ids,
+            includes_usage=request.includes_usage,
+            includes_continuous_usage=request.includes_continuous_usage,
         )
 
     def check_choices(self, num_prompts: int) -> None:
@@ -169,19 +168,15 @@ class RequestBuilder:
         self,
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
-        make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
-        thoughts: Thoughts = NO_THOUGHTS,
+        output_format: OutputFormat,
     ) -> TokenStream:
         """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, per request. make_parser: returns the
-        parser of one choice, which finds the tool calls of agents. thoughts: how the model reasons.
+        text_starts: characters before the first output, for each request.
         """
         notifier = StreamNotifier()
         streams = [
-            self._stream(
-                request, notifier, index, text_starts[index], self._turn(make_parser), thoughts
-            )
+            self._stream(request, notifier, index, text_starts[index], output_format)
             for index, request in enumerate(requests)
         ]
         app_state = self._app_state
@@ -202,13 +197,13 @@ class RequestBuilder:
     def response(
         self,
         stream: TokenStream,
-        answer: Answer,
+        encoder: ResponseEncoder,
         extra_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> GenerationResponse:
-        """Return the response to a submitted stream, in the format of `answer`."""
+        """Return the response to a submitted stream, encoded by `encoder`."""
         return GenerationResponse(
             stream,
-            answer,
+            encoder,
             as_events=self._request.stream,
             keep_alive_seconds=self._app_state.config.sse_keep_alive,
             extra_headers=[*self.headers(), *extra_headers],
@@ -298,14 +293,14 @@ class RequestBuilder:
             reader=reader_of(self._tenant, self._key_name),
         )
 
-    def _turn(self, make_parser: Callable[[], PartsParser]) -> AgentTurn | None:
-        """Return the finder of the agent's tool call, which prefers the client's hint."""
+    def _agent_turn(self, output_format: OutputFormat) -> AgentTurn | None:
+        """Return what finds the tool that an agent calls; None for other requests."""
         if self._agent is None:
             return None
-        name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
-        if hint is not None and hint.tool is not None:
-            return AgentTurn(make_parser, name, name(hint.tool))
-        return AgentTurn(make_parser, name)
+        hint = self._request.agent_hint
+        declared_tool = None if hint is None else hint.tool
+        parsers = [output_format.new_parser() for _ in range(self._request.n)]
+        return AgentTurn(parsers, self._tenant, declared_tool)
 
     def _stream(
         self,
@@ -313,26 +308,29 @@ class RequestBuilder:
         notifier: StreamNotifier,
         index: int,
         text_start: int,
-        turn: AgentTurn | None,
-        thoughts: Thoughts,
+        output_format: OutputFormat,
     ) -> RequestStream:
         app_state, body = self._app_state, self._request
         ids = request.prompt_token_ids
-        marks = {**self._marks, **thoughts.markers}
-        detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
-        counts = [count for inner in detokenizers for count in thoughts.counting(inner)]
+        turn = self._agent_turn(output_format)
+        text_tails = turn.tails if turn is not None else []
+        markers, reasoning = output_format.markers, output_format.reasoning
+        detokenizers = [self._detokenizer(ids, markers) for _ in range(request.n)]
+        counters = [
+            counter for counter in map(reasoning.new_counter, detokenizers) if counter is not None
+        ]
         choices = [
             Choice(
                 index=index * request.n + number,
-                detokenizer=(counts or detokenizers)[number],
-                stops=stop_matcher(body.stop, shows_stop=body.include_stop_str_in_output),
+                detokenizer=(counters or detokenizers)[number],
+                stop_strings=self._stop_strings(),
                 min_tokens=body.min_tokens,
                 text_start=text_start,
                 shows_stop=body.include_stop_str_in_output,
                 interval=body.stream_interval or app_state.config.stream_interval,
                 counts_tokens=not body.detokenize,
                 send_buffer=self._send_buffer,
-                text_listener=None if turn is None else turn.listener(),
+                text_tail=text_tails[number] if text_tails else None,
             )
             for number in range(request.n)
         ]
@@ -348,14 +346,20 @@ class RequestBuilder:
             may_expire_in_queue=request.queue_deadline < math.inf,
             send_buffer=self._send_buffer,
             turn=turn,
-            thought_counts=counts,
+            reasoning_counters=counters,
             max_tokens=request.sampling_params.max_tokens,
         )
 
+    def _stop_strings(self) -> StopStrings | None:
+        body = self._request
+        if not body.stop:
+            return None
+        return StopStrings(body.stop, shows_stop=body.include_stop_str_in_output)
+
     def _detokenizer(
-        self, prompt_token_ids: Sequence[int], marks: Mapping[int, str]
+        self, prompt_token_ids: Sequence[int], markers: Mapping[int, str]
     ) -> Detokenizer:
-        """Return the detokenizer of a choice. marks: special tokens whose text is shown anyway."""
+        """Return a detokenizer. markers: token id → text of special tokens that keep their text."""
         if not self._request.detokenize:
             return NoText()
         inner = self._app_state.tokenizer.detokenizer(
@@ -363,9 +367,9 @@ class RequestBuilder:
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,
         )
-        if not marks or not self._request.skip_special_tokens:
+        if not markers or not self._request.skip_special_tokens:
             return inner
-        return MarkedDetokenizer(inner, marks)
+        return MarkerDetokenizer(inner, markers)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:

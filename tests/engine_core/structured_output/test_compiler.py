@@ -7,8 +7,8 @@ import pytest
 from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
 from engine_core.structured_output.matchers import GrammarError
 from proto.errors import ModelError
-from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
+from proto.sockets import EventFd
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoSandbox
 
 
@@ -63,7 +63,7 @@ def test_refusals_of_each_stage_name_the_field(backend):
                 raise GrammarError("too much")
 
         def close(self):
-            """Nothing to end."""
+            pass
 
     case = Case(lambda: backend, Suspicious())
     for source in ("", "bomb", "("):
