@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
-PRODUCT_SOURCES: Final = ("attention_few_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
+PRODUCT_SOURCES: Final = ("few_rows_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
-    *("attention_bf16.cpp", "attention_few_bf16.cpp", "attention_tiles.cpp"),
+    *("many_rows_amx.cpp", "few_rows_bf16.cpp", "few_rows_amx.cpp"),
     *("rotated_product.cpp", "bf16_product.cpp"),
 )
 """Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
@@ -98,7 +98,7 @@ X86_VARIANTS: Final = (
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )
 """Best first. Whether the system lets a process use tiles is found out by the kernels
-themselves (csrc/amx.h): without them this variant does what the next one does."""
+themselves (csrc/common/amx.h): without them this variant does what the next one does."""
 
 OTHER_VARIANTS: Final = (Variant("baseline", (), frozenset()),)
 """Machines that are not x86-64: vectors as wide as the compiler's default target has them."""
@@ -134,7 +134,7 @@ def best_variant() -> Variant:
 def source_digest(flags: tuple[str, ...]) -> str:
     """Eight hex digits over all sources and the flags."""
     digest = hashlib.sha256(" ".join((*_COMPILE_FLAGS, *flags)).encode())
-    for path in sorted(SOURCE_DIR.glob("*.cpp")) + sorted(SOURCE_DIR.glob("*.h")):
+    for path in sorted(SOURCE_DIR.rglob("*.cpp")) + sorted(SOURCE_DIR.rglob("*.h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -189,7 +189,7 @@ def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
 
 
 def _parts(variant: Variant) -> list[_Part]:
-    return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.glob("*.cpp"))]
+    return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.rglob("*.cpp"))]
 
 
 def _compile(
@@ -206,7 +206,7 @@ def _compile(
 
 def _compile_part(compiler: str, part: _Part, target: Path) -> Path:
     source, flags = part
-    _run([compiler, *flags, "-c", str(source), "-o", str(target)])
+    _run([compiler, *flags, "-I", str(SOURCE_DIR), "-c", str(source), "-o", str(target)])
     return target
 
 

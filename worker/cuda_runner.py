@@ -13,7 +13,7 @@ import torch
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
 from worker.async_runner import AsyncModelRunner, DeviceTokens
-from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
 from worker.attention.kv_store import KVStore
@@ -68,9 +68,7 @@ class CudaRunnerMaker:
         self._kernels = kernels
         self._sampler = sampler
         self._dtype = dtype
-        self._shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        self._shape = spec.attention_shape
 
     def runner(
         self,

@@ -25,7 +25,7 @@ def kv_fingerprint(
 ) -> bytes:
     """32 bytes; equal in two processes only when their KV blocks are interchangeable.
 
-    weight_form: its name, as worker/loader/choice.py gives it: other products, other KV.
+    weight_form: its name, as worker/loader/format_choice.py gives it: other products, other KV.
     rank_of: this worker's rank, and how many share the model: other heads, other sums.
     """
     facts = [

@@ -17,10 +17,14 @@ import torch
 
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
-from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
-from worker.layers.flashinfer_rows import SIXTEEN_BITS
-from worker.layers.row_library import VERSION, import_flashinfer, installed_version
+from worker.layers.flashinfer_kernels import (
+    SIXTEEN_BITS,
+    VERSION,
+    import_flashinfer,
+    installed_version,
+)
+from worker.models.gated_mlp import GatedMlpSpec
 from worker.models.spec import ModelSpec
 
 logger = logging.getLogger("tokend.worker")
@@ -78,7 +82,9 @@ def build_command(
 ) -> str:
     """What prebuilds the modules of `load_modules`."""
     words = ["python -m worker.build_flashinfer FOLDER"]
-    words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.head_dim}")
+    words.append(
+        f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.attention_shape.head_dim}"
+    )
     if any(spec.windows):
         words.append("--windows")
     if kv_dtype == EIGHT_BITS:
@@ -94,7 +100,7 @@ def _attends(
     """Whether attention runs on FlashInfer; raises ConfigError where it must and cannot."""
     if config.attention_backend not in ("auto", "flashinfer"):
         return False
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    shape = spec.attention_shape
     try:
         refuse_unsupported(shape, dtype, kv_dtype)
         load_library()
@@ -113,7 +119,9 @@ def _modules(
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     yield norm.gen_norm_module()
-    yield activation.gen_act_and_mul_module(spec.activation)
+    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, GatedMlpSpec)]
+    for name in sorted({mlp.activation for mlp in mlps}):
+        yield activation.gen_act_and_mul_module(name)
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()
@@ -127,8 +135,8 @@ def _modules(
             kv_dtype,
             dtype,
             torch.int32,
-            spec.head_dim,
-            spec.head_dim,
+            spec.attention_shape.head_dim,
+            spec.attention_shape.head_dim,
             0,
             has_window,
             False,

@@ -55,7 +55,7 @@ def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: 
 def kv_cache_geometry(
     layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVCacheGeometry:
-    """The geometry that a worker reports for layers laid out like this."""
+    """Return the geometry that a worker reports for layers laid out like this."""
     return KVCacheGeometry(
         num_slots=layout.num_slots,
         num_kv_heads=num_kv_heads,

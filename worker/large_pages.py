@@ -32,14 +32,14 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     return whole[begin : begin + num_bytes]
 
 
-class WeightMemory:
+class WeightArena:
     """Gives out memory that is returned when nothing of its map is in use any more."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] with anything in it, aligned to cache lines; for several threads."""
         # map  | taken | taken | gap | taken | free …
         needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

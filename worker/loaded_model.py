@@ -24,15 +24,19 @@ from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
 from worker.kv_cache import kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import KVLayout, kv_layout
-from worker.loader.choice import activation_dtype, choose_form
-from worker.loader.form_report import dense_notice, memory_line
-from worker.loader.forms import DenseForm, WeightForm
-from worker.loader.index import read_index
-from worker.loader.pieces import shares_of
+from worker.loader.files import read_index
+from worker.loader.format_choice import (
+    activation_dtype,
+    choose_format,
+    describe_dense_weights,
+    describe_memory,
+)
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
 from worker.reports import Reports
 
 logger = logging.getLogger("tokend.worker")
@@ -50,7 +54,7 @@ class LoadedModel:
     config: dict[str, Any]
     model: Decoder
     dtype: torch.dtype
-    form: WeightForm
+    form: WeightFormat
     device: Device
     group: RankGroup
     layout: KVLayout
@@ -66,8 +70,9 @@ class LoadedModel:
         """Of the KV heads that all workers hold together, those of this one."""
         if self.group.size == 1:
             return Fraction(1)
-        spec, index = spec_from_config(self.config), read_index(self.prepared)
-        held = [len(share.kv_heads) for share in shares_of(spec, index, self.group.size)]
+        spec = spec_from_config(self.config)
+        shards = shard_model(spec, self.group.size)
+        held = [shard.spec.attention_shape.num_kv_heads for shard in shards]
         return Fraction(held[self.group.rank], sum(held))
 
     @property
@@ -89,7 +94,7 @@ class LoadedModel:
         )
 
 
-def unchanged(form: WeightForm) -> WeightForm:
+def unchanged(form: WeightFormat) -> WeightFormat:
     return form
 
 
@@ -99,14 +104,14 @@ def load(
     device: Device,
     group: RankGroup,
     reports: Reports,
-    around: Callable[[WeightForm], WeightForm] = unchanged,
+    around: Callable[[WeightFormat], WeightFormat] = unchanged,
 ) -> LoadedModel:
     """This worker's part of a model, in the form that the settings and the device choose.
 
     around: makes of that form the one that the model is read in, for whoever wants to watch.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    form = around(_choose_form(config.model, prepared, device, dtype))
+    form = around(_choose_format(config.model, prepared, device, dtype))
     logger.info(
         "loading %s as %s, weights %s",
         prepared.name,
@@ -115,7 +120,7 @@ def load(
     )
     model_config = read_config(prepared)
     whole = spec_from_config(model_config)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.head_dim)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
     if is_cuda(device):
         load_modules(
             config.device,
@@ -133,20 +138,20 @@ def load(
         form,
         group,
     )
-    logger.info("weights: %s", memory_line(form))
-    if notice := dense_notice(form):
+    logger.info("weights: %s", describe_memory(form))
+    if notice := describe_dense_weights(form):
         reports.notice(notice)
-    spec, layout = model.spec, kv_layout(model.spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
     return LoadedModel(prepared, model_config, model, dtype, form, device, group, layout, geometry)
 
 
-def _choose_form(
+def _choose_format(
     config: ModelConfig, prepared: PreparedModel, device: Device, dtype: torch.dtype
-) -> WeightForm:
+) -> WeightFormat:
     if is_cuda(device):
-        return DenseForm(dtype)
-    return choose_form(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
+        return DenseFormat(dtype)
+    return choose_format(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
 
 
 def is_cuda(device: Device) -> bool:

@@ -43,7 +43,7 @@ def broken_by_kernel(
     """The same by a kernel."""
     hidden = hidden.contiguous()
     broken = np.empty(len(query_start) - 1, dtype=np.bool_)
-    kernels.find_broken(
+    kernels.find_nonfinite(
         DTYPE_CODES[hidden.dtype],
         len(broken),
         query_start.ctypes.data,

@@ -9,7 +9,6 @@ from proto.faults import FaultInjector
 from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import InitializeCache
 from worker.async_runner import Runner, SyncModelRunner
-from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import load_library
 from worker.attention.kv_store import TritonStore
 from worker.attention.registry import create_backend
@@ -88,9 +87,7 @@ class RunnerMaker:
         self, cache: KVCache, rows: InputBatch, connector: WorkerConnector
     ) -> ModelRunner:
         spec = self._loaded.model.spec
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        shape = spec.attention_shape
         plain = create_backend(self._config.device.attention_backend, cache, shape)
         attention = with_hooks(plain, connector)
         runner = ModelRunner(self._checked_model(), attention, create_sampler(), rows, cache)

@@ -23,7 +23,7 @@ from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
 from worker.large_pages import large_pages
 from worker.layers.rotary import RotaryEmbedding
-from worker.models.spec import DefaultRope
+from worker.models.rope import DefaultRope
 
 
 class AttentionStep:

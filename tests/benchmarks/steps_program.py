@@ -24,14 +24,14 @@ from proto.prepared_model import PreparedModel
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from tests.benchmarks.messages import StepTimings, StepWorkload
+from tests.benchmarks.step_clock import ClockedModel, StepClock
 from worker.device.choice import create_device
 from worker.loaded_model import load, unchanged
-from worker.loader.forms import WeightForm
+from worker.loader.formats import WeightFormat
 from worker.model_runner import ModelRunner
 from worker.parallel.group import Alone
 from worker.reports import NoReports
 from worker.runner_maker import RunnerMaker
-from worker.step_clock import ClockedModel, StepClock
 
 _EPOCH: Final = 1
 _FIRST_TOKEN_ID: Final = 1000
@@ -44,7 +44,7 @@ class BenchWorker:
         self,
         config: ServeConfig,
         prepared: PreparedModel,
-        around: Callable[[WeightForm], WeightForm] = unchanged,
+        around: Callable[[WeightFormat], WeightFormat] = unchanged,
     ) -> None:
         self.clock = StepClock()
         device, reports = create_device(config, 0), NoReports()

@@ -59,7 +59,8 @@ def block_copies(report: Report, gpu: Hardware) -> None:
     spec = spec_from_config(gpu.sizes.configs["8B"])
     layout = kv_layout(spec.windows)
     dtype = torch.float8_e4m3fn
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, dtype)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, dtype)
     count = gpu.sizes.copied_blocks
     cache = KVCache(geometry, layout, 2 * count, BLOCK, gpu.device)
     raw = cache.buffer.view(torch.uint8)

@@ -70,7 +70,8 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     """Seconds from one answered decode step to the next, with two in flight."""
     gpu, spec = hardware(), decoder.spec
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     num_blocks = 1 + batch * -(-(prompt + output) // BLOCK)
     maker = CudaRunnerMaker(
         DeviceConfig(),

@@ -1,7 +1,7 @@
 """Attention by the C++ kernels: one call a layer for the whole batch.
 
 Owns the plans of the current step and the addresses that the kernels are given;
-csrc/attention.cpp does the work. Groups with the same window share a plan, which
+csrc/attention/attention.cpp does the work. Groups with the same window share a plan, which
 depends on lengths alone; each has pages of its own.
 """
 
@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kernels import DTYPE_CODES, Kernels, Layer, Place, Plan, Step
+from worker.kernels import (
+    DTYPE_CODES,
+    AttentionCall,
+    AttentionLayer,
+    AttentionSchedule,
+    AttentionStep,
+    Kernels,
+)
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
 from worker.layers.rotary import Rotation
@@ -32,7 +39,7 @@ class UnsupportedShapeError(Exception):
     """The kernels cannot do heads like these; the message says why."""
 
 
-class StepPlan:
+class AttentionPlan:
     """How the kernels cut the current step into tasks, for one window."""
 
     def __init__(
@@ -41,7 +48,7 @@ class StepPlan:
         shape: AttentionShape,
         most_partial_bytes: int = MOST_PARTIAL_BYTES,
     ) -> None:
-        self.structure = Plan()
+        self.structure = AttentionSchedule()
         self._kernels = kernels
         self._partial_width = int(kernels.partial_width(shape.head_dim))
         self._most_partial_rows = most_partial_bytes // (4 * self._partial_width)
@@ -81,13 +88,13 @@ class CpuAttention:
         self._kv_cache = kv_cache
         self._shape = shape
         self._plans = {
-            window: StepPlan(kernels, shape, most_partial_bytes)
+            window: AttentionPlan(kernels, shape, most_partial_bytes)
             for window in kv_cache.layout.windows
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
         self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
-        places = [self._place(layer) for layer in range(len(self._layers))]
-        self._places = (Place * len(places))(*places)
+        calls = [self._call(layer) for layer in range(len(self._layers))]
+        self._calls = (AttentionCall * len(calls))(*calls)
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
@@ -105,13 +112,13 @@ class CpuAttention:
                 planned.add(window)
                 self._plans[window].make(step)
 
-    def places(self, num_tokens: int) -> int:
-        """Where the `worker.kernels.Place` of each layer are: for a kernel that runs them all.
+    def layer_calls(self, num_tokens: int) -> int:
+        """Return the address of an array of `worker.kernels.AttentionCall`, one for each layer.
 
-        They describe the planned step, which has so many tokens.
+        For a kernel that runs all layers. The calls describe the planned step of `num_tokens`.
         """
         assert num_tokens == self._inputs[0].num_tokens
-        return ctypes.addressof(self._places)
+        return ctypes.addressof(self._calls)
 
     def run(
         self,
@@ -143,7 +150,7 @@ class CpuAttention:
 
     def _step(self, window: Window) -> ctypes.Structure:
         """What stays the same about the steps of a group."""
-        return Step(
+        return AttentionStep(
             num_heads=self._shape.num_heads,
             num_kv_heads=self._shape.num_kv_heads,
             head_dim=self._shape.head_dim,
@@ -156,7 +163,7 @@ class CpuAttention:
     def _layer(self, layer: int) -> ctypes.Structure:
         """What stays the same about a layer: its pages."""
         key, value = (pages.rows for pages in self._kv_cache.layer_pages(layer))
-        return Layer(
+        return AttentionLayer(
             cache_dtype=_CACHE_DTYPE_CODES[self._kv_cache.dtype],
             key_pages=key.data_ptr(),
             value_pages=value.data_ptr(),
@@ -164,11 +171,13 @@ class CpuAttention:
             head_stride=key.stride(1),
         )
 
-    def _place(self, layer: int) -> ctypes.Structure:
+    def _call(self, layer: int) -> ctypes.Structure:
         layout = self._kv_cache.layout
         group = layout.places[layer].group
         plan = self._plans[layout.windows[group]].structure
-        return Place(*map(ctypes.addressof, (self._groups[group], plan, self._layers[layer])))
+        return AttentionCall(
+            *map(ctypes.addressof, (self._groups[group], plan, self._layers[layer]))
+        )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """The kernels take addresses: what they assume about a tensor must hold."""

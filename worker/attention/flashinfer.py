@@ -36,9 +36,13 @@ from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, 
 from worker.device.accelerator import Accelerator, Cuda
 from worker.device.staging import Staging
 from worker.kv_cache import KVCache
-from worker.layers.flashinfer_rows import FlashInferTurn
+from worker.layers.flashinfer_kernels import (
+    VERSION,
+    FlashInferRotary,
+    import_flashinfer,
+    installed_version,
+)
 from worker.layers.rotary import Rotation
-from worker.layers.row_library import VERSION, import_flashinfer, installed_version
 
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -112,7 +116,7 @@ class FlashInferAttention:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
-        self._turn = FlashInferTurn(library, accelerator)
+        self._turn = FlashInferRotary(library, accelerator)
         self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
         make = WrapperMaker(accelerator, library, shape, options)

@@ -10,7 +10,7 @@ would do: the library's own are float16 and not causal.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -18,7 +18,6 @@ from worker.attention.base import AttentionShape
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
 from worker.kv_layout import Window
-from worker.layers.flashinfer_rows import RowLibrary
 
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
@@ -35,44 +34,10 @@ PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
 
 
-class Wrapper(Protocol):
-    """What both of the library's wrappers have."""
-
-    def plan(self, *args: Any, **settings: Any) -> None:
-        """Schedule a batch on the host and queue the copy of the schedule."""
-        ...
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """Take other memory for partial results and for the schedule."""
-        ...
-
-    def run(self, q: torch.Tensor, paged_kv_cache: PagePair, **results: Any) -> Any:
-        """Attend for the queries of the batch last planned."""
-        ...
-
-
-class Library(RowLibrary, Protocol):
-    """What is used of the module `flashinfer`."""
-
-    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """Any number of query tokens a sequence."""
-        ...
-
-    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """One query token a sequence."""
-        ...
-
-    def fast_decode_plan(self, wrapper: Wrapper, *args: Any, **settings: Any) -> None:
-        """As `plan` of a decode wrapper that was planned before; its buffers are the caller's."""
-        ...
-
-    def merge_state_in_place(
-        self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
-    ) -> None:
-        """Join attention to two sets of keys in v and s: results and log-sum-exps to base 2."""
-        ...
+Library = Any
+"""The module flashinfer."""
+Wrapper = Any
+"""A BatchPrefillWithPagedKVCacheWrapper or BatchDecodeWithPagedKVCacheWrapper of the library."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich, 2019).
 
-Owns the weight and, on a CPU with kernels, what csrc/norm.cpp is told about it.
+Owns the weight and, on a CPU with kernels, what csrc/layers/norm.cpp is told about it.
 """
 
 import ctypes
@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, Kernels, Norm, RowNorm, row_kernels
-from worker.layers.buffer import Space
-from worker.layers.flashinfer_rows import FlashInferNorm
-from worker.layers.row_library import row_library
-from worker.layers.triton_rows import TritonNorm
+from worker.kernels import DTYPE_CODES, Kernels, NormCall, RowNorm, row_kernels
+from worker.layers.flashinfer_kernels import FlashInferNorm, usable_flashinfer
+from worker.layers.scratch import Scratch
+from worker.layers.triton_kernels import TritonNorm
 
 
 class NormArithmetic(Protocol):
@@ -23,7 +22,7 @@ class NormArithmetic(Protocol):
         """A new contiguous tensor of x's shape and dtype."""
         ...
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         """The same of contiguous x [N, size] in the memory of out, of x's dtype."""
         ...
 
@@ -43,7 +42,7 @@ class RMSNorm:
         kernels = row_kernels() if self.device.type == "cpu" else None
         arithmetic: NormArithmetic
         if self.device.type == "cuda":
-            library = row_library()
+            library = usable_flashinfer()
             arithmetic = TritonNorm(weight, eps)
             if library is not None:
                 arithmetic = FlashInferNorm(library, weight, eps, arithmetic)
@@ -73,7 +72,7 @@ class TorchNorm:
         wide = x.to(self._weight.dtype)
         return F.rms_norm(wide, self._size, self._weight, self._eps).to(x.dtype).contiguous()
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         return out.tensor.copy_(self.norm(x))
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -81,16 +80,16 @@ class TorchNorm:
 
 
 class KernelNorm:
-    """NormArithmetic on csrc/norm.cpp, one rounding at the end."""
+    """NormArithmetic on csrc/layers/norm.cpp, one rounding at the end."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight.float().contiguous()
         self._size = len(weight)
         fixed = {"size": self._size, "weight": self._weight.data_ptr(), "eps": eps}
-        self._into, self._other = Norm(**fixed), Norm(**fixed)
+        self._into, self._other = NormCall(**fixed), NormCall(**fixed)
         self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
         self._rms_norm, self._add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
-        self._known: Space | None = None
+        self._known: Scratch | None = None
         self.row_norm = RowNorm(fixed["weight"], eps)
         """As a `worker.kernels.RowNorm`; valid as long as this lives."""
 
@@ -100,7 +99,7 @@ class KernelNorm:
         self._rms_norm(self._other_reference)
         return out
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         call = self._into
         if out is not self._known:
             self._known = out

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from worker.models.spec import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
+from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 Rotation = torch.Tensor
 """Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""

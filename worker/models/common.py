@@ -3,36 +3,50 @@
 A family file calls `llama_like` with its own differences and adds nothing else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
+from worker.layers.activation import Activation
+from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
-from worker.models.rope_config import rope_from_config
-from worker.models.spec import ModelSpec
+from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.rope import Rope, rope_from_config
+from worker.models.spec import LayerSpec, ModelSpec
 
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
 """Kinds of layers, as configurations call them."""
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _MAX_LAYERS: Final = 4096
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
 
-def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
-    """The spec of a decoder with pre-norms, rotary attention and a gated MLP.
+def llama_like(
+    config: ConfigReader,
+    *,
+    architecture: str,
+    head_dim: int | None = None,
+    ropes: Sequence[Rope] | None = None,
+    windows: Sequence[int | None] | None = None,
+    attention: Mapping[str, Any] = _NOTHING,
+    activation: Activation | None = None,
+    **model: Any,
+) -> ModelSpec:
+    """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.
 
-    `differences` are the fields of ModelSpec that the family sets itself; the keys
-    behind ropes, windows and activation are then its own business. Raises ModelError
-    naming key and value for what is missing or not supported.
+    A family passes what is different from Llama: head_dim, ropes and windows of each layer, other
+    fields of AttentionSpec, the activation, and fields of ModelSpec. The keys of the configuration
+    behind ropes, windows and activation are read here only if the family does not pass them.
+    Raises ModelError naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = differences.get("head_dim") or config.integer(
-        "head_dim", max(1, hidden_size // num_heads)
-    )
+    head_dim = head_dim or config.integer("head_dim", max(1, hidden_size // num_heads))
     max_position = config.integer("max_position_embeddings")
     if num_heads % num_kv_heads:
         raise config.refusal(
@@ -47,27 +61,42 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
             f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
         )
     config.must_be("mlp_bias", False)
-    if "activation" not in differences:
+    if activation is None:
         config.must_be("hidden_act", "silu", "swish")
-    fields: dict[str, Any] = {
-        "vocab_size": config.integer("vocab_size"),
+    if ropes is None:
+        ropes = (rope_from_config(config, max_position),) * num_layers
+    if windows is None:
+        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
+        windows = layer_windows(config, kinds, {FULL: None})
+    heads: dict[str, Any] = {
         "hidden_size": hidden_size,
-        "intermediate_size": config.integer("intermediate_size"),
-        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "max_position": max_position,
+        "scale": head_dim**-0.5,
+    }
+    mlp = GatedMlpSpec(
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        activation=activation or "silu",
+    )
+    fields: dict[str, Any] = {
+        "vocab_size": config.integer("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "attention_scale": head_dim**-0.5,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
     }
-    if "ropes" not in differences:
-        fields["ropes"] = (rope_from_config(config, max_position),) * num_layers
-    if "windows" not in differences:
-        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-        fields["windows"] = layer_windows(config, kinds, {FULL: None})
-    spec = ModelSpec(**(fields | differences))
+    spec = ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        max_position=max_position,
+        layers=tuple(
+            LayerSpec(
+                mixer=AttentionSpec(**(heads | dict(attention)), rope=rope, window=window), mlp=mlp
+            )
+            for rope, window in zip(ropes, windows, strict=True)
+        ),
+        **(fields | model),
+    )
     config.refuse_leftovers()
     return spec
 

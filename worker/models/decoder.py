@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.buffer import RowBuffer
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
+from worker.layers.scratch import RowBuffer
 from worker.models.layer_stack import LayerStack
 from worker.models.spec import ModelSpec
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from worker.models.common import FULL, WINDOWED, layer_kinds, layer_windows, llama_like
 from worker.models.config_reader import ConfigReader
-from worker.models.rope_config import KindOfRope, ropes_by_kind
+from worker.models.rope import KindOfRope, ropes_by_kind
 from worker.models.spec import ModelSpec
 
 MODEL_TYPE = "gemma3_text"
@@ -38,12 +38,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         head_dim=config.integer("head_dim", _DEFAULT_HEAD_DIM),
         ropes=tuple(ropes[kind] for kind in kinds),
         windows=layer_windows(config, kinds, windows),
-        attention_scale=config.integer("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR) ** -0.5,
+        attention={
+            "scale": config.integer("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR) ** -0.5,
+            "qkv_bias": bias,
+            "output_bias": bias,
+            "qk_norm": True,
+        },
         embedding_scale=hidden_size**0.5,
         activation="gelu_tanh",
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
         post_norms=True,
         norms_add_one=True,
         tied_embeddings=config.flag("tie_word_embeddings", True),

@@ -24,5 +24,5 @@ def spec(config: ConfigReader) -> ModelSpec:
         windows=layer_windows(
             config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window}
         ),
-        gguf_permutes_qk=True,
+        attention={"gguf_permutes_qk": True},
     )

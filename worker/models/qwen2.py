@@ -13,5 +13,5 @@ def spec(config: ConfigReader) -> ModelSpec:
         config,
         architecture="Qwen2ForCausalLM",
         windows=windows_of_upper_layers(config),
-        qkv_bias=True,
+        attention={"qkv_bias": True},
     )

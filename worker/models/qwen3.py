@@ -16,7 +16,5 @@ def spec(config: ConfigReader) -> ModelSpec:
         architecture="Qwen3ForCausalLM",
         head_dim=config.integer("head_dim", _DEFAULT_HEAD_DIM),
         windows=windows_of_upper_layers(config),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
+        attention={"qkv_bias": bias, "output_bias": bias, "qk_norm": True},
     )

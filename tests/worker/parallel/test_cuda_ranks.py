@@ -34,7 +34,6 @@ from tests.worker.test_cuda_runner import (
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
-from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -109,7 +108,8 @@ def load(model: Model, device: torch.device, group: RankGroup) -> Decoder:
 def cache_of(decoder: Decoder, device: torch.device) -> KVCache:
     spec = decoder.spec
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
 
@@ -163,9 +163,7 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
         def start(rank: int) -> Runner:
             decoder = load(model, torch.device("cpu"), ranks.groups[rank])
             cache, spec = cache_of(decoder, torch.device("cpu")), decoder.spec
-            shape = AttentionShape(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-            )
+            shape = spec.attention_shape
             attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
             return SyncModelRunner(
                 ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)

@@ -1,0 +1,129 @@
+"""Where the time of a step goes: products and attention.
+
+Owns the wrapping of a model's parts, which times them from outside; a kernel that runs all layers
+times them itself. What a step takes beside them is found by subtraction.
+"""
+
+from copy import copy
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from worker.attention.base import AttentionBackend
+from worker.layers.linear import Linear, ResidualLinear
+from worker.models.decoder import Decoder
+from worker.models.kernel_stack import KernelStack
+from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
+from worker.models.parts import LayerPart
+
+
+@dataclass
+class StepClock:
+    """Seconds since it was last cleared."""
+
+    product: float = 0.0
+    attention: float = 0.0
+
+    def clear(self) -> None:
+        self.product = self.attention = 0.0
+
+
+class ClockedLinear:
+    """A Linear whose calls are timed."""
+
+    def __init__(self, linear: Linear, clock: StepClock) -> None:
+        self._linear = linear
+        self._clock = clock
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        started = perf_counter()
+        result = self._linear(x)
+        self._clock.product += perf_counter() - started
+        return result
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        started = perf_counter()
+        result = self._linear.add_to(residual, x)
+        self._clock.product += perf_counter() - started
+        return result
+
+
+class ClockedAttention:
+    """An attention backend whose layers are timed; its plan is made elsewhere."""
+
+    def __init__(self, attention: AttentionBackend, clock: StepClock) -> None:
+        self._attention = attention
+        self._clock = clock
+        self.plan = attention.plan
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        started = perf_counter()
+        result = self._attention.run(*arguments)
+        self._clock.attention += perf_counter() - started
+        return result
+
+
+class ClockedParts(EagerLayers):
+    """The same layers, weights shared, whose products and attention are timed."""
+
+    def __init__(self, stack: EagerLayers, clock: StepClock) -> None:
+        layers = [_clocked_layer(layer, clock) for layer in stack.layers]
+        super().__init__(layers, stack.hidden_size)
+        self._clock = clock
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        return super().run(hidden, positions, ClockedAttention(attention, self._clock))
+
+
+class ClockedKernel:
+    """A stack that is one call, which times its parts."""
+
+    def __init__(self, stack: KernelStack, clock: StepClock) -> None:
+        self._stack = stack
+        self._clock = clock
+        self.takes = stack.takes
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden, product, attending = self._stack.run_timed(hidden, positions, attention)
+        self._clock.product += product
+        self._clock.attention += attending
+        return hidden
+
+
+class ClockedModel(Decoder):
+    """The same model, weights shared, whose products and attention are timed."""
+
+    def __init__(self, model: Decoder, clock: StepClock) -> None:
+        vars(self).update(vars(model))
+        self._stacks = tuple(_clocked_stack(stack, clock) for stack in model._stacks)
+        self._head = ClockedLinear(model._head, clock)
+
+
+def _clocked_stack(stack: LayerStack, clock: StepClock) -> LayerStack:
+    if isinstance(stack, KernelStack):
+        return ClockedKernel(stack, clock)
+    assert isinstance(stack, EagerLayers)
+    return ClockedParts(stack, clock)
+
+
+def _clocked_layer(layer: DecoderLayer, clock: StepClock) -> DecoderLayer:
+    mixer, mlp = _clocked_part(layer.mixer, clock), _clocked_part(layer.mlp, clock)
+    return replace(layer, mixer=mixer, mlp=mlp)
+
+
+def _clocked_part(part: LayerPart, clock: StepClock) -> LayerPart:
+    """Return a copy of the part whose products are timed."""
+    clocked = copy(part)
+    for name, value in vars(part).items():
+        if isinstance(value, ResidualLinear):
+            linear = ClockedLinear(value.linear, clock)
+            setattr(clocked, name, ResidualLinear(linear, value.output))
+        elif name in ("qkv", "gate_up"):
+            setattr(clocked, name, ClockedLinear(value, clock))
+    return clocked
