@@ -2,16 +2,17 @@
 
 from fastapi import FastAPI
 
-from api_server import errors, openapi
+from api_server import errors
 from api_server.app_state import AppState
-from api_server.metrics.counters import RequestCountMiddleware
-from api_server.middleware import (
+from api_server.http import openapi
+from api_server.http.middleware import (
     OPEN_PATHS,
     ApiKeyMiddleware,
     DrainMiddleware,
     FastPath,
     endpoints_of,
 )
+from api_server.metrics.counters import RequestCountMiddleware
 from api_server.page.files import page_files
 from api_server.routes import (
     admin,

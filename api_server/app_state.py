@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from api_server.engine_client import EngineClient
-from api_server.health import DrainState, Health, InFlightCounter
+from api_server.engine.engine_client import EngineClient
+from api_server.lifecycle.health import DrainState, Health, InFlightCounter
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
 from api_server.parsers.reasoning import ReasoningStyle, style_of

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from api_server.app_state import AppState
+from api_server.http.tenants import reader_of
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.parts import PLAIN_TEXT, PartsParser
 from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
@@ -23,18 +24,17 @@ from api_server.protocol.common import (
     GenerationRequest,
 )
 from api_server.protocol.fields import IgnoredFields
-from api_server.response import GenerationResponse
-from api_server.sampling import SEED_MASK, sampling_params
-from api_server.stream import (
+from api_server.request_stream import (
     MAX_UNSENT_BYTES,
     Choice,
     RequestStream,
     SendBuffer,
     StreamNotifier,
     Timeline,
-    TokenStream,
 )
-from api_server.tenants import reader_of
+from api_server.response import GenerationResponse
+from api_server.sampling import SEED_MASK, sampling_params
+from api_server.stream import TokenStream
 from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
 from api_server.text.logprobs import TokenIdNames
 from api_server.text.prompts import Prompt

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.http_protocol import ChunkWriter, chunk_writer, close_after_response
+from api_server.http.http_protocol import ChunkWriter, chunk_writer, close_after_response
 from api_server.protocol.answers import Answer
 from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, RequestError

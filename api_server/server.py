@@ -20,11 +20,12 @@ from fastapi import FastAPI
 
 from api_server.app import create_app
 from api_server.app_state import AppState, ModelTexts
-from api_server.engine_client import EngineClient, FromEngine
-from api_server.engine_switch import EngineSwitch
-from api_server.fair_listener import FairListener
-from api_server.health import DrainState, Health
-from api_server.http_protocol import LimitedHttpProtocol
+from api_server.engine.engine_client import EngineClient, FromEngine
+from api_server.http.fair_listener import FairListener
+from api_server.http.http_protocol import LimitedHttpProtocol
+from api_server.lifecycle.engine_switch import EngineSwitch
+from api_server.lifecycle.health import DrainState, Health
+from api_server.lifecycle.supervisor_link import SupervisorLink
 from api_server.live_view.events import ServerInfo
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
@@ -33,7 +34,6 @@ from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from api_server.stream import OpenStreams
-from api_server.supervisor_link import SupervisorLink
 from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.engine_io import request_ids

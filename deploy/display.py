@@ -1,9 +1,9 @@
-"""Shows people what goes on while something long runs: bars on a terminal, lines elsewhere.
+"""Progress and notices for the operator: bars on a terminal, otherwise lines of text or JSON.
 
-Closing a display takes the bars away; notices stay, and may still come after.
+Closing a display removes its bars; notices stay, and more may follow.
 """
 
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from proto.config import LogFormat
 from proto.log_lines import notice_line
@@ -11,54 +11,44 @@ from proto.log_lines import notice_line
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-
-# What tells people how far something long has come.
-#
-# Work reports to a `Reporter` and does not know whether a terminal, a log or
-# nobody listens.
+    from deploy.supervisor.notify import SystemdNotifier
 
 
-class Reporter(Protocol):
-    """Hears of progress. `who` is at work: tokend itself, or one of its processes."""
-
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        """`what` is under way; `fraction` of it is done, 0 to 1, None when nobody can tell."""
-
-    def notice(self, message: str, who: str = "tokend") -> None:
-        """One line that should be read."""
-
-
-class Display(Reporter, Protocol):
-    """A reporter that may hold the screen until it is closed."""
-
-    def close(self) -> None:
-        """No progress follows; may be called again."""
-
-
-def open_display(stream: TextIO, log_format: LogFormat = "text") -> Display:
-    """The display that suits the stream, and who reads it."""
+def open_display(
+    stream: TextIO, log_format: LogFormat = "text", notifier: "SystemdNotifier | None" = None
+) -> "Display":
+    """Return the display for a stream. notifier: also gets all progress."""
     if log_format == "json":
-        return JsonDisplay(stream)
-    return TerminalDisplay(stream) if stream.isatty() else PlainDisplay(stream)
+        return JsonDisplay(stream, notifier)
+    return TerminalDisplay(stream, notifier) if stream.isatty() else Display(stream, notifier)
 
 
-class PlainDisplay:
-    """A line whenever somebody begins something else."""
+class Display:
+    """Prints a line for each notice, and for each operation that begins."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, notifier: "SystemdNotifier | None" = None) -> None:
         self._stream = stream
+        self._notifier = notifier
         self._last: dict[str, str] = {}
 
     def close(self) -> None:
+        """End the display of progress; may be called again."""
         self._last.clear()
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        if self._last.get(who) != what:
-            self._last[who] = what
-            self.notice(f"{what} …", who)
+    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
+        """Show progress of a long operation. fraction: 0 to 1; None if unknown."""
+        if self._notifier is not None:
+            self._notifier.report_starting(f"{process}: {what}", fraction)
+        self._show_progress(what, fraction, process)
 
-    def notice(self, message: str, who: str = "tokend") -> None:
-        self._write_line(f"{who}: {message}")
+    def notice(self, message: str, process: str = "tokend") -> None:
+        """Show a line for the operator."""
+        self._write_line(f"{process}: {message}")
+
+    def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
+        if self._last.get(process) != what:
+            self._last[process] = what
+            self.notice(f"{what} …", process)
 
     def _write_line(self, line: str) -> None:
         # One write: print() makes two of an unbuffered stream, and a line of another process that
@@ -67,22 +57,22 @@ class PlainDisplay:
         self._stream.flush()
 
 
-class JsonDisplay(PlainDisplay):
-    """The same lines, each a JSON object."""
+class JsonDisplay(Display):
+    """Prints the same lines as JSON objects."""
 
-    def notice(self, message: str, who: str = "tokend") -> None:
-        self._write_line(notice_line(message, who))
+    def notice(self, message: str, process: str = "tokend") -> None:
+        self._write_line(notice_line(message, process))
 
 
-class TerminalDisplay:
-    """A line with a bar for each of those at work, taken away at the end."""
+class TerminalDisplay(Display):
+    """Shows a progress bar for each process, removed at the end."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, notifier: "SystemdNotifier | None" = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+        super().__init__(stream, notifier)
         self._tasks: dict[str, TaskID] = {}
-        self._what: dict[str, str] = {}
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -97,17 +87,17 @@ class TerminalDisplay:
     def close(self) -> None:
         self._bars.stop()
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        description = f"{who}: {what}"
+    def notice(self, message: str, process: str = "tokend") -> None:
+        self._bars.console.print(f"{process}: {message}", markup=False)
+
+    def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
+        description = f"{process}: {what}"
         total = None if fraction is None else 1.0
-        if who not in self._tasks:
+        if process not in self._tasks:
             self._bars.start()
-            self._tasks[who] = self._bars.add_task(description, total=total)
-        task = self._tasks[who]
-        if self._what.get(who) != what:
-            self._what[who] = what
+            self._tasks[process] = self._bars.add_task(description, total=total)
+        task = self._tasks[process]
+        if self._last.get(process) != what:
+            self._last[process] = what
             self._bars.reset(task, total=total, description=description)
         self._bars.update(task, total=total, completed=fraction or 0.0)
-
-    def notice(self, message: str, who: str = "tokend") -> None:
-        self._bars.console.print(f"{who}: {message}", markup=False)

@@ -1,7 +1,6 @@
-"""What tokend takes from the environment it was started in.
+"""Environment variables of tokend, read once by the command line and passed on.
 
-Read once, by the command line, and passed to whoever needs it; nothing else
-looks at environment variables.
+No other part of `deploy` reads environment variables.
 """
 
 import os
@@ -13,20 +12,21 @@ from deploy.supervisor import notify
 from proto.run_directory import default_parent
 
 FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
-"""What is to break on purpose, see proto/faults.py; only with --enable-fault-injection."""
+"""Faults to inject, see proto/faults.py; needs --enable-fault-injection."""
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
-"""Holds the API key for those who do not want it on a command line that others can see."""
+"""The API key, for users who keep it off the command line, which other users can read."""
 ADMIN_KEY_VARIABLE: Final = "TOKEND_ADMIN_API_KEY"
-"""The same for the key of operators."""
+"""The admin key."""
 
 
 @dataclass(frozen=True)
 class HostEnvironment:
-    """cache: tokend's own cache folder. variables: what child processes inherit.
+    """The environment that tokend was started in.
 
-    settings: config fields that the environment sets; flags and file go before them.
-    service_manager: what a service manager such as systemd told the process it started.
-    faults: what is to break on purpose, as written.
+    cache: tokend's cache folder. variables: environment variables of child processes.
+    settings: configuration fields set by the environment; flags and file override them.
+    service_manager: variables that a service manager such as systemd has set.
+    faults: value of TOKEND_FAULTS.
     """
 
     cache: str
@@ -37,7 +37,7 @@ class HostEnvironment:
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "HostEnvironment":
-        """From environment variables, by the XDG rules for where things go."""
+        """Create from environment variables; the cache folder follows the XDG rules."""
         home = os.path.expanduser("~")
         base = variables.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
         inherited = dict(variables)
@@ -51,5 +51,5 @@ class HostEnvironment:
         return cls(cache, inherited, settings, manager, faults)
 
     def run_parent(self) -> str:
-        """Where run directories go; raises TokendError when there is no place."""
+        """Return the folder of run directories; raises TokendError if none is writable."""
         return default_parent(self.variables.get("XDG_RUNTIME_DIR"))

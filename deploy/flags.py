@@ -1,8 +1,7 @@
-"""The flags of `tokend serve`, made from the config Structs.
+"""Flags of `tokend serve`, derived from the configuration Structs.
 
-A field is a flag, the string under it is its help, its type says what values it
-takes. Owns the way from words and YAML values to a ServeConfig; holds no
-default and knows no meaning of any setting.
+A field is a flag, the string below it is its help, its type defines the allowed values. `parse`
+reads the command line, `read_file` a YAML file, `build` makes a ServeConfig of both.
 """
 
 import ast
@@ -23,7 +22,7 @@ from proto.config_checks import validate
 from proto.errors import ConfigError, shown
 
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
-"""Numbers of bytes, which take a suffix."""
+"""Fields in bytes, whose values may have a suffix K, M or G."""
 
 HIDDEN: Final = "***"
 
@@ -33,8 +32,8 @@ _NUMBERS: Final = {
     "bytes": "a whole number",
     "float": "a number such as 0.9",
 }
-_MOST: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10**9}
-"""What messages can carry, and seconds that timers can wait: thirty years."""
+_MAX_VALUES: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10**9}
+"""Largest numbers that messages can carry, and seconds that timers can wait (30 years)."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _FRACTION: Final = re.compile(r"[0-9]{1,20}(\.[0-9]*)?|\.[0-9]+")
 _BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
@@ -44,8 +43,8 @@ _BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 class Flag:
     """One setting.
 
-    section, field: where it is in ServeConfig. kind: what its values are.
-    choices: the words it takes, for the kind "choice". optional: may be None.
+    section, field: its place in ServeConfig. kind: type of its values.
+    choices: allowed words, for the kind "choice". optional: whether it may be None.
     """
 
     section: str
@@ -61,39 +60,39 @@ class Flag:
 
     @property
     def negation(self) -> str:
-        """The form that turns it off; only of a bool."""
+        """The flag that turns a bool off, such as --no-page."""
         return "--no-" + self.name.removeprefix("--")
 
     def from_text(self, text: str) -> Any:
-        """The value of a word on the command line; raises ConfigError."""
+        """Parse a value of the command line; raises ConfigError."""
         if self.kind == "int":
             if not _WHOLE.fullmatch(text):
-                raise self._wrong("a whole number", text)
+                raise self._error("a whole number", text)
             return self._within(int(text))
         if self.kind == "float":
             if not _FRACTION.fullmatch(text):
-                raise self._wrong("a number such as 0.9", text)
+                raise self._error("a number such as 0.9", text)
             return self._within(float(text))
         if self.kind == "bytes":
             match = _BYTES.fullmatch(text)
             if match is None:
-                raise self._wrong("a number of bytes such as 512M or 4G", text)
+                raise self._error("a number of bytes such as 512M or 4G", text)
             return self._within(int(match[1]) * _UNITS[match[2].upper()])
         if self.kind == "choice" and text not in self.choices:
-            raise self._wrong(f"one of {', '.join(self.choices)}", text)
+            raise self._error(f"one of {', '.join(self.choices)}", text)
         return text
 
     def from_yaml(self, value: Any) -> Any:
-        """The value of a YAML scalar; raises ConfigError."""
+        """Convert a YAML scalar; raises ConfigError."""
         if value is None:
             if self.optional:
                 return None
             raise ConfigError(
-                f"{self.name} must not be null; leave the key out to take the default", self.field
+                f"{self.name} must not be null; omit the key to use the default", self.field
             )
         if self.kind == "bool":
             if not isinstance(value, bool):
-                raise self._wrong("true or false", value)
+                raise self._error("true or false", value)
             return value
         if self.kind in ("int", "bytes") and type(value) is int:
             return self._within(value)
@@ -102,24 +101,24 @@ class Flag:
         if self.kind in _NUMBERS or not isinstance(value, str):
             if isinstance(value, str):
                 return self.from_text(value)
-            raise self._wrong(_NUMBERS.get(self.kind, "text, in quotes"), value)
+            raise self._error(_NUMBERS.get(self.kind, "text, in quotes"), value)
         return self.from_text(value)
 
     def _within(self, value: float) -> float:
-        """The same number, unless no setting could be meant by it."""
-        most = _MOST[self.kind]
-        if not -1 << 63 <= value <= most:
-            raise self._wrong(f"at most {most:,}", value)
+        """Return the number; raises ConfigError if it is out of range."""
+        maximum = _MAX_VALUES[self.kind]
+        if not -1 << 63 <= value <= maximum:
+            raise self._error(f"at most {maximum:,}", value)
         return value
 
-    def _wrong(self, wanted: str, got: Any) -> ConfigError:
-        given = "" if self.field in SECRET_FIELDS else f", not {shown(repr(got))}"
-        return ConfigError(f"{self.name} takes {wanted}{given}", self.field)
+    def _error(self, expected: str, value: Any) -> ConfigError:
+        given = "" if self.field in SECRET_FIELDS else f", not {shown(repr(value))}"
+        return ConfigError(f"{self.name} takes {expected}{given}", self.field)
 
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """What the words after `serve` said. `help` excludes everything else."""
+    """Parsed command line of `tokend serve`. values: by field. With `help`, values are empty."""
 
     values: Mapping[str, Any]
     config_file: str | None = None
@@ -127,7 +126,7 @@ class ServeArguments:
 
 
 def all_flags() -> tuple[Flag, ...]:
-    """A flag for every field of every section, in the order of the Structs."""
+    """Return a flag for every field of every section, in the order of the Structs."""
     sections = typing.get_type_hints(ServeConfig)
     return tuple(
         _flag(section, field, hint, default)
@@ -139,7 +138,7 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 def parse(words: Sequence[str]) -> ServeArguments:
-    """The words after `serve`; raises ConfigError for the first that makes no sense."""
+    """Parse the command line of `tokend serve`; raises ConfigError for the first error."""
     by_name = {flag.name: flag for flag in all_flags()}
     negations = {flag.negation: flag for flag in by_name.values() if flag.kind == "bool"}
     values: dict[str, Any] = {}
@@ -172,7 +171,7 @@ def parse(words: Sequence[str]) -> ServeArguments:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words after `serve`, as they may be shown to every user of the machine."""
+    """Return the command line of `tokend serve` with secrets hidden, for process listings."""
     names = {flag_name(field) for field in SECRET_FIELDS}
     shown: list[str] = []
     hide_next = False
@@ -189,7 +188,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, by field; raises ConfigError naming the key at fault."""
+    """Return the settings in a YAML file, by field; raises ConfigError naming the invalid key."""
     import yaml
 
     try:
@@ -202,7 +201,7 @@ def read_file(path: str) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"--config {path}: needs lines of the form `max-num-seqs: 64`")
+        raise ConfigError(f"--config {path}: must contain lines of the form `max-num-seqs: 64`")
     by_key = {flag.name.removeprefix("--"): flag for flag in all_flags()}
     values: dict[str, Any] = {}
     for key, value in document.items():
@@ -219,7 +218,7 @@ def read_file(path: str) -> dict[str, Any]:
 def build(
     arguments: ServeArguments, environment: Mapping[str, Any] = MappingProxyType({})
 ) -> ServeConfig:
-    """The configuration: command line before file before environment before default.
+    """Return the configuration; the command line overrides the file, that the environment.
 
     environment: values by field. Raises ConfigError.
     """
@@ -243,7 +242,7 @@ def build(
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """A message that names the known word nearest to an unknown one."""
+    """Return a message about an unknown word with the most similar known one."""
     nearest = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f"unknown {what} {given}" + (f"; did you mean {nearest[0]}?" if nearest else "")
 
@@ -267,7 +266,7 @@ def _opposite(name: str) -> str:
 def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
     optional = False
     if isinstance(hint, types.UnionType):
-        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
         optional = True
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     kind: Literal["bool", "int", "float", "bytes", "choice", "str"]
@@ -285,9 +284,7 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
     return Flag(section, field, kind, choices, optional, default)
 
 
-# The text of `tokend serve --help`, read from the config Structs.
-#
-# Python drops the strings under the fields, so they are read from the source.
+# ---- The text of `tokend serve --help` ----
 
 
 _LEFT = 2
@@ -297,15 +294,15 @@ _METAVARS = {"int": "N", "float": "X", "bytes": "BYTES", "str": "TEXT"}
 
 
 def render() -> str:
-    """Flags by section, each with its help and default."""
+    """Return the text of `tokend serve --help`: flags by section, with help and default."""
     helps = field_helps()
     lines = [
         "usage: tokend serve [MODEL] [flags]",
         "",
-        "Serves a model over HTTP: a Hugging Face folder, a .gguf file or a packaged model.",
+        "Serve a model over HTTP: a Hugging Face folder, a .gguf file or a packaged model.",
         *_entry(
             "--config FILE.yaml",
-            "Read flags from a file (keys without the dashes); the command line goes before it.",
+            "Read flags from a file (keys without the dashes); the command line overrides it.",
         ),
     ]
     flags = all_flags()
@@ -319,7 +316,7 @@ def render() -> str:
 
 
 def markdown_table() -> str:
-    """The same as a table for docs/configuration.md."""
+    """Return all flags as a table for docs/configuration.md."""
     helps = field_helps()
     rows = [
         f"| `{_usage(flag).replace('|', ' ')}` | {_default_value(flag)} | {helps[flag.field]} |"
@@ -329,7 +326,10 @@ def markdown_table() -> str:
 
 
 def field_helps() -> dict[str, str]:
-    """Help by field: the string literal that follows each field of each Struct."""
+    """Return the help by field: the string literal below each field of the Structs.
+
+    Python discards these strings, so they are read from the source.
+    """
     helps = {}
     for node in ast.parse(inspect.getsource(config)).body:
         if not isinstance(node, ast.ClassDef):

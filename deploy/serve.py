@@ -1,4 +1,4 @@
-"""`tokend serve` in order: take the port, get the model ready, run the processes."""
+"""`tokend serve`: check the settings, bind the port, prepare the model, run the supervisor."""
 
 import faulthandler
 import os
@@ -9,10 +9,9 @@ import time
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models.store import prepared_model
-from deploy.supervisor import readiness as ready
-from deploy.supervisor.launch import Launch, listen, url_of
-from deploy.supervisor.notify import NotifyingDisplay, notifier_for
-from deploy.supervisor.processes import Commands, process_age
+from deploy.supervisor.launch import Commands, Launch, listen, url_of
+from deploy.supervisor.notify import SystemdNotifier
+from deploy.supervisor.processes import process_age
 from deploy.supervisor.supervisor import Supervisor
 from proto.config import ServeConfig
 from proto.errors import ConfigError
@@ -22,10 +21,10 @@ from proto.prepared_model import PreparedModel
 from proto.security import read_api_keys
 
 
-def serve(config: ServeConfig, around: HostEnvironment, commands: Commands) -> int:
-    """Serve until told to stop; the exit status. Raises ConfigError and ModelError.
+def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands) -> int:
+    """Serve until a stop signal; return the exit status. Raises ConfigError and ModelError.
 
-    commands: that start the processes.
+    commands: command line of each role.
     """
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
@@ -33,42 +32,50 @@ def serve(config: ServeConfig, around: HostEnvironment, commands: Commands) -> i
     _check_chat_template(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
-    faults = _faults(config, around)
-    run_parent = around.run_parent()
+    faults = _faults(config, environment)
+    run_parent = environment.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
     url = url_of(listener, scheme)
-    notifier = notifier_for(around.service_manager)
-    display = NotifyingDisplay(open_display(sys.stderr, config.frontend.log_format), notifier)
+    notifier = SystemdNotifier(environment.service_manager)
+    display = open_display(sys.stderr, config.frontend.log_format, notifier)
     try:
-        model = _model(config, around, display)
+        model = _prepare_model(config, environment, display)
         _check_length(config, model)
 
-        def announce(readiness: ready.Readiness) -> None:
-            print(ready.render(url, config, model, readiness, clock), flush=True)
-            notifier.ready(f"serving {model.name} at {url}")
-
         clock.end("model")
-        faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
+        faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")
         prepare = (sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model)
-        launch = Launch(config, model, (listener,), around.variables, commands, prepare, faults)
-        return Supervisor(launch, run_parent, display, announce, notifier).run()
+        launch = Launch(
+            config=config,
+            model=model,
+            listeners=(listener,),
+            url=url,
+            variables=environment.variables,
+            commands=commands,
+            prepare_command=prepare,
+            clock=clock,
+            faults=faults,
+        )
+        return Supervisor(launch, run_parent, display, notifier).run()
     finally:
         display.close()
         listener.close()
 
 
-def _model(config: ServeConfig, around: HostEnvironment, display: Display) -> PreparedModel:
-    """The prepared model. SIGTERM interrupts the set-up as Ctrl-C does."""
+def _prepare_model(
+    config: ServeConfig, environment: HostEnvironment, display: Display
+) -> PreparedModel:
+    """Return the prepared model. SIGTERM interrupts the preparation as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return prepared_model(config.model.model, around, display)
+        return prepared_model(config.model.model, environment, display)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _scheme(config: ServeConfig) -> str:
-    """http, or https when there is a certificate that can be used; raises ConfigError."""
+    """Return "https" if TLS is configured, else "http"; raises ConfigError for invalid files."""
     if config.frontend.ssl_certfile is None:
         return "http"
     from proto.security import server_context
@@ -77,12 +84,12 @@ def _scheme(config: ServeConfig) -> str:
     return "https"
 
 
-def _faults(config: ServeConfig, around: HostEnvironment) -> tuple[Fault, ...]:
-    faults = parse_faults(around.faults)
+def _faults(config: ServeConfig, environment: HostEnvironment) -> tuple[Fault, ...]:
+    faults = parse_faults(environment.faults)
     if faults and not config.reliability.enable_fault_injection:
         raise ConfigError(
-            f"{FAULTS_VARIABLE} is set: it breaks this daemon on purpose, "
-            "and nothing of it is done without --enable-fault-injection"
+            f"{FAULTS_VARIABLE} is set: it injects faults into this daemon, "
+            "which needs --enable-fault-injection"
         )
     return faults
 
@@ -90,20 +97,20 @@ def _faults(config: ServeConfig, around: HostEnvironment) -> tuple[Fault, ...]:
 def _check_tokenizer(config: ServeConfig) -> None:
     folder = config.model.tokenizer
     if folder is not None and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        raise ConfigError(f"--tokenizer {folder}: there is no tokenizer.json in it", "tokenizer")
+        raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
 
 
 def _check_chat_template(config: ServeConfig) -> None:
     path = config.model.chat_template
     if path is not None and not os.path.isfile(path):
-        raise ConfigError(f"--chat-template {path}: there is no such file", "chat_template")
+        raise ConfigError(f"--chat-template {path}: no such file", "chat_template")
 
 
 def _check_length(config: ServeConfig, model: PreparedModel) -> None:
-    asked = config.model.max_model_len
-    if asked is not None and asked > model.max_position:
+    length = config.model.max_model_len
+    if length is not None and length > model.max_position:
         raise ConfigError(
-            f"--max-model-len {asked} is more than the {model.max_position} positions "
-            f"that {model.name} was made for",
+            f"--max-model-len {length} is more than the {model.max_position} positions "
+            f"that {model.name} supports",
             "max_model_len",
         )

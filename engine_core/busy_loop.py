@@ -25,7 +25,7 @@ from engine_core.supervisor_io import HeartbeatSender, SupervisorCommands
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views
 from proto.event_fd import NO_DESCRIPTOR
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput

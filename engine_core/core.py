@@ -210,6 +210,7 @@ def build_parts(
         longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
         observers=(*kv_events.observers, *tracing.pool_observers),
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
+        eviction_policy=config.cache.eviction_policy,
     )
     transfer = kv_transfer_config(config.cache.kv_transfer_config)
     scheduler = Scheduler(

@@ -92,7 +92,7 @@ class KVEventPublisher:
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
-        events = [*self._log.take(), *elsewhere]
+        events = [*self._log.pop_events(), *elsewhere]
         if events:
             batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
             self._socket.send(encode(batch), zmq.NOBLOCK)

@@ -134,9 +134,11 @@ class KVGroup(msgspec.Struct, array_like=True, frozen=True):
 
     sliding_window: tokens that a token attends to, itself included; None for all. Blocks before
         the window are freed.
+    kind: name of a class in `engine_core/kv_cache/groups.py:GROUP_KINDS`; empty for attention.
     """
 
     sliding_window: int | None = None
+    kind: str = ""
 
 
 class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
@@ -516,13 +518,13 @@ class ReloadState(msgspec.Struct, frozen=True):
     """State of reloads, as a file in the run directory for `tokend reload`.
 
     pid: of the supervisor. count: completed reloads. under_way: a reload runs or is requested.
-    problem: error of the last reload, or "".
+    error: error of the last reload, or "".
     """
 
     pid: int
     count: int = 0
     under_way: bool = False
-    problem: str = ""
+    error: str = ""
 
 
 ToSupervisor = (

@@ -1,8 +1,10 @@
-"""A connection to a Redis server: as much of RESP2 as keeping large values takes.
+"""A client connection to a Redis server, for large values (RESP2).
 
-Large replies are read straight into the caller's memory, and everything has a deadline: a server
-that is down, stopped in the middle of a reply or trickling bytes costs the time given, and then an
-error. Never reconnects or repeats anything by itself. One thread at a time.
+Large replies are read directly into the caller's memory. Every call has a deadline: a server that
+is down, stops in the middle of a reply or sends a byte now and then costs that much time, then the
+call raises. A connection never reconnects or retries, and is not thread-safe. It is in proto/
+because the engine (lookups) and the workers (copies) use it; docs/architecture.md says why it is
+not the `redis` package.
 
 Protocol: https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -15,34 +17,37 @@ from collections.abc import Sequence
 from typing import Final
 
 from proto.errors import TokendError
-from proto.kv_media import RemoteAddress
+from proto.kv_transfer_config import RemoteAddress
 
 _CHUNK: Final = 64 << 10
 _MAX_LINE: Final = 64 << 10
-"""Of a reply's first line; only errors are longer than a number."""
+"""Limit for the first line of a reply; only error messages are longer than a number."""
 _MAX_SHORT: Final = 16 << 20
-"""Of a value that is not read into the caller's memory."""
+"""Limit for a value that is not read into the caller's memory."""
 _MAX_PARTS: Final = 1 << 16
-"""Of an answer, those of its parts included."""
+"""Limit for the elements of an array reply, nested ones included."""
 _MAX_DEPTH: Final = 8
-"""Answers within answers."""
+"""Limit for nested array replies."""
 MISSING: Final = -1
-"""Length of a value that is not there."""
+"""Length returned for a missing value."""
 
 Reply = int | bytes | str | None | list["Reply"]
-"""An integer, a value, a status, nothing, or several of them."""
+"""An integer, a value (bytes), a status (str), null, or an array of replies."""
 
 
 class RemoteStoreError(TokendError):
-    """No answer in time, or one that is none. The connection is of no use any more."""
+    """No reply in time, or not a valid one. The connection must be closed."""
 
 
 class RemoteRefusalError(TokendError):
-    """The server answered with an error; the connection is as good as before."""
+    """The server replied with an error; the connection stays usable."""
 
 
 class RedisConnection:
-    """seconds: for the connection to be made; later ones are given to each call."""
+    """An open connection with a deadline for every call.
+
+    seconds: time limit for connecting. Raises RemoteStoreError.
+    """
 
     def __init__(self, address: RemoteAddress, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -53,23 +58,23 @@ class RedisConnection:
         except (OSError, ssl.SSLError, UnicodeError) as error:
             raise RemoteStoreError(f"{address}: {error}") from None
         try:
-            self._greet(address)
+            self._handshake(address)
         except TokendError as error:
             self.close()
             raise RemoteStoreError(f"{address}: {error}") from None
 
     def call(self, seconds: float, *words: bytes) -> Reply:
-        """One command, one answer; raises RemoteStoreError, or RemoteRefusalError."""
-        self.begin(seconds)
+        """Send one command and return its reply; raises RemoteStoreError or RemoteRefusalError."""
+        self.set_deadline(seconds)
         self.send([words])
         return self.reply()
 
-    def begin(self, seconds: float) -> None:
-        """What follows, until the next `begin`, has to be over in this time."""
+    def set_deadline(self, seconds: float) -> None:
+        """Limit the time of all following calls together, until it is set again."""
         self._deadline = time.monotonic() + seconds
 
     def send(self, commands: Sequence[Sequence[bytes | memoryview]]) -> None:
-        """Commands whose replies are to be read in the same order. Large words are not copied."""
+        """Send commands; their replies arrive in the same order. Large words are not copied."""
         small = bytearray()
         for words in commands:
             small += b"*%d\r\n" % len(words)
@@ -85,12 +90,12 @@ class RedisConnection:
         self._send_all(memoryview(small))
 
     def reply(self) -> Reply:
-        """The next reply."""
+        """Read the next reply; raises RemoteRefusalError if it is an error."""
         self._parts_left = _MAX_PARTS
         return self._reply(_MAX_DEPTH)
 
     def _reply(self, depth: int) -> Reply:
-        """depth: answers that this one may have within each other."""
+        """depth: how many levels of nested arrays are allowed."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -109,23 +114,23 @@ class RedisConnection:
         if kind == b"*":
             length = self._number(rest)
             if not 0 <= length <= self._parts_left:
-                raise RemoteStoreError(f"an answer of {length} parts")
+                raise RemoteStoreError(f"an array of {length} elements")
             if not depth:
-                raise RemoteStoreError("an answer of too many answers within each other")
+                raise RemoteStoreError("an array with too many nested arrays")
             self._parts_left -= length
             return [self._reply(depth - 1) for _ in range(length)]
-        raise RemoteStoreError("an answer that is not RESP")
+        raise RemoteStoreError("a reply that is not RESP")
 
     def reply_into(self, memory: memoryview) -> int:
-        """The length of the next reply, which is a value; MISSING if there is none.
+        """Read the next reply, a value, into `memory`; return its length, or MISSING.
 
-        It is in `memory` only where it is as long as that; any other is read and dropped.
+        A value of another length than `memory` is read and dropped.
         """
         line = self._line()
         if line[:1] == b"-":
             raise RemoteRefusalError(line[1:].decode("utf-8", "replace"))
         if line[:1] != b"$":
-            raise RemoteStoreError("an answer that is no value")
+            raise RemoteStoreError("a reply that is no value")
         length = self._number(line[1:])
         if length == MISSING:
             return MISSING
@@ -149,24 +154,24 @@ class RedisConnection:
         if address.path:
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                plain.settimeout(self._left())
+                plain.settimeout(self._seconds_left())
                 plain.connect(address.path)
             except BaseException:
                 plain.close()
                 raise
             return plain
-        plain = socket.create_connection((address.host, address.port), timeout=self._left())
+        plain = socket.create_connection((address.host, address.port), timeout=self._seconds_left())
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not address.tls:
             return plain
         with contextlib.ExitStack() as undo:
             undo.callback(plain.close)
-            plain.settimeout(self._left())
+            plain.settimeout(self._seconds_left())
             wrapped = ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
             undo.pop_all()
         return wrapped
 
-    def _greet(self, address: RemoteAddress) -> None:
+    def _handshake(self, address: RemoteAddress) -> None:
         if address.password:
             user = [address.username.encode()] if address.username else []
             self.send([[b"AUTH", *user, address.password.encode()]])
@@ -181,7 +186,7 @@ class RedisConnection:
         searched = 0
         while (end := self._pending.find(b"\r\n", searched)) < 0:
             if len(self._pending) > _MAX_LINE:
-                raise RemoteStoreError("an answer that is not RESP")
+                raise RemoteStoreError("a reply that is not RESP")
             searched = max(0, len(self._pending) - 1)
             self._receive_more()
         line = bytes(self._pending[:end])
@@ -210,7 +215,7 @@ class RedisConnection:
 
     def _receive(self, memory: memoryview) -> int:
         try:
-            self._socket.settimeout(self._left())
+            self._socket.settimeout(self._seconds_left())
             count = self._socket.recv_into(memory)
         except (OSError, ssl.SSLError) as error:
             raise RemoteStoreError(str(error)) from None
@@ -220,12 +225,12 @@ class RedisConnection:
 
     def _send_all(self, memory: memoryview) -> None:
         try:
-            self._socket.settimeout(self._left())
-            self._socket.sendall(memory)  # the time is for all of it
+            self._socket.settimeout(self._seconds_left())
+            self._socket.sendall(memory)  # one timeout for the whole buffer
         except (OSError, ssl.SSLError) as error:
             raise RemoteStoreError(str(error)) from None
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0.0:
             raise TimeoutError("timed out")
@@ -236,7 +241,7 @@ class RedisConnection:
         try:
             return int(text)
         except ValueError:
-            raise RemoteStoreError("an answer that is not RESP") from None
+            raise RemoteStoreError("a reply that is not RESP") from None
 
 
 __all__ = [

@@ -9,7 +9,7 @@ keeps prompt, sampling parameters and sampled tokens until the seq_id is listed 
 
 import msgspec
 
-from proto.kv_transfer import NO_PAYLOAD, Payload
+from proto.kv_connector import NO_PAYLOAD, Payload
 from proto.sampling_params import SamplingParams
 
 BlockIds = list[list[int]]

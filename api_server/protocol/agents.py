@@ -20,8 +20,8 @@ from pydantic import (
     ValidationInfo,
 )
 
+from api_server.http.tenants import DEFAULT_TENANT
 from api_server.protocol.fields import given_fields, ignored_of
-from api_server.tenants import DEFAULT_TENANT
 from proto.engine_io import AgentHint
 from proto.errors import InvalidRequestError
 

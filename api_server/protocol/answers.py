@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
-from api_server.stream import Delta, RequestStream, Usage
+from api_server.request_stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import (
     TokenNames,
     prompt_logprobs,

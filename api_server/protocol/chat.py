@@ -37,7 +37,7 @@ from api_server.protocol.answers import (
 from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import MESSAGE_NEUTRAL, PART_NEUTRAL, given_fields, ignored_of
 from api_server.protocol.tools import ToolFields
-from api_server.stream import Delta, RequestStream, Usage
+from api_server.request_stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import chat_logprobs
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS

@@ -19,7 +19,7 @@ from api_server.protocol.answers import (
     with_usage,
 )
 from api_server.protocol.common import GenerationRequest
-from api_server.stream import Delta, RequestStream, Usage
+from api_server.request_stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import TextToken, completion_logprobs
 from api_server.text.prompts import MAX_PROMPTS
 

@@ -12,11 +12,11 @@ from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from api_server.http.tenants import key_name_of
 from api_server.protocol.common import Strict
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.routes.common import app_state_of, check_operator, has_operators_key, read_json
 from api_server.routes.system import daemon_version
-from api_server.tenants import key_name_of
 from proto.codec import to_json_line
 from proto.config import SECRET_FIELDS
 from proto.engine_io import PauseMode

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_server.app_state import AppState
+from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.parts import CountedParser, PartsParser
 from api_server.parsers.thinking import switches, thoughts_of
 from api_server.parsers.tool_calling import Calling
@@ -19,7 +20,6 @@ from api_server.request_builder import EndpointOptions, RequestBuilder, check_th
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.stream import TokenStream
-from api_server.tenants import key_name_of, tenant_of
 from api_server.text.chat_prompt import conversation_of, num_characters
 from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader

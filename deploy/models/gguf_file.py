@@ -1,9 +1,8 @@
 """Reads a GGUF file: tensor index, configuration, tokenizer.
 
-Configuration and tokenizer come through transformers, so that ids and settings
-are the ones transformers would use. What its conversion leaves out is added
-here from the metadata, and a setting that neither knows stops the preparation:
-leaving it out would change the arithmetic silently.
+`transformers` converts configuration and tokenizer, so that token ids and settings are the same as
+there. Settings that its conversion omits are added from the metadata. A setting that neither
+supports is an error, because ignoring it would change the arithmetic silently.
 """
 
 import json
@@ -14,11 +13,16 @@ from typing import Any, Final
 
 from deploy.models import gguf_header
 from deploy.models.gguf_header import GgufHeader
-from deploy.models.prepared_folder import Contents, ProgressCallback, as_model_error, is_token_id
+from deploy.models.prepared_folder import (
+    ModelContents,
+    ProgressCallback,
+    as_model_error,
+    is_token_id,
+)
 from proto.errors import ModelError, shown
 from proto.prepared_model import TensorIndex
 
-_UNDERSTOOD: Final = frozenset(
+_SUPPORTED_KEYS: Final = frozenset(
     {
         "context_length",
         "block_count",
@@ -41,18 +45,18 @@ _UNDERSTOOD: Final = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
-"""Metadata keys, after the architecture, whose meaning reaches config.json."""
+"""Metadata keys, without the architecture, that are converted to config.json."""
 
-_WINDOWED: Final = frozenset({"gemma3"})
-"""Architectures whose attention.sliding_window transformers' conversion takes over."""
+_WITH_SLIDING_WINDOW: Final = frozenset({"gemma3"})
+"""Architectures whose attention.sliding_window `transformers` converts."""
 
 _LAYERS_OF_GEMMA3_27B: Final = 62
 
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def read(path: str, report: ProgressCallback) -> Contents:
-    """Everything in the file. Raises ModelError when it is damaged or cannot be served."""
+def read(path: str, report: ProgressCallback) -> ModelContents:
+    """Read a GGUF file; raises ModelError if it is damaged or not supported."""
     report("reading the GGUF header", None)
     header = gguf_header.read(path)
     _check(header, path)
@@ -60,7 +64,7 @@ def read(path: str, report: ProgressCallback) -> Contents:
     report("converting configuration and tokenizer", None)
     config = _config(path, metadata)
     tokenizer_json, tokenizer_config, template = _tokenizer(path)
-    return Contents(
+    return ModelContents(
         config=config,
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
@@ -72,13 +76,13 @@ def read(path: str, report: ProgressCallback) -> Contents:
 
 
 def _check(header: GgufHeader, path: str) -> None:
-    if header.values.get("split.count", 0) not in (0, 1):  # 0: it was, and is joined again
+    if header.values.get("split.count", 0) not in (0, 1):  # 0: a joined file
         raise ModelError("a GGUF model that is split over several files is not supported: join it")
     for key in ("general.architecture", "tokenizer.ggml.model"):
         if not isinstance(header.values.get(key), str):
             raise ModelError(f"the GGUF file has no {key}")
     if not header.tensors:
-        raise ModelError(f"{path} holds no tensors")
+        raise ModelError(f"{path} has no tensors")
 
 
 def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,9 +91,9 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     own = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
-    windowed = {"attention.sliding_window"} if architecture in _WINDOWED else set()
+    windowed = {"attention.sliding_window"} if architecture in _WITH_SLIDING_WINDOW else set()
     for key in own:
-        if key not in _UNDERSTOOD | windowed:
+        if key not in _SUPPORTED_KEYS | windowed:
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
     config = _converted_config(path, architecture)
     _add_head_dim(config, own, prefix)
@@ -111,13 +115,13 @@ def _converted_config(path: str, architecture: str) -> dict[str, Any]:
     config.pop("_model_name_or_path", None)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
     if model_class is None:
-        raise ModelError(f"GGUF architecture {architecture!r} is no text-generating decoder")
+        raise ModelError(f"GGUF architecture {architecture!r} is not a text-generating decoder")
     config["architectures"] = [model_class]
     return config
 
 
 def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
-    """The conversion drops the key length for some families, which have it fixed."""
+    """Add the head size, which the conversion omits for some families."""
     length = own.get("attention.key_length")
     if length is None:
         return
@@ -129,9 +133,9 @@ def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -
 
 
 def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Gemma 3 scales its queries by the size of a head, but for the 27B.
+    """Add the query scale of Gemma 3: by the head size, except for the 27B model.
 
-    No file says so; llama.cpp too knows that model by its number of layers.
+    GGUF files do not contain it; llama.cpp, too, recognises the 27B model by its layers.
     """
     if config["model_type"] != "gemma3_text":
         return
@@ -142,16 +146,16 @@ def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
-    """The conversion drops rope scaling for most families; the keys have HF names here."""
+    """Add rope scaling, which the conversion omits for most families, under its HF names."""
     kind = own.get("rope.scaling.type", "none")
     if kind == "none":
         return
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{prefix}rope.scaling.type {kind!r} is not supported")
     parameters = config.get("rope_parameters", {})
-    # Gemma 3 turns its two kinds of layers differently; the scaling is for those without a window.
-    by_kind = "full_attention" in parameters
-    rope = {**(parameters["full_attention"] if by_kind else parameters), "rope_type": kind}
+    # Gemma 3 has a rope per kind of layer; the scaling is for layers without a window.
+    per_kind = "full_attention" in parameters
+    rope = {**(parameters["full_attention"] if per_kind else parameters), "rope_type": kind}
     names = {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
@@ -162,11 +166,11 @@ def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: st
     for key, hf_key in names.items():
         if f"rope.scaling.{key}" in own:
             rope[hf_key] = own[f"rope.scaling.{key}"]
-    config["rope_parameters"] = {**parameters, "full_attention": rope} if by_kind else rope
+    config["rope_parameters"] = {**parameters, "full_attention": rope} if per_kind else rope
 
 
 def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
-    """(tokenizer.json, tokenizer configuration, chat template or None)."""
+    """Return tokenizer.json, tokenizer configuration, and chat template or None."""
     from transformers import AutoTokenizer
 
     folder, name = os.path.split(path)
@@ -175,7 +179,7 @@ def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
             folder, gguf_file=name, local_files_only=True, trust_remote_code=False
         )
         if not tokenizer.is_fast:
-            raise ModelError(f"the tokenizer in {path} has no tokenizer.json form")
+            raise ModelError(f"the tokenizer in {path} cannot be converted to tokenizer.json")
         with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
             tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
             with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:

@@ -1,13 +1,13 @@
-"""Reads the header of a GGUF file and nothing else of it.
+"""Reads the header of a GGUF file, without the tensors.
 
     | GGUF | version | tensors n | keys m | m × (key, type, value) | n × tensor | padding | bytes |
 
     string   u64 length, bytes                  array    u32 type, u64 length, items
     tensor   name, u32 dimensions, u64 each from the fastest, u32 type, u64 offset
 
-Every length and every count is compared with what is left of the file, or with a limit,
-before anything is done about it: a header that lies costs no memory and no time. Whoever
-parses the file after this (transformers does) meets nothing that is not there.
+Every length and count is compared with the rest of the file, or with a limit, before it is used, so
+that an invalid header costs neither memory nor time. The checks also protect `transformers`, which
+parses the file later.
 """
 
 import mmap
@@ -26,10 +26,10 @@ _MAX_TENSORS: Final = 1 << 17
 _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 1 << 12
 _MAX_ITEMS: Final = 1 << 22
-"""Of all arrays together: a vocabulary of 256k takes a million and a half."""
+"""Of all arrays together: a vocabulary of 256k needs 1.5 million."""
 _MAX_KEPT_ITEMS: Final = 1 << 10
 _MAX_TEXT_BYTES: Final = 64 << 20
-"""Of all names and settings together."""
+"""Of all names and strings together."""
 _MAX_ALIGNMENT: Final = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final[Mapping[int, str]] = {
@@ -45,19 +45,19 @@ _SCALARS: Final[Mapping[int, str]] = {
     11: "<q",
     12: "<d",
 }
-"""Type of a value → how it is packed."""
+"""Type of a value → format for `struct`."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """values: metadata by key; of arrays only those that are short. tensors: of file 0."""
+    """Header of a GGUF file. values: metadata by key, without long arrays. tensors: all tensors."""
 
     values: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
 
 
 def read(path: str) -> GgufHeader:
-    """Raises ModelError when the file is none, is cut short, or contradicts itself."""
+    """Read the header; raises ModelError if the file is invalid or truncated."""
     try:
         with open(path, "rb") as stream:
             magic = stream.read(len(MAGIC))
@@ -70,7 +70,7 @@ def read(path: str) -> GgufHeader:
 
 
 class _Parser:
-    """Goes through a header once, from its beginning to its end."""
+    """Parses one header in a single pass."""
 
     def __init__(self, path: str, data: mmap.mmap) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class _Parser:
     def parse(self) -> GgufHeader:
         version = self._number("<I")
         if version not in _VERSIONS:
-            raise self._damage(f"version {version} is none of {_VERSIONS}")
+            raise self._damage(f"version {version} is not one of {_VERSIONS}")
         num_tensors, num_keys = self._number("<Q"), self._number("<Q")
         if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
             raise self._damage(f"it announces {num_keys} keys and {num_tensors} tensors")
@@ -91,7 +91,7 @@ class _Parser:
         infos = [self._tensor_info() for _ in range(num_tensors)]
         start = self._start_of_data(values)
         sizes = _type_sizes()
-        entries = {each[0]: self._entry(*each, sizes, start) for each in infos}
+        entries = {info[0]: self._entry(*info, sizes, start) for info in infos}
         if len(entries) < len(infos):
             raise self._damage("it names a tensor twice")
         return GgufHeader(values, tuple(entries.values()))
@@ -122,7 +122,7 @@ class _Parser:
         return self._number(packed)
 
     def _array(self) -> list[Any] | None:
-        """The items, or None when they are too many to be a setting."""
+        """Return the items of an array; None for a long one, which is skipped."""
         kind, length = self._number("<I"), self._number("<Q")
         self._num_items += length
         if self._num_items > _MAX_ITEMS:
@@ -131,15 +131,15 @@ class _Parser:
             return [self._value(kind) for _ in range(length)]
         if kind == _STRING:
             for _ in range(length):
-                self._take(self._number("<Q"))
+                self._advance(self._number("<Q"))
         elif kind in _SCALARS:
-            self._take(length * struct.calcsize(_SCALARS[kind]))
+            self._advance(length * struct.calcsize(_SCALARS[kind]))
         else:
             raise self._damage(f"there is no array of type {kind}")
         return None
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, dimensions from the fastest, type, offset."""
+        """Return name, dimensions (fastest first), type and offset."""
         name, rank = self._name(), self._number("<I")
         if rank > _MAX_DIMENSIONS:
             raise self._damage(f"{shown(name)} has {rank} dimensions")
@@ -159,14 +159,14 @@ class _Parser:
             raise self._damage(f"{shown(name)} has the unknown type {kind}")
         type_name, block_size, block_bytes = sizes[kind]
         row, count = dimensions[0] if dimensions else 1, 1
-        for each in dimensions:
-            count *= each
+        for dimension in dimensions:
+            count *= dimension
         if row % block_size:
-            raise self._damage(f"the rows of {shown(name)} are no whole blocks of {block_size}")
+            raise self._damage(f"the rows of {shown(name)} are not whole blocks of {block_size}")
         num_bytes = count // block_size * block_bytes
         if start + offset + num_bytes > self._size:
-            raise ModelError(f"{self._path} is cut short: {shown(name)} ends beyond the file")
-        # GGUF counts dimensions from the fastest; torch from the slowest
+            raise ModelError(f"{self._path} is truncated: {shown(name)} ends beyond the file")
+        # GGUF lists the fastest dimension first, torch the slowest
         return TensorEntry(name, type_name, dimensions[::-1], 0, start + offset, num_bytes)
 
     def _start_of_data(self, values: Mapping[str, Any]) -> int:
@@ -186,25 +186,25 @@ class _Parser:
         return self._text(length)
 
     def _text(self, length: int) -> str:
-        start = self._take(length)
+        start = self._advance(length)
         self._num_text_bytes += length
         if self._num_text_bytes > _MAX_TEXT_BYTES:
             raise self._damage(f"more than {_MAX_TEXT_BYTES} bytes of text")
         try:
             return self._data[start : start + length].decode()
         except UnicodeDecodeError:
-            raise self._damage("a text is not UTF-8") from None
+            raise self._damage("a string is not UTF-8") from None
 
     def _number(self, packed: str) -> Any:
-        start = self._take(struct.calcsize(packed))
+        start = self._advance(struct.calcsize(packed))
         (value,) = struct.unpack_from(packed, self._data, start)
         return value
 
-    def _take(self, length: int) -> int:
-        """Where the next so many bytes begin."""
+    def _advance(self, length: int) -> int:
+        """Return the position of the next `length` bytes, and move beyond them."""
         start = self._at
         if length > self._size - start:
-            raise ModelError(f"{self._path} is damaged or cut short: its header has no end")
+            raise ModelError(f"{self._path} is damaged or truncated: its header is incomplete")
         self._at += length
         return start
 
@@ -213,7 +213,7 @@ class _Parser:
 
 
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
-    """By number of a tensor's type its name, and numbers and bytes of a block."""
+    """Return tensor types by number: (name, elements per block, bytes per block)."""
     from gguf import GGML_QUANT_SIZES
 
     return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}

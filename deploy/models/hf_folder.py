@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder: config.json, safetensors files, tokenizer.
 
-Only data is read, never code of the folder: not what `auto_map` names, and no pickle. The
-weights stay where they are; the index points into them.
+Only data is read, never code of the folder: neither modules named by `auto_map` nor pickled files.
+The weights are not copied; the tensor index refers to their files.
 """
 
 import json
@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.models import safetensors_header
-from deploy.models.prepared_folder import Contents, ProgressCallback, as_model_error, is_token_id
+from deploy.models.prepared_folder import (
+    ModelContents,
+    ProgressCallback,
+    as_model_error,
+    is_token_id,
+)
 from proto.errors import ModelError, shown
 from proto.prepared_model import TensorIndex
 
@@ -21,21 +26,21 @@ _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def read(path: str, report: ProgressCallback) -> Contents:
-    """Everything in the folder. Raises ModelError naming the file that is missing or wrong."""
+def read(path: str, report: ProgressCallback) -> ModelContents:
+    """Read a model folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
     report("reading headers", None)
     config = _object(folder / "config.json", required=True)
     if config.get("auto_map"):
         raise ModelError(
-            f"{folder / 'config.json'}: auto_map names code that the model comes with; "
+            f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
     tensors = _tensors(folder)
     report("reading the tokenizer", None)
     tokenizer_json, tokenizer_config = _tokenizer(folder)
-    return Contents(
+    return ModelContents(
         config=config,
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
@@ -47,7 +52,7 @@ def read(path: str, report: ProgressCallback) -> Contents:
 
 
 def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The JSON object in a file; empty when the file is absent and may be."""
+    """Return the JSON object in a file; empty if the file is missing and not required."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
@@ -61,7 +66,7 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
+        raise ModelError(f"{path} must contain a JSON object")
     return value
 
 
@@ -100,13 +105,13 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickled:
         raise ModelError(
             f"{folder} has no .safetensors weights, and {pickled[0]} is pickled: reading it would "
-            "run what is in it; convert it to safetensors"
+            "run code in it; convert it to safetensors"
         )
     raise ModelError(f"{folder} has no .safetensors weights")
 
 
 def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """(tokenizer.json, tokenizer configuration with plain strings as special tokens)."""
+    """Return tokenizer.json, and the tokenizer configuration with special tokens as strings."""
     config = {**_object(folder / "special_tokens_map.json")}
     config.update(_object(folder / "tokenizer_config.json"))
     for key in _SPECIAL_TOKENS:
@@ -120,22 +125,22 @@ def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _converted_tokenizer(folder: Path) -> bytes:
-    """tokenizer.json made from an older form, such as a SentencePiece model."""
+    """Return tokenizer.json, converted from an older format such as a SentencePiece model."""
     from transformers import AutoTokenizer
 
-    with as_model_error(f"{folder} has no tokenizer.json, and no other form"):
+    with as_model_error(f"{folder} has no tokenizer.json, and no other format"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     if not tokenizer.is_fast:
-        raise ModelError(f"the tokenizer of {folder} has no tokenizer.json form")
+        raise ModelError(f"the tokenizer of {folder} cannot be converted to tokenizer.json")
     with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
         tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
         return Path(saved, "tokenizer.json").read_bytes()
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template of the folder's own file, or the one in the tokenizer configuration."""
+    """Return the template of the template file, or else of the tokenizer configuration."""
     own = folder / "chat_template.jinja"
     try:
         return own.read_text(encoding="utf-8")
@@ -146,8 +151,8 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     legacy = _object(folder / "chat_template.json").get("chat_template")
     template = legacy if legacy is not None else tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        named = [each for each in template if isinstance(each, dict)]
-        defaults = [each.get("template") for each in named if each.get("name") == "default"]
+        named = [entry for entry in template if isinstance(entry, dict)]
+        defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]
         template = defaults[-1] if defaults else None
     return template if isinstance(template, str) else None
 
@@ -171,6 +176,6 @@ def _first_token(generation: Mapping[str, Any], config: Mapping[str, Any]) -> in
         value = settings.get("bos_token_id")
         if value is not None:
             if not is_token_id(value):
-                raise ModelError(f"bos_token_id {shown(value)} is no token id")
+                raise ModelError(f"bos_token_id {shown(value)} is not a token id")
             return int(value)
     return None

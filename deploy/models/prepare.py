@@ -1,56 +1,111 @@
-"""The preparing process: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`.
+"""The process that prepares a model, and its messages to the process that has started it.
 
-Owns nothing but the order of things: read the source, write the folder, report.
+Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`. It prints lines of
+JSON, each a list [kind, text, fraction].
 """
 
+import json
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Final, NamedTuple
 
-from deploy.models import gguf_file, hf_folder
-from deploy.models import prepared_folder as folder
-from deploy.models.job import Event, Job, render
+from deploy.models import gguf_file, hf_folder, prepared_folder
 from proto.errors import ModelError
 
-_REPORT_EVERY_SECONDS = 0.1
+QUIET_LIBRARIES: Final = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment variables that keep libraries from printing, and from asking a hub about a model."""
+_PROGRESS_SECONDS: Final = 0.1
+"""Minimum time between two lines about the same operation."""
 
 
-class _LinePrinter:
-    """Reports to the parent, not more often than it can matter."""
+@dataclass(frozen=True)
+class PrepareJob:
+    """A model to prepare.
+
+    name, source, kind: as in `store.ModelSource`. target: folder to fill. final: its later path.
+    """
+
+    name: str
+    source: str
+    kind: str
+    target: str
+    final: str
+
+    def to_arguments(self) -> list[str]:
+        """Return the arguments for the command line of this module."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> "PrepareJob":
+        return cls(*arguments)
+
+
+class PrepareMessage(NamedTuple):
+    """kind: "progress", "error", or "other" for a line that some library has printed."""
+
+    kind: str
+    text: str
+    fraction: float | None = None
+
+    def to_line(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_line(cls, line: str) -> "PrepareMessage":
+        try:
+            kind, text, fraction = json.loads(line)
+        except (ValueError, TypeError):
+            return cls("other", line.rstrip())
+        return cls(kind, text, fraction)
+
+
+class _ProgressPrinter:
+    """Prints progress at most every 0.1 s per operation."""
 
     def __init__(self) -> None:
         self._last = ("", 0.0)
 
     def __call__(self, what: str, fraction: float | None) -> None:
         now = time.monotonic()
-        text, at = self._last
-        if what == text and now - at < _REPORT_EVERY_SECONDS:
+        text, printed_at = self._last
+        if what == text and now - printed_at < _PROGRESS_SECONDS:
             return
         self._last = (what, now)
-        print(render(Event("progress", what, fraction)), flush=True)
+        print(PrepareMessage("progress", what, fraction).to_line(), flush=True)
 
 
-def prepare(work: Job, report: folder.ProgressCallback) -> None:
+def prepare(job: PrepareJob, report: prepared_folder.ProgressCallback) -> None:
     """Fill the target folder of a job; raises ModelError or OSError."""
-    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[work.kind]
-    contents = read(work.source, report)
-    folder.write(
+    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[job.kind]
+    contents = read(job.source, report)
+    prepared_folder.write(
         contents,
-        name=work.name,
-        source=work.source,
-        target=work.target,
-        final=work.final,
+        name=job.name,
+        source=job.source,
+        target=job.target,
+        final=job.final,
         report=report,
     )
 
 
 def main() -> int:
-    """Exit status: 0 done, 2 the model cannot be used."""
-    warnings.simplefilter("ignore")  # of libraries, about models in general
+    """Prepare a model; return the exit status: 0 done, 2 the model cannot be used."""
+    warnings.simplefilter("ignore")  # libraries warn about models in general
     try:
-        prepare(Job.from_arguments(sys.argv[1:]), _LinePrinter())
+        prepare(PrepareJob.from_arguments(sys.argv[1:]), _ProgressPrinter())
     except (ModelError, OSError) as error:
-        print(render(Event("error", " ".join(str(error).split()))), flush=True)
+        message = PrepareMessage("error", " ".join(str(error).split()))
+        print(message.to_line(), flush=True)
         return 2
     return 0
 

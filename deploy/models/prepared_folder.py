@@ -1,6 +1,6 @@
 """Writes a prepared folder: the files of `proto.prepared_model`, the manifest last.
 
-Knows nothing of where the model came from.
+`ModelContents` is what a reader (gguf_file.py, hf_folder.py) returns, `write` stores it.
 """
 
 import hashlib
@@ -15,19 +15,17 @@ from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
 from proto.prepared_model import PreparedModel, TensorIndex
 
-# What libraries raise over a model file that they cannot make sense of, as ModelError.
-#
-# They raise anything: their own mistakes look no different from those of the file.
-
-
 _PANIC: Final = "PanicException"
-"""Of libraries written in Rust; derived from BaseException, and importable from nowhere."""
-_LONGEST: Final = 3 * MAX_SHOWN
+"""Raised by libraries written in Rust; derived from BaseException, and not importable."""
+_MAX_CHARACTERS: Final = 3 * MAX_SHOWN
 
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Raise ModelError, beginning with `what`, for whatever is raised inside."""
+    """Turn any exception of a library about a model file into a ModelError.
+
+    Libraries raise all kinds of exceptions for invalid files. what: begin of the message.
+    """
     try:
         yield
     except ModelError:
@@ -35,7 +33,7 @@ def as_model_error(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        text = " ".join(str(error).split())[:_LONGEST]
+        text = " ".join(str(error).split())[:_MAX_CHARACTERS]
         raise ModelError(f"{what}: {text or type(error).__name__}") from None
 
 
@@ -46,7 +44,7 @@ _HEAD_NAMES: Final = (
     "token_embd.weight",
     "model.embed_tokens.weight",
 )
-"""Whose rows are the vocabulary, in order of preference; the last two when the head is tied."""
+"""Tensors whose rows are the vocabulary, by preference; the last two for tied embeddings."""
 
 _MAX_TOKENS: Final = 1 << 31
 """Token ids and positions fit 32 bits everywhere."""
@@ -55,8 +53,8 @@ ProgressCallback = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """Everything a source yields.
+class ModelContents:
+    """Everything that is read from a model file or folder.
 
     config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
     tokenizer_config: at least bos_token and eos_token where the model has them.
@@ -72,9 +70,15 @@ class Contents:
 
 
 def write(
-    contents: Contents, *, name: str, source: str, target: str, final: str, report: ProgressCallback
+    contents: ModelContents,
+    *,
+    name: str,
+    source: str,
+    target: str,
+    final: str,
+    report: ProgressCallback,
 ) -> PreparedModel:
-    """Fill the folder `target`, which will be moved to `final`."""
+    """Fill the folder `target`, which will be moved to `final`; return the manifest."""
     config = contents.config
     manifest = PreparedModel(
         folder=final,
@@ -99,13 +103,13 @@ def write(
 
 
 def weights_digest(index: TensorIndex, report: ProgressCallback) -> str:
-    """SHA-256 over name, type, shape and bytes of every tensor, in the order of their names."""
+    """Return the SHA-256 of name, type, shape and bytes of every tensor, ordered by name."""
     digest = hashlib.sha256()
     total = sum(tensor.num_bytes for tensor in index.tensors) or 1
     done = 0
     streams = [open(path, "rb") for path in index.files]  # noqa: SIM115 (closed below, all)
     try:
-        for tensor in sorted(index.tensors, key=lambda each: each.name):
+        for tensor in sorted(index.tensors, key=lambda entry: entry.name):
             digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
             stream = streams[tensor.file]
             stream.seek(tensor.offset)
@@ -125,28 +129,28 @@ def weights_digest(index: TensorIndex, report: ProgressCallback) -> str:
 
 
 def _template(text: str) -> bytes:
-    """JSON can spell half of a surrogate pair; no file can."""
+    """Encode the template; JSON can contain unpaired surrogates, which have no encoding."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise ModelError("the chat template is no valid text") from None
+        raise ModelError("the chat template is not valid text") from None
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ModelError("config.json names no architecture: the key `architectures` is missing")
+        raise ModelError("config.json has no valid key `architectures`")
     return names[0]
 
 
-def _vocab_size(contents: Contents) -> int:
+def _vocab_size(contents: ModelContents) -> int:
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors.tensors}
     for name in _HEAD_NAMES:
         if shapes.get(name):
             return shapes[name][0]
     size = contents.config.get("vocab_size")
     if not isinstance(size, int) or not 0 < size < _MAX_TOKENS:
-        raise ModelError("neither config.json nor the weights tell the size of the vocabulary")
+        raise ModelError("neither config.json nor the weights define the size of the vocabulary")
     return size
 
 
@@ -161,7 +165,7 @@ def _max_position(config: Mapping[str, Any]) -> int:
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether a setting can be one; `True` is a number to Python."""
+    """Whether a setting can be a token id; `True` is an int in Python, but not a token id."""
     return type(value) is int and 0 <= value < _MAX_TOKENS
 
 

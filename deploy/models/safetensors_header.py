@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file and nothing else of it.
+"""Reads the header of a safetensors file, without the tensors.
 
 | 8 bytes: length of the header | header: JSON | tensor bytes |
 """
@@ -12,7 +12,7 @@ from proto.errors import ModelError, shown
 from proto.prepared_model import TensorEntry
 
 _MAX_HEADER_BYTES: Final = 32 << 20
-"""Some 200,000 tensors. Of nonsense, JSON makes twenty times as much in memory."""
+"""About 200,000 tensors; parsed JSON can need twenty times as much memory."""
 _MAX_DIMENSIONS: Final = 8
 _MAX_NUMBER: Final = 1 << 60
 _BITS: Final = {
@@ -35,22 +35,22 @@ _BITS: Final = {
 
 
 def read(path: str, file: int) -> list[TensorEntry]:
-    """The tensors of a file, which is number `file` of its index.
+    """Return the tensors of a file. file: its index in TensorIndex.files.
 
-    Raises ModelError when the file is cut short or contradicts itself.
+    Raises ModelError if the file is truncated or its header is invalid.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{path} is not a safetensors file, or cut short")
+            raise ModelError(f"{path} is not a safetensors file, or truncated")
         raw = stream.read(length)
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
-        raise ModelError(f"{path} has a damaged header: no object")
+        raise ModelError(f"{path} has a damaged header: not a JSON object")
     start = 8 + length
     return [
         _entry(name, fields, path, file, start, size)
@@ -61,7 +61,7 @@ def read(path: str, file: int) -> list[TensorEntry]:
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:
     try:
-        name.encode()  # JSON can spell half of a surrogate pair, which is no text
+        name.encode()  # raises for an unpaired surrogate, which JSON can contain
         kind, shape = fields["dtype"], tuple(_numbers(fields["shape"]))
         begin, end = _numbers(fields["data_offsets"])
     except (KeyError, TypeError, ValueError):
@@ -69,16 +69,16 @@ def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) 
     if not isinstance(kind, str) or kind not in _BITS:
         raise ModelError(f"{path}: {name} has the type {shown(kind)}, which is not supported")
     if start + end > size:
-        raise ModelError(f"{path} is cut short: {name} ends beyond the file")
+        raise ModelError(f"{path} is truncated: {name} ends beyond the file")
     if (end - begin) * 8 != math.prod(shape) * _BITS[kind]:
         raise ModelError(f"{path} has a damaged header: {name} is not as long as its shape")
     return TensorEntry(name, kind, shape, file, start + begin, end - begin)
 
 
 def _numbers(values: Any) -> list[int]:
-    """Raise ValueError for what is no short list of numbers that a file can be about."""
+    """Return a list of non-negative numbers; raises ValueError if it is invalid or too long."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
-        raise ValueError("no list, or too long")
-    if not all(type(each) is int and 0 <= each < _MAX_NUMBER for each in values):
-        raise ValueError("no numbers")
+        raise ValueError("not a list, or too long")
+    if not all(type(value) is int and 0 <= value < _MAX_NUMBER for value in values):
+        raise ValueError("not numbers")
     return values

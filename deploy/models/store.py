@@ -1,7 +1,7 @@
-"""Finds the prepared folder of a source, or has it made.
+"""Finds the prepared folder of a model, or creates it. Start reading at `prepared_model`.
 
-A folder counts when its manifest is there; it is moved into place complete, so
-a start that finds it takes no lock and reads one small file.
+A folder is complete if it has a manifest: it is moved into place as a whole. So a start that finds
+one takes no lock and reads one small file.
 """
 
 import contextlib
@@ -16,32 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.environment import HostEnvironment
-from deploy.models import catalogue, fetch, job
+from deploy.models import catalogue, fetch
 from deploy.models.fetch import exclusive
+from deploy.models.prepare import QUIET_LIBRARIES, PrepareJob, PrepareMessage
 from proto.codec import from_json
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, PreparedModel
 
-# Finds what MODEL on the command line means: a file, a folder or a packaged name.
-#
-# Owns the key of a prepared folder, which changes whenever the source does. Looks
-# at names, sizes and times only; reads no content.
-
-
 PREPARE_VERSION: Final = 2
-"""Raised whenever preparing the same source would write something else."""
+"""Raise it whenever preparing the same source writes something else than before."""
 
 _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model that exists on this machine.
+class ModelSource:
+    """A model file or folder on this machine.
 
-    name: as the user wrote it, or the last part of the path. path: absolute, links
-    resolved. stamp: path, bytes and modification time (ns) of every file that counts.
+    name: name of a packaged model, or the last component of the path. path: absolute, links
+    resolved. stamp: path, bytes and modification time (ns) of every file of the model.
     """
 
     name: str
@@ -51,26 +46,30 @@ class Source:
 
     @property
     def key(self) -> str:
-        """Name of the prepared folder: readable, and different for different content."""
+        """Name of the prepared folder: readable, and another one whenever a file has changed.
+
+        Depends on names, sizes and times of the files, not on their contents.
+        """
         identity = repr((self.path, self.stamp, MANIFEST_VERSION, PREPARE_VERSION))
         digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in self.name)
         return f"{readable.lstrip('.')[:80]}-{digest[:16]}"
 
 
-def locate(model: str, around: HostEnvironment, reporter: Reporter) -> Source:
-    """The source of `model`, fetched first when it is a packaged name.
+def locate(model: str, environment: HostEnvironment, display: Display) -> ModelSource:
+    """Return the source that MODEL on the command line means, downloaded if necessary.
 
-    A path that exists goes before a name. Raises ModelError when there is neither.
+    An existing path takes precedence over the name of a packaged model. Raises ModelError if
+    `model` is neither.
     """
     packaged = catalogue.find(model)
     path = os.path.realpath(os.path.expanduser(model))
     if os.path.isdir(path):
-        return Source(os.path.basename(path), path, "folder", _stamp(path, _model_files(path)))
+        return ModelSource(os.path.basename(path), path, "folder", _stamp(path, _model_files(path)))
     if os.path.isfile(path):
-        return Source(_file_name(path), path, "gguf", _stamp(path, [path]))
+        return ModelSource(_file_name(path), path, "gguf", _stamp(path, [path]))
     if packaged is not None:
-        return packaged_source(packaged, around, reporter)
+        return packaged_source(packaged, environment, display)
     raise ModelError(
         f"no model {model!r}: there is no such file or folder, "
         f"and the packaged models are {catalogue.names()}"
@@ -78,11 +77,11 @@ def locate(model: str, around: HostEnvironment, reporter: Reporter) -> Source:
 
 
 def packaged_source(
-    model: catalogue.PackagedModel, around: HostEnvironment, reporter: Reporter
-) -> Source:
-    """The source of a packaged model, downloaded if need be."""
-    path = os.path.realpath(fetch.fetch(model, around, reporter))
-    return Source(model.name, path, "gguf", _stamp(path, [path]))
+    model: catalogue.PackagedModel, environment: HostEnvironment, display: Display
+) -> ModelSource:
+    """Return the source of a packaged model, downloaded if necessary."""
+    path = os.path.realpath(fetch.fetch(model, environment, display))
+    return ModelSource(model.name, path, "gguf", _stamp(path, [path]))
 
 
 def _file_name(path: str) -> str:
@@ -106,51 +105,54 @@ def _stamp(root: str, paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
 
 
 def prepared_model(
-    model: str, around: HostEnvironment, reporter: Reporter, *, packaged: bool = False
+    model: str, environment: HostEnvironment, display: Display, *, packaged: bool = False
 ) -> PreparedModel:
-    """The manifest of `model`, fetched and prepared now if it was not before.
+    """Return the manifest of a model, downloaded and prepared now if it was not before.
 
-    packaged: `model` is a packaged name, even where a path of that name exists.
-    Raises ModelError when there is no such model or it cannot be used.
+    packaged: `model` is the name of a packaged model, even if a path of that name exists.
+    Raises ModelError if there is no such model or it cannot be used.
     """
     try:
         source = (
-            packaged_source(catalogue.get(model), around, reporter)
+            packaged_source(catalogue.get(model), environment, display)
             if packaged
-            else locate(model, around, reporter)
+            else locate(model, environment, display)
         )
-        root = catalogue.prepared_root(around.cache)
+        root = catalogue.prepared_root(environment.cache)
         folder = os.path.join(root, source.key)
         found = _read(folder)
         if found is None:
             with exclusive(folder + ".lock"):
-                found = _read(folder) or _prepare(source, folder, around, reporter)
+                found = _read(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
-        place = f" ({error.filename})" if error.filename else ""
-        raise ModelError(f"cannot set up {model}: {error.strerror}{place}") from None
+        path = f" ({error.filename})" if error.filename else ""
+        raise ModelError(f"cannot set up {model}: {error.strerror}{path}") from None
     return found
 
 
 def _read(folder: str) -> PreparedModel | None:
-    """The manifest in `folder`, None when there is none that this tokend can use."""
+    """Return the manifest in `folder`; None if there is none, or of another version."""
     try:
         manifest = from_json(Path(folder, "manifest.json").read_bytes(), PreparedModel)
     except (FileNotFoundError, ProtocolError):
         return None
-    # the cache may have been moved as a whole since
+    # a user may have moved the whole cache
     return manifest if (manifest.version, manifest.folder) == (MANIFEST_VERSION, folder) else None
 
 
 def _prepare(
-    source: Source, folder: str, around: HostEnvironment, reporter: Reporter
+    source: ModelSource, folder: str, environment: HostEnvironment, display: Display
 ) -> PreparedModel:
-    """Make the folder, in a process that may import what it likes, and move it into place."""
+    """Create the folder in a process of its own, which imports large libraries."""
     root, key = os.path.split(folder)
-    for left_over in Path(root).glob(f".{key}.*"):  # of a start that was killed; we hold the lock
+    for left_over in Path(root).glob(
+        f".{key}.*"
+    ):  # left by a start that was killed; this process holds the lock
         shutil.rmtree(left_over)
     workspace = tempfile.mkdtemp(prefix=f".{key}.", dir=root)
     try:
-        _run(job.Job(source.name, source.path, source.kind, workspace, folder), around, reporter)
+        job = PrepareJob(source.name, source.path, source.kind, workspace, folder)
+        _run_job(job, environment, display)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
         os.rename(workspace, folder)
@@ -158,28 +160,28 @@ def _prepare(
         shutil.rmtree(workspace, ignore_errors=True)
     manifest = _read(folder)
     if manifest is None:
-        raise ModelError(f"preparing {source.path} left no manifest in {folder}")
+        raise ModelError(f"preparing {source.path} wrote no manifest to {folder}")
     return manifest
 
 
-def _run(work: job.Job, around: HostEnvironment, reporter: Reporter) -> None:
+def _run_job(job: PrepareJob, environment: HostEnvironment, display: Display) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "deploy.models.prepare", *work.to_arguments()],
+        [sys.executable, "-P", "-m", "deploy.models.prepare", *job.to_arguments()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        env={**around.variables, **job.QUIET},
-        process_group=0,  # Ctrl-C is for the parent, which ends this one
+        env={**environment.variables, **QUIET_LIBRARIES},
+        process_group=0,  # Ctrl-C goes to the parent, which ends this process
         text=True,
     )
-    assert process.stdout is not None, "the pipe was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     failure = ""
     try:
         for line in process.stdout:
-            event = job.parse(line)
-            if event.kind == "error":
-                failure = event.text
-            elif event.kind == "progress":
-                reporter.progress(f"preparing {work.name}: {event.text}", event.fraction)
+            message = PrepareMessage.from_line(line)
+            if message.kind == "error":
+                failure = message.text
+            elif message.kind == "progress":
+                display.progress(f"preparing {job.name}: {message.text}", message.fraction)
         status = process.wait()
     finally:
         if process.poll() is None:
@@ -189,4 +191,4 @@ def _run(work: job.Job, around: HostEnvironment, reporter: Reporter) -> None:
     if failure:
         raise ModelError(failure)
     if status != 0:
-        raise ModelError(f"preparing {work.source} failed with exit status {status}")
+        raise ModelError(f"preparing {job.source} failed with exit status {status}")

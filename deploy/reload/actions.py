@@ -1,16 +1,15 @@
-"""Operations on the daemon's processes that a reload needs."""
+"""Preparing the model for a reload, and the memory that a second generation needs."""
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.supervisor.processes import Child
-from proto.codec import Message, from_json
-from proto.config import ServeConfig
+from deploy.supervisor.launch import Launch, Readiness
+from deploy.supervisor.processes import ChildProcesses
+from proto.codec import from_json
 from proto.errors import ModelError, ProtocolError
 from proto.host_resources import available_memory, resident_memory
-from proto.lifecycle import EngineReady, ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Poller
 
@@ -34,7 +33,7 @@ class PreparationProcess:
                 process_group=0,
             )
         except OSError:
-            self._forget()
+            self._close_output()
             raise
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
@@ -48,10 +47,10 @@ class PreparationProcess:
     def result(self) -> PreparedModel:
         """Return the manifest once the process has ended; raises ModelError with its message."""
         if self._process.returncode != 0:
-            lines = _content(self._errors).decode(errors="replace").strip().splitlines()
-            raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._manner())
+            lines = _read_all(self._errors).decode(errors="replace").strip().splitlines()
+            raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._describe_exit())
         try:
-            return from_json(_content(self._output), PreparedModel)
+            return from_json(_read_all(self._output), PreparedModel)
         except ProtocolError as error:
             raise ModelError(f"preparing the model printed no manifest: {error}") from None
 
@@ -61,87 +60,68 @@ class PreparationProcess:
             self._process.kill()
             self._process.wait()
         os.close(self._pidfd)
-        self._forget()
+        self._close_output()
 
-    def _manner(self) -> str:
+    def _describe_exit(self) -> str:
         return f"preparing the model ended with exit status {self._process.returncode}"
 
-    def _forget(self) -> None:
+    def _close_output(self) -> None:
         for descriptor in (self._output, self._errors):
             os.close(descriptor)
 
 
-def _content(descriptor: int) -> bytes:
+def _read_all(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-class ProcessActions:
-    """What a reload does with processes.
+class ReloadActions:
+    """Prepares the model for a reload, and decides whether two generations fit the memory.
 
-    running: the supervisor's list of children. start: starts a child.
-    command: prepares the model and prints the manifest. variables: its environment.
-    engine: returns the EngineReady of the current engine. preparing: ids of the processes that
-    prepare the model, filled here.
+    root: holds the `proc` and `sys` trees that describe the machine.
     """
 
     def __init__(
         self,
-        running: Sequence[Child],
-        start: Callable[[ProcessBoot], None],
+        launch: Launch,
+        children: ChildProcesses,
         poller: Poller,
-        config: ServeConfig,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        engine: Callable[[], EngineReady],
-        preparing: set[int],
+        readiness: Readiness,
         root: Path = Path("/"),
     ) -> None:
-        self._running = running
-        self.start = start
+        self._launch = launch
+        self._children = children
         self._poller = poller
-        self._config = config
-        self._command = command
-        self._variables = variables
-        self._engine = engine
+        self._readiness = readiness
         self._root = root
-        self._preparing = preparing
 
-    def prepare(self) -> PreparationProcess:
-        preparation = PreparationProcess(self._command, self._variables)
+    def start_preparation(self) -> PreparationProcess:
+        """Start a process that prepares the model; the main loop waits for its end."""
+        launch = self._launch
+        preparation = PreparationProcess(launch.prepare_command, launch.variables)
         self._poller.add(preparation.fileno())
-        self._preparing.add(preparation.pid)
+        self._children.preparing_pids.add(preparation.pid)
         return preparation
 
-    def let_go(self, preparation: PreparationProcess) -> None:
+    def end_preparation(self, preparation: PreparationProcess) -> None:
+        """Kill the process if it still runs."""
         self._poller.remove(preparation.fileno())
-        self._preparing.discard(preparation.pid)
+        self._children.preparing_pids.discard(preparation.pid)
         preparation.close()
 
-    def members(self, generation: int) -> list[Child]:
-        return [
-            child
-            for child in self._running
-            if child.role != "api_server" and child.generation == generation
-        ]
-
-    def tell_front_ends(self, message: Message) -> None:
-        for child in self._running:
-            if child.role == "api_server":
-                child.tell(message)
-
-    def fits(self) -> bool:
-        """Whether a second generation fits beside the current one.
+    def two_generations_fit(self) -> bool:
+        """Whether a second generation can run beside the current one.
 
         On a CPU, free memory must be at least what workers and KV pool use now, and twice the
         pool if its size is not set, because it then takes half of the free memory and should not
         become smaller. Always False on a GPU, whose free memory is unknown here, and with a fixed
         endpoint for KV events.
         """
-        cache = self._config.cache
-        if self._config.device.device == "cuda" or cache.has_fixed_kv_events_endpoint:
+        config = self._launch.config
+        cache = config.cache
+        if config.device.device == "cuda" or cache.has_fixed_kv_events_endpoint:
             return False
         is_set = cache.kv_cache_memory is not None or cache.num_gpu_blocks_override is not None
-        workers = [child.pid for child in self._running if child.role == "worker"]
-        pools = self._engine().kv_cache_bytes * (1 if is_set else 2)
+        pools = self._readiness.engine.kv_cache_bytes * (1 if is_set else 2)
+        workers = [child.pid for child in self._children.running if child.role == "worker"]
         needed = pools + sum(resident_memory(pid, self._root) for pid in workers)
         return available_memory(self._root) >= needed

@@ -1,173 +1,169 @@
-"""Reloads, one after the other: another generation of engine and workers, no request lost.
+"""Reloads: replace engine and workers of a running daemon without losing a request.
 
-Owns whether one is wanted, and which phase (reload_phases.py) the present one is in.
+`Reload` begins a reload and passes events to its present phase (phases.py). `ReloadReporter` tells
+the operator, the service manager and `tokend reload` how it proceeds.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Final
 
-from deploy.reload.actions import ProcessActions
-from deploy.reload.phases import Idle, Phase, Preparing, ReloadContext
+from deploy.display import Display
+from deploy.reload.actions import ReloadActions
+from deploy.reload.phases import IdlePhase, PreparingModel, ReloadContext, ReloadPhase
 from deploy.supervisor.epochs import EpochCounter
-from deploy.supervisor.processes import Child
+from deploy.supervisor.notify import SystemdNotifier
+from deploy.supervisor.processes import Child, ChildProcesses
 from deploy.supervisor.recovery import Recovery
-from proto.codec import Message
+from proto.codec import Message, from_json, to_json
+from proto.lifecycle import ReloadState
+
+_STATE_FILE: Final = "reload"
 
 
-class News(Protocol):
-    """Who hears how a reload goes."""
+def read_state(run_dir: str) -> ReloadState:
+    """Return the state that a supervisor has written; raises OSError or ProtocolError."""
+    return from_json(Path(run_dir, _STATE_FILE).read_bytes(), ReloadState)
 
-    def reload_begins(self) -> None: ...
 
-    def reload_waits(self, reason: str) -> None:
-        """It was asked for, and cannot begin yet."""
-        ...
+class ReloadReporter:
+    """Reports reloads to the operator, the service manager and `tokend reload`.
 
-    def reload_ends(self, problem: str, seconds: float, *, another: bool) -> None:
-        """problem: why the old generation goes on, or "". another: one more follows."""
-        ...
+    The last reads a file in the run directory: the number of reloads and the error of the last.
+    """
+
+    def __init__(self, run_dir: str, display: Display, notifier: SystemdNotifier) -> None:
+        self._path = os.path.join(run_dir, _STATE_FILE)
+        self._display = display
+        self._notifier = notifier
+        self._count = 0
+        self._write_state()
+
+    def report_begin(self) -> None:
+        self._write_state(under_way=True)
+        self._notifier.report_reloading()
+        self._display.notice("reloading: requests continue meanwhile")
+
+    def report_delay(self, reason: str) -> None:
+        """Report why a requested reload does not begin yet, or never."""
+        self._display.notice(reason)
+
+    def report_end(self, error: str, seconds: float, *, another: bool) -> None:
+        """Report the end of a reload. error: "" for success. another: whether one more follows."""
+        self._count += 1
+        self._write_state(another, error)
+        follows = "; another one follows" if another else ""
+        if error:
+            self._display.notice(f"the reload failed, nothing has changed: {error}{follows}")
+        else:
+            self._display.notice(f"reloaded after {seconds:.1f} s{follows}")
+        self._notifier.report_reloaded()
+
+    def _write_state(self, under_way: bool = False, error: str = "") -> None:
+        """Replace the file as a whole, because `tokend reload` may read it at this moment."""
+        state = ReloadState(os.getpid(), self._count, under_way, error)
+        with contextlib.suppress(OSError):  # a full disk must not end the daemon
+            Path(self._path + ".new").write_bytes(to_json(state))
+            os.replace(self._path + ".new", self._path)
 
 
 class Reload:
-    """At most one is under way, and at most one more is wanted."""
+    """At most one reload in progress, and at most one more that is requested."""
 
     def __init__(
         self,
         epochs: EpochCounter,
         recovery: Recovery,
-        actions: ProcessActions,
-        news: News,
+        children: ChildProcesses,
+        actions: ReloadActions,
+        reporter: ReloadReporter,
         strategy: str,
         num_front_ends: int,
         num_workers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._epochs = epochs
         self._recovery = recovery
-        self._news = news
+        self._reporter = reporter
         self._clock = clock
-        self._wanted = False
+        self._requested = False
         self._allowed = True
         self._begun_at = 0.0
-        surface = ReloadContext(
-            epochs,
-            recovery,
-            actions,
-            strategy,
-            num_front_ends,
-            num_workers,
-            clock,
-            self._conclude,
+        self._context = ReloadContext(
+            epochs, recovery, children, actions, strategy, num_front_ends, num_workers, clock
         )
-        self._surface = surface
-        self._phase: Phase = Idle(surface)
+        self._phase: ReloadPhase = IdlePhase(self._context)
 
-    def ask(self) -> None:
-        """Somebody wants one; it begins as soon as it can."""
+    def request(self) -> None:
+        """Request a reload; it begins as soon as it can."""
         if not self._allowed:
-            self._news.reload_waits("the daemon is about to end: there is no reload")
-        elif self._wanted:
-            self._news.reload_waits("a reload is under way and another one follows it already")
+            self._reporter.report_delay("the daemon is about to end: there is no reload")
+        elif self._requested:
+            self._reporter.report_delay(
+                "a reload is in progress and another one follows it already"
+            )
         elif not self._phase.idle:
-            self._news.reload_waits("a reload is under way: another one follows it")
-        elif self._recovery.has_gaps:
-            self._news.reload_waits("a reload follows when all processes are back")
-        self._wanted = self._allowed
+            self._reporter.report_delay("a reload is in progress: another one follows it")
+        elif self._recovery.has_outages:
+            self._reporter.report_delay("a reload follows when all processes are back")
+        self._requested = self._allowed
 
-    def press(self) -> None:
-        """Do what has become due."""
-        self._phase = self._phase.press()
-        if self._wanted and self._phase.idle and not self._recovery.has_gaps:
-            self._wanted = False
+    def advance(self) -> None:
+        """Do what is due; called in every turn of the main loop."""
+        self._enter(self._phase.advance())
+        if self._requested and self._phase.idle and not self._recovery.has_outages:
+            self._requested = False
             self._begun_at = self._clock()
-            self._news.reload_begins()
+            self._reporter.report_begin()
             self._begin()
 
-    def seconds_left(self) -> float | None:
-        """How long nothing is to do though nothing happens; None for ever."""
-        return self._phase.seconds_left()
+    def seconds_to_next_step(self) -> float | None:
+        """Return the seconds until something is due without an event; None for never."""
+        return self._phase.seconds_to_next_step()
 
-    def is_of_now(self, process: Child) -> bool:
-        """Neither of a generation that comes nor of one that goes."""
-        return self._epochs.is_of_now(process)
+    def is_stopping(self, process: Child) -> bool:
+        """Whether the reload has asked this process to exit."""
+        return self._phase.is_stopping(process)
 
-    def is_ending(self, process: Child) -> bool:
-        """It was asked to end, and will be made to."""
-        return self._phase.is_ending(process)
+    def note_message(self, message: Message) -> None:
+        """Handle a message of any process."""
+        self._enter(self._phase.note_message(message))
 
-    def note(self, message: Message) -> None:
-        """What a process says of itself."""
-        self._phase = self._phase.note(message)
+    def handles_death_of(self, process: Child) -> bool:
+        """Whether the reload, and not `Recovery`, handles the death of this process."""
+        return self._phase.handles_death_of(process)
 
-    def owns(self, process: Child) -> bool:
-        """Whether its death would be our affair, and nobody else's."""
-        return self._phase.owns(process)
-
-    def cut_off(self, hung: Child) -> bool:
-        """It hangs and will be killed; True when nobody else needs to do anything about it."""
-        owned = self.owns(hung)
-        self._phase = self._phase.cut_off(hung)
-        return owned
+    def disconnect(self, hung: Child) -> bool:
+        """Disconnect the others from a process that will be killed; return whether that is done."""
+        handled = self.handles_death_of(hung)
+        self._enter(self._phase.disconnect(hung))
+        return handled
 
     def note_death(self, dead: Child) -> bool:
-        """Of any process; True when nobody else needs to do anything about it."""
-        owned = self.owns(dead)
-        self._phase = self._phase.note_death(dead)
-        return owned
+        """Handle the death of any process; return whether `Recovery` must not restart it."""
+        handled = self.handles_death_of(dead)
+        self._enter(self._phase.note_death(dead))
+        return handled
 
-    def give_up(self, why: str) -> None:
-        """The daemon is about to end: nothing more is begun."""
-        self._allowed = self._wanted = False
-        self._phase = self._phase.give_up(why)
+    def cancel(self, reason: str) -> None:
+        """Cancel the reload and refuse further ones, because the daemon shuts down."""
+        self._allowed = self._requested = False
+        self._enter(self._phase.cancel(reason))
 
     def _begin(self) -> None:
         try:
-            self._phase = Preparing(self._surface)
+            self._phase = PreparingModel(self._context)
         except OSError as error:
-            self._conclude(f"no process could be started: {error.strerror}", False)
+            self._context.conclude(f"no process could be started: {error.strerror}")
+            self._enter(self._phase)
 
-    def _conclude(self, problem: str, again: bool) -> None:
-        self._wanted = self._wanted or (again and self._allowed)
-        seconds = self._clock() - self._begun_at
-        self._news.reload_ends(problem, seconds, another=self._wanted)
-
-
-class NoReload:
-    """Before there is anything to load again."""
-
-    def ask(self) -> None:
-        """Nothing."""
-
-    def press(self) -> None:
-        """Nothing."""
-
-    def seconds_left(self) -> float | None:
-        """For ever."""
-        return None
-
-    def is_of_now(self, process: Child) -> bool:
-        """There is one generation."""
-        return True
-
-    def is_ending(self, process: Child) -> bool:
-        """Nobody is replaced."""
-        return False
-
-    def note(self, message: Message) -> None:
-        """Nothing."""
-
-    def owns(self, process: Child) -> bool:
-        """Nobody's."""
-        return False
-
-    def cut_off(self, hung: Child) -> bool:
-        """Not our affair."""
-        return False
-
-    def note_death(self, dead: Child) -> bool:
-        """Not our affair."""
-        return False
-
-    def give_up(self, why: str) -> None:
-        """Nothing."""
+    def _enter(self, phase: ReloadPhase) -> None:
+        """Enter a phase, and report the end of the reload if the last one has concluded it."""
+        self._phase = phase
+        while self._context.outcomes:
+            outcome = self._context.outcomes.pop(0)
+            self._requested = self._requested or (outcome.retry and self._allowed)
+            seconds = self._clock() - self._begun_at
+            self._reporter.report_end(outcome.error, seconds, another=self._requested)

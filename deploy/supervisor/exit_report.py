@@ -1,7 +1,7 @@
 """Reports which process caused the daemon to end, and how.
 
-Processes fail in chains: the engine exits because a worker is gone. The culprit is the first cause,
-not the failure that was noticed first.
+Processes fail in chains: an engine exits because a worker has died. The report is about the first
+cause, which is not always the failure that the supervisor notices first.
 """
 
 import signal
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.supervisor.processes import Child
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.lifecycle import Role
@@ -20,19 +20,19 @@ _INNERMOST_FIRST: Final[tuple[Role, ...]] = ("worker", "engine_core", "api_serve
 _USER_ERRORS: Final = (ConfigError.__name__ + ": ", ModelError.__name__ + ": ")
 
 
-def culprit_of(failed: Sequence[Child]) -> Child:
+def first_cause(failed: Sequence[Child]) -> Child:
     """Return the first cause among processes that failed at nearly the same time.
 
     Death by a signal ranks before a reported error, and that before an exit without a report;
-    among equals, the process closest to the device is the culprit.
+    among equals, the process closest to the device is the cause.
     """
 
-    def rank(each: Child) -> tuple[int, int]:
-        if each.exit_status is not None and each.exit_status < 0:
-            manner = 0
+    def rank(process: Child) -> tuple[int, int]:
+        if process.exit_status is not None and process.exit_status < 0:
+            kind = 0
         else:
-            manner = 1 if each.last_words is not None else 2
-        return manner, _INNERMOST_FIRST.index(each.role)
+            kind = 1 if process.fatal_error is not None else 2
+        return kind, _INNERMOST_FIRST.index(process.role)
 
     return min(failed, key=rank)
 
@@ -47,23 +47,23 @@ def user_error(error: ErrorInfo | None) -> str | None:
     return None
 
 
-def render(culprit: Child, moment: str) -> str:
-    """Return the report about the culprit. moment: what the daemon was doing, for the message."""
-    lines = [f"tokend: {culprit.name} (pid {culprit.pid}) {manner(culprit)} {moment}"]
-    error = culprit.last_words
+def exit_report(cause: Child, moment: str) -> str:
+    """Return the report about the process that failed first. moment: "while serving"."""
+    lines = [f"tokend: {cause.name} (pid {cause.pid}) {describe_exit(cause)} {moment}"]
+    error = cause.fatal_error
     if error is not None:
         lines.append(textwrap.indent(error.traceback.rstrip() or error.message, "  "))
     lines.append("tokend: the other processes were ended")
     return "\n".join(lines)
 
 
-def manner(deceased: Child) -> str:
+def describe_exit(dead: Child) -> str:
     """Describe how a process ended: "was killed by SIGKILL", "ended with exit status 3"."""
-    status = deceased.exit_status
+    status = dead.exit_status
     if status is not None and status < 0:
         return f"was killed by {_signal_name(-status)}"
-    if deceased.last_words is not None:
-        return f"failed with {deceased.last_words.message}"
+    if dead.fatal_error is not None:
+        return f"failed with {dead.fatal_error.message}"
     return f"ended by itself with exit status {status}"
 
 
@@ -75,44 +75,44 @@ def _signal_name(number: int) -> str:
 
 
 CHAIN_SECONDS: Final = 0.1
-"""Failures within this time of the first belong to one chain with one culprit."""
+"""Failures within this time of the first one have the same cause."""
 
 
-class Failures:
+class FailureLog:
     """The failures that end the daemon, if any."""
 
-    def __init__(self, reporter: Reporter, clock: Callable[[], float] = time.monotonic) -> None:
-        self._reporter = reporter
+    def __init__(self, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
+        self._display = display
         self._clock = clock
         self._failed: list[Child] = []
-        self._begun_at = 0.0
+        self._first_at = 0.0
 
-    def begin(self, process: Child) -> None:
+    def record_first(self, process: Child) -> None:
         """Record the failure that ends the daemon."""
-        self._begun_at = self._clock()
+        self._first_at = self._clock()
         self._failed.append(process)
 
-    def add(self, process: Child, *, expected: bool) -> None:
+    def record_later(self, process: Child, *, expected: bool) -> None:
         """Record a failure during shutdown. expected: the supervisor caused this exit status."""
         if process in self._failed:
             return
-        if self._failed and self._clock() - self._begun_at < CHAIN_SECONDS:
+        if self._failed and self._clock() - self._first_at < CHAIN_SECONDS:
             self._failed.append(process)
         elif not self._failed and not expected:
-            self._reporter.notice(f"{manner(process)} while it was ending", process.name)
+            self._display.notice(f"{describe_exit(process)} during the shutdown", process.name)
 
-    def conclude(self, status: int, *, serving: bool) -> int:
-        """Print the report about the culprit, if any, and return the exit status of the command.
+    def report(self, status: int, *, serving: bool) -> int:
+        """Print the report about the first cause, if any; return the exit status of the command.
 
-        status: without a culprit. serving: whether the daemon had been ready.
+        status: the exit status without a failure. serving: whether the daemon had been ready.
         """
         if not self._failed:
             return status
-        culprit = culprit_of(self._failed)
-        message = user_error(culprit.last_words)
+        cause = first_cause(self._failed)
+        message = user_error(cause.fatal_error)
         if message is not None:
             print(f"tokend: {message}", file=sys.stderr, flush=True)
             return 2
         moment = "while serving" if serving else "while starting"
-        print(render(culprit, moment), file=sys.stderr, flush=True)
+        print(exit_report(cause, moment), file=sys.stderr, flush=True)
         return 1

@@ -1,6 +1,6 @@
 """Hang detection: decides from answers and a clock which processes hang.
 
-Holds since when each process owes an answer. Sends no messages and kills no processes itself.
+Records since when each process owes an answer. The watchdog sends the pings and kills processes.
 
     engine, API server   are pinged at intervals, and answer from their main loops
     worker               answers the engine; the engine reports which workers owe an answer
@@ -24,62 +24,65 @@ FIRST_STEPS: Final = 8
 FIRST_STEPS_FACTOR: Final = 3.0
 """How much longer: kernels are compiled and memory is touched for the first time. The limit is
 finite, so that a request that hangs every engine is still detected."""
-_ASKED_PER_LIMIT: Final = 8.0
-_LONGEST_INTERVAL: Final = 5.0
-_SHORTEST_INTERVAL: Final = 0.05
-_STRIDE: Final = 2.0
-"""Intervals. A longer time between two checks is not counted: the machine was suspended, or all
-processes were stopped."""
+_PINGS_PER_LIMIT: Final = 8.0
+_MAX_INTERVAL: Final = 5.0
+_MIN_INTERVAL: Final = 0.05
+_MAX_COUNTED_INTERVALS: Final = 2.0
+"""Of a time between two checks, only this many intervals count. A longer time means that the
+machine was suspended, or that all processes were stopped."""
 
 Process = tuple[Role, int]
 """Role and index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits in seconds without progress: during the start, in the first steps, and later."""
+class HangLimits:
+    """HangLimits in seconds without progress: during the start, in the first steps, and later."""
 
     start: float
     first_steps: float
     step: float
 
     @classmethod
-    def of(cls, config: ReliabilityConfig) -> "Limits":
+    def of(cls, config: ReliabilityConfig) -> "HangLimits":
         step = config.step_timeout or math.inf
         return cls(config.start_timeout or math.inf, step * FIRST_STEPS_FACTOR, step)
 
     @property
     def interval(self) -> float:
         """Seconds between an answer and the next ping."""
-        aimed_at = min(self.start, self.step) / _ASKED_PER_LIMIT
-        return max(_SHORTEST_INTERVAL, min(_LONGEST_INTERVAL, aimed_at))
+        interval = min(self.start, self.step) / _PINGS_PER_LIMIT
+        return max(_MIN_INTERVAL, min(_MAX_INTERVAL, interval))
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A process that hangs. what: the missing sign of life. since: on the clock, `seconds` ago."""
+    """A process that hangs.
+
+    missing: the missing sign of life, in words. seconds: without it. since: monotonic seconds.
+    """
 
     process: Process
-    what: str
+    missing: str
     seconds: float
     since: float
 
 
 @dataclass(slots=True)
-class _Life:
-    """State of one process. Times are those of the detector; infinite means never.
+class _ProcessState:
+    """State of one process. Times are those of the detector's clock; infinite means never.
 
-    next_question: time of the next ping; infinite while an answer is due, and for workers.
+    next_ping: time of the next ping; infinite while an answer is due, and for workers.
     owes_since: time since which it owes an answer, to a ping or, for a worker, to the engine.
     started: whether it has answered, reported readiness, or completed steps.
-    condemned: whether it is about to be killed.
+    ignored: whether it is about to be killed.
     awaits_ranks: whether it has reported to wait for other ranks since the last complete step.
     """
 
-    next_question: float
+    next_ping: float
     owes_since: float = math.inf
     started: bool = False
-    condemned: bool = False
+    ignored: bool = False
     awaits_ranks: bool = False
 
 
@@ -89,14 +92,14 @@ class HangDetector:
     Its clock advances only while it is called, which must happen at least once per interval.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: HangLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._looked = clock()
+        self._last_reading = clock()
         self._now = 0.0
-        self._lives: dict[Process, _Life] = {}
+        self._states: dict[Process, _ProcessState] = {}
         self._report = EngineAlive(worker_epoch=0)
-        self._reported = 0.0
+        self._reported_at = 0.0
         self._engine_owes_since = math.inf
 
     @property
@@ -104,113 +107,118 @@ class HangDetector:
         """Maximum seconds until the next call."""
         return self._limits.interval
 
-    def begin(self, process: Process) -> None:
+    def watch(self, process: Process) -> None:
         """Watch a new process."""
         role, _ = process
-        self._lives[process] = _Life(math.inf if role == "worker" else self._look())
+        self._states[process] = _ProcessState(math.inf if role == "worker" else self._read_clock())
 
-    def end(self, process: Process) -> None:
+    def unwatch(self, process: Process) -> None:
         """Stop watching a process that has ended."""
         role, _ = process
-        del self._lives[process]
+        del self._states[process]
         if role == "engine_core":
             self._engine_owes_since = math.inf
 
-    def condemn(self, process: Process) -> None:
-        """Expect nothing more of a process that is about to be killed."""
-        self._lives[process].condemned = True
+    def ignore(self, process: Process) -> None:
+        """Stop judging a process that is about to be killed."""
+        self._states[process].ignored = True
 
-    def note_sign(self, process: Process) -> None:
-        """Take any message of a process as a sign of life."""
-        life = self._lives[process]
-        if life.owes_since != math.inf:
-            life.owes_since = self._look()
+    def note_message(self, process: Process) -> None:
+        """Note any message of a process as a sign of life."""
+        state = self._states[process]
+        if state.owes_since != math.inf:
+            state.owes_since = self._read_clock()
 
     def note_ready(self, process: Process) -> None:
         """Note that a process has reported readiness."""
-        self._lives[process].started = True
-        self.note_sign(process)
+        self._states[process].started = True
+        self.note_message(process)
 
     def note_answer(self, process: Process) -> None:
         """Note the answer to a ping."""
-        life = self._lives[process]
-        life.started = True
-        life.owes_since = math.inf
-        life.next_question = self._look() + self._limits.interval
+        state = self._states[process]
+        state.started = True
+        state.owes_since = math.inf
+        state.next_ping = self._read_clock() + self._limits.interval
 
     def note_awaits_ranks(self, process: Process) -> None:
         """Note that a worker waits for other ranks in the middle of a step."""
-        self._lives[process].awaits_ranks = True
+        self._states[process].awaits_ranks = True
 
-    def note_engine(self, report: EngineAlive, worker_epoch: int) -> None:
-        """Note the answer of the engine to a ping. worker_epoch: of the present workers."""
+    def note_engine_report(self, report: EngineAlive, worker_epoch: int) -> None:
+        """Note what the engine reports about itself and its workers in its answer to a ping.
+
+        worker_epoch: that of the current workers.
+        """
         if report.worker_epoch != worker_epoch:
-            report = EngineAlive(
-                worker_epoch
-            )  # the engine does not know the new workers yet: they owe nothing
-        now, moved = self._look(), _progress(report) != _progress(self._report)
-        self._report, self._reported = report, now
-        for (role, index), life in self._lives.items():
+            # the engine does not know the new workers yet: they owe nothing
+            report = EngineAlive(worker_epoch)
+        now, progressed = self._read_clock(), _progress(report) != _progress(self._report)
+        self._report, self._reported_at = report, now
+        for (role, index), state in self._states.items():
             if role == "worker":
-                life.started |= report.ready
-                life.awaits_ranks &= not moved
+                state.started |= report.ready
+                state.awaits_ranks &= not progressed
                 owes = index in report.awaits
-                life.owes_since = _since(life.owes_since, owes, moved, now)
+                state.owes_since = _owes_since(state.owes_since, owes, progressed, now)
         owes = report.has_work and not report.awaits
-        self._engine_owes_since = _since(self._engine_owes_since, owes, moved, now)
+        self._engine_owes_since = _owes_since(self._engine_owes_since, owes, progressed, now)
 
-    def take_questions(self) -> list[Process]:
+    def pop_due_pings(self) -> list[Process]:
         """Return the processes to ping now; from now on they owe an answer."""
-        now = self._look()
-        due = [process for process, life in self._lives.items() if life.next_question <= now]
+        now = self._read_clock()
+        due = [process for process, state in self._states.items() if state.next_ping <= now]
         for process in due:
-            self._lives[process].next_question = math.inf
-            self._lives[process].owes_since = now
+            self._states[process].next_ping = math.inf
+            self._states[process].owes_since = now
         return due
 
-    def hangs(self) -> list[Hang]:
+    def find_hangs(self) -> list[Hang]:
         """Return the processes without progress for longer than their limit."""
-        return list(self._standing(1.0))
+        return list(self._without_progress(1.0))
 
     def not_ready(self) -> list[NotReady]:
         """Return the processes without progress for half of their limit, except API servers."""
         return [
-            NotReady(f"{process_name(*hang.process)}: {hang.what}", hang.since)
-            for hang in self._standing(0.5)
+            NotReady(f"{process_name(*hang.process)}: {hang.missing}", hang.since)
+            for hang in self._without_progress(0.5)
             if hang.process[0] != "api_server"
         ]
 
-    def _standing(self, part: float) -> Iterator[Hang]:
-        """Processes without progress for this part of their limit."""
-        now = self._look()
-        for process, life in self._lives.items():
-            for what, since, until, limit in self._debts(process[0], life, now):
-                if until - since > part * limit and not life.condemned:
-                    on_the_clock = round(self._looked - now + since, 1)
-                    yield Hang(process, what, until - since, on_the_clock)
+    def _without_progress(self, share: float) -> Iterator[Hang]:
+        """Yield the processes without progress for this share of their limit."""
+        now = self._read_clock()
+        for process, state in self._states.items():
+            for missing, since, until, limit in self._owed(process[0], state, now):
+                if until - since > share * limit and not state.ignored:
+                    monotonic = round(self._last_reading - now + since, 1)
+                    yield Hang(process, missing, until - since, monotonic)
                     break
 
-    def _debts(
-        self, role: Role, life: _Life, now: float
+    def _owed(
+        self, role: Role, state: _ProcessState, now: float
     ) -> Iterator[tuple[str, float, float, float]]:
-        """Answers that a process may owe: name, since when, until when that is known, limit."""
+        """Yield the signs of life that a process may owe.
+
+        (name, time since which it is owed, time until which that is known, limit in seconds)
+        """
         start, step = self._limits.start, self._limits.step
         if role == "worker":
-            if not life.awaits_ranks or self._all_await_ranks:
-                limit = self._step_limit if life.started else start
-                yield "no completed step", life.owes_since, self._reported, limit
+            if not state.awaits_ranks or self._all_await_ranks:
+                limit = self._step_limit if state.started else start
+                yield "no completed step", state.owes_since, self._reported_at, limit
             return
-        yield "no sign of life", life.owes_since, now, step if life.started else start
+        yield "no sign of life", state.owes_since, now, step if state.started else start
         if role == "engine_core":
-            yield "work but no step", self._engine_owes_since, self._reported, self._step_limit
+            yield "work but no step", self._engine_owes_since, self._reported_at, self._step_limit
 
     @property
     def _all_await_ranks(self) -> bool:
         """Whether all workers that owe an answer wait for other ranks."""
         return all(
-            life.awaits_ranks
-            for (role, _), life in self._lives.items()
-            if role == "worker" and life.owes_since != math.inf
+            state.awaits_ranks
+            for (role, _), state in self._states.items()
+            if role == "worker" and state.owes_since != math.inf
         )
 
     @property
@@ -220,10 +228,12 @@ class HangDetector:
             return self._limits.step
         return self._limits.first_steps
 
-    def _look(self) -> float:
+    def _read_clock(self) -> float:
+        """Return the time of the detector's own clock, which omits suspensions."""
         now = self._clock()
-        self._now += min(now - self._looked, _STRIDE * self._limits.interval)
-        self._looked = now
+        longest = _MAX_COUNTED_INTERVALS * self._limits.interval
+        self._now += min(now - self._last_reading, longest)
+        self._last_reading = now
         return self._now
 
 
@@ -231,8 +241,8 @@ def _progress(report: EngineAlive) -> tuple[int, int, int, bool]:
     return report.worker_epoch, report.num_steps, report.num_reports, report.ready
 
 
-def _since(before: float, owes: bool, moved: bool, now: float) -> float:
+def _owes_since(before: float, owes: bool, progressed: bool, now: float) -> float:
     """Return since when an answer is owed; progress starts the time again."""
     if not owes:
         return math.inf
-    return now if moved or before == math.inf else before
+    return now if progressed or before == math.inf else before

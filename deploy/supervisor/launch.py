@@ -1,29 +1,45 @@
-"""What a daemon consists of, before anything of it runs."""
+"""The start of a daemon: its listening socket, its processes, and the message when it is ready.
+
+`Launch` lists the processes to start, `Readiness` collects their reports.
+"""
 
 import errno
+import json
+import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from deploy.supervisor.processes import Commands
+from proto.codec import Message
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault
-from proto.lifecycle import Role
+from proto.lifecycle import (
+    EngineReady,
+    FrontEndReady,
+    PhaseClock,
+    ProcessStart,
+    Role,
+    StartPhase,
+    process_name,
+)
 from proto.prepared_model import PreparedModel
 
-# The listening socket: bound by the supervisor before anything loads, inherited by front ends.
+Commands = Mapping[Role, Sequence[str]]
+"""Command line of each role, without the boot descriptor."""
 
+# ---- The listening socket ----
 
 _BACKLOG: Final = 2048
-_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on host and port; port 0 takes a free one.
+    """Return a socket that listens on host and port; port 0 takes a free one.
 
-    Raises ConfigError when the address is taken or is none of this machine.
+    The supervisor binds it before the model loads, and the API servers inherit it. Raises
+    ConfigError if the address is in use or does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -48,40 +64,122 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """An URL at which this machine reaches the socket."""
+    """Return a URL at which this machine reaches the socket."""
     host, port = listener.getsockname()[:2]
-    host = _ANY.get(host, host)
+    host = _LOOPBACK_OF.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+# ---- The processes ----
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started.
+    """Everything that the supervisor needs to start a daemon.
 
-    listeners: listening sockets, inherited by every front end.
-    variables: environment that the processes get, each role with its own additions.
-    commands: how the process of each role is started.
-    prepare: prints the manifest of the model as it is now, for a reload.
-    faults: that tests have asked for.
+    listeners: listening sockets, inherited by every API server. url: address of the first one.
+    variables: environment variables of the processes; each role gets additions.
+    commands: command line of each role.
+    prepare_command: prints the manifest of the model as it is now, for a reload.
+    clock: phases of the start before the processes were started.
+    faults: faults to inject, for tests.
     """
 
     config: ServeConfig
     model: PreparedModel
     listeners: tuple[socket.socket, ...]
+    url: str
     variables: Mapping[str, str]
     commands: Commands
-    prepare: Sequence[str]
+    prepare_command: Sequence[str]
+    clock: PhaseClock
     faults: tuple[Fault, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
-        """Every process, as (role, index)."""
+        """Return role and index of every process."""
         found: list[tuple[Role, int]] = [
             ("worker", rank) for rank in range(self.config.parallel.tensor_parallel_size)
         ]
         found.append(("engine_core", 0))
-        found.extend(("api_server", index) for index in range(self.front_ends))
+        found.extend(("api_server", index) for index in range(self.num_front_ends))
         return found
 
     @property
-    def front_ends(self) -> int:
+    def num_front_ends(self) -> int:
         return self.config.frontend.api_server_count
+
+
+# ---- Readiness ----
+
+
+class Readiness:
+    """Collects the reports that make the daemon ready: of the engine and of every API server."""
+
+    def __init__(self, front_ends: Iterable[int]) -> None:
+        self._engine: EngineReady | None = None
+        self._missing_front_ends = set(front_ends)
+        self._front_end_starts: dict[int, ProcessStart] = {}
+
+    def note_ready(self, message: EngineReady | FrontEndReady) -> None:
+        """Note a report during the start."""
+        if isinstance(message, EngineReady):
+            self._engine = message
+        else:
+            self._missing_front_ends.discard(message.index)
+            start = ProcessStart("api_server", message.index, message.phases)
+            self._front_end_starts[message.index] = start
+
+    def note_new_engine(self, message: Message) -> None:
+        """Keep the report of an engine that has replaced another; ignore other messages."""
+        if isinstance(message, EngineReady):
+            self._engine = message
+
+    @property
+    def engine(self) -> EngineReady:
+        """The report of the current engine; the engine must have been ready."""
+        assert self._engine is not None, "no engine has been ready"
+        return self._engine
+
+    @property
+    def starts(self) -> tuple[ProcessStart, ...]:
+        """Start phases of workers, engine and API servers."""
+        return (*self.engine.starts, *self._front_end_starts.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the daemon has been ready."""
+        return self._engine is not None and not self._missing_front_ends
+
+
+def ready_message(launch: Launch, readiness: Readiness) -> str:
+    """Return the ready line, the duration of each start phase, and an example request."""
+    engine, seconds, config = readiness.engine, launch.clock.seconds, launch.config
+    name = config.model.served_model_name or launch.model.name
+    request = {"model": name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
+    key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.frontend.has_client_keys else ""
+    return "\n".join(
+        [
+            f"tokend is ready: {name} on {engine.device_name} at {launch.url} "
+            f"(length {engine.max_model_len:,}, {engine.num_blocks:,} KV blocks "
+            f"of {engine.block_size}, weights: {_weights(engine)}, {seconds:.1f} s)",
+            f"  started in {seconds:.2f} s: {_phases(launch.clock.phases)}; "
+            + "; ".join(
+                f"{process_name(start.role, start.index)}: {_phases(start.phases)}"
+                for start in readiness.starts
+            ),
+            f"  curl -N {launch.url}/v1/completions -H 'Content-Type: application/json'{key} "
+            f"-d {shlex.quote(json.dumps(request))}",
+        ]
+    )
+
+
+def _phases(phases: Sequence[StartPhase]) -> str:
+    return ", ".join(f"{phase.what} {phase.seconds:.2f} s" for phase in phases)
+
+
+def _weights(engine: EngineReady) -> str:
+    """Return the weight formats and their memory, such as "packed 92 MiB"."""
+    forms = [
+        f"{weights.form} {weights.num_bytes / (1 << 20):,.0f} MiB" for weights in engine.weights
+    ]
+    return " + ".join(forms) or "none"

@@ -1,7 +1,6 @@
-"""Tells a service manager how the daemon is: the notification protocol of systemd.
+"""Reports the state of the daemon to a service manager such as systemd.
 
-Owns one datagram socket and the time of the next heartbeat. Knows neither
-processes nor settings. Protocol: sd_notify(3), sd_watchdog_enabled(3).
+Protocol: sd_notify(3), sd_watchdog_enabled(3).
 """
 
 import contextlib
@@ -9,202 +8,109 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
-
-from deploy.display import Display
+from typing import Final
 
 VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Meant for the process that the manager started, and for none of its children."""
+"""Meant for the process that the service manager started, not for its children."""
 
 _SEND_SECONDS: Final = 1.0
 _START_SECONDS: Final = 300
-"""A start that reports progress may take this much longer, counted from each report."""
+"""Extension of the start timeout, counted from each progress report."""
 _STOP_SLACK_SECONDS: Final = 10
-"""For all that an end does beside waiting."""
-_STATUS_SECONDS: Final = 1.0
-"""Progress of one and the same thing is passed on this often at most."""
-
-Clock = Callable[[], float]
-
-
-class Notifier(Protocol):
-    """Who wants to know how the daemon is."""
-
-    def starting(self, what: str) -> None:
-        """The start has come as far as `what`, and needs more time."""
-
-    def ready(self, status: str) -> None:
-        """Requests are taken."""
-
-    def reloading(self) -> None:
-        """A reload has begun."""
-
-    def reloaded(self) -> None:
-        """It is over, however it went."""
-
-    def stopping(self, seconds: float) -> None:
-        """The end has begun, and may take so long."""
-
-    def beat(self, well: bool) -> None:
-        """The supervisor's loop has turned; may be called as often as one likes.
-
-        well: it can mend what is broken; otherwise the manager hears nothing.
-        """
-
-    def seconds_to_next_beat(self) -> float | None:
-        """How long the loop may sleep; None for as long as it likes."""
-
-
-class NoServiceManager:
-    """Started by hand, or by something that does not ask."""
-
-    def starting(self, what: str) -> None:
-        """Nothing."""
-
-    def ready(self, status: str) -> None:
-        """Nothing."""
-
-    def reloading(self) -> None:
-        """Nothing."""
-
-    def reloaded(self) -> None:
-        """Nothing."""
-
-    def stopping(self, seconds: float) -> None:
-        """Nothing."""
-
-    def beat(self, well: bool) -> None:
-        """Nothing."""
-
-    def seconds_to_next_beat(self) -> float | None:
-        """As long as it likes."""
-        return None
-
-
-class NoServiceWatchdog:
-    """The manager expects no heartbeat."""
-
-    def due(self) -> bool:
-        """Never."""
-        return False
-
-    def seconds_left(self) -> float | None:
-        """For ever."""
-        return None
-
-
-class ServiceWatchdog:
-    """The manager kills a daemon that is silent for `period` seconds; half of that is aimed at."""
-
-    def __init__(self, period: float, clock: Clock) -> None:
-        self._interval = period / 2
-        self._clock = clock
-        self._next = clock()
-
-    def due(self) -> bool:
-        """Whether it is time; if so, the next time is set."""
-        now = self._clock()
-        if now < self._next:
-            return False
-        self._next = now + self._interval
-        return True
-
-    def seconds_left(self) -> float | None:
-        return max(0.0, self._next - self._clock())
+"""For everything that a shutdown does beside waiting."""
+_PROGRESS_SECONDS: Final = 1.0
+"""Minimum time between two reports about the same operation."""
 
 
 class SystemdNotifier:
-    """Speaks to the socket in NOTIFY_SOCKET.
+    """Sends states and heartbeats to the service manager; does nothing without one.
 
-    A manager that cannot be reached is no reason to end: what it does about the
-    silence is its own affair.
+    An unreachable service manager is ignored.
+
+    variables: the environment variables that the service manager has set.
     """
 
-    def __init__(self, address: str, watchdog: ServiceWatchdog | NoServiceWatchdog) -> None:
+    def __init__(
+        self, variables: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        address = variables.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._watchdog = watchdog
-        self._serving = _status("serving")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(_SEND_SECONDS)
+        self._socket: socket.socket | None = None
+        self._heartbeat_interval: float | None = None
+        if address.startswith(("/", "@")):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.settimeout(_SEND_SECONDS)
+            self._heartbeat_interval = _heartbeat_interval(variables)
+        self._next_heartbeat = clock()
+        self._last_progress = ("", float("-inf"))
+        self._serving_status = _status("serving")
 
-    def starting(self, what: str) -> None:
-        self._send(_more_time(_START_SECONDS), _status(what))
+    def report_starting(self, what: str, fraction: float | None = None) -> None:
+        """Report progress of the start, which extends the start timeout."""
+        now = self._clock()
+        if what == self._last_progress[0] and now - self._last_progress[1] < _PROGRESS_SECONDS:
+            return
+        self._last_progress = (what, now)
+        percent = "" if fraction is None else f" {fraction:.0%}"
+        self._send(_extend_timeout(_START_SECONDS), _status(what + percent))
 
-    def ready(self, status: str) -> None:
-        self._serving = _status(status)
-        self._send("READY=1", self._serving)
+    def report_ready(self, status: str) -> None:
+        self._serving_status = _status(status)
+        self._send("READY=1", self._serving_status)
 
-    def reloading(self) -> None:
+    def report_reloading(self) -> None:
         now = round(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
-        more_time = _more_time(_START_SECONDS)
-        self._send("RELOADING=1", f"MONOTONIC_USEC={now}", more_time, _status("reloading"))
+        timeout = _extend_timeout(_START_SECONDS)
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now}", timeout, _status("reloading"))
 
-    def reloaded(self) -> None:
-        self._send("READY=1", self._serving)
+    def report_reloaded(self) -> None:
+        """Report the end of a reload, whether it succeeded or not."""
+        self._send("READY=1", self._serving_status)
 
-    def stopping(self, seconds: float) -> None:
-        self._send("STOPPING=1", _more_time(seconds + _STOP_SLACK_SECONDS), _status("stopping"))
+    def report_stopping(self, seconds: float) -> None:
+        """Report that the shutdown has begun and may take this long."""
+        timeout = _extend_timeout(seconds + _STOP_SLACK_SECONDS)
+        self._send("STOPPING=1", timeout, _status("stopping"))
 
-    def beat(self, well: bool) -> None:
-        if self._watchdog.due() and well:
+    def send_heartbeat(self, healthy: bool) -> None:
+        """Send a heartbeat if one is due; call it in every turn of the main loop.
+
+        healthy: whether the supervisor can repair the daemon; otherwise no heartbeat is sent, and
+        the service manager restarts the daemon.
+        """
+        if self._heartbeat_interval is None or self._clock() < self._next_heartbeat:
+            return
+        self._next_heartbeat = self._clock() + self._heartbeat_interval
+        if healthy:
             self._send("WATCHDOG=1")
 
-    def seconds_to_next_beat(self) -> float | None:
-        return self._watchdog.seconds_left()
+    def seconds_to_next_heartbeat(self) -> float | None:
+        """Return the seconds until the next heartbeat; None if none is expected."""
+        if self._heartbeat_interval is None:
+            return None
+        return max(0.0, self._next_heartbeat - self._clock())
 
     def _send(self, *assignments: str) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.sendto("\n".join(assignments).encode(), self._address)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendto("\n".join(assignments).encode(), self._address)
 
 
-def notifier_for(variables: Mapping[str, str], clock: Clock = time.monotonic) -> Notifier:
-    """Who listens, by the variables that the service manager set."""
-    address = variables.get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
-        return NoServiceManager()
-    return SystemdNotifier(address, _watchdog_for(variables, clock))
-
-
-def _watchdog_for(
-    variables: Mapping[str, str], clock: Clock
-) -> ServiceWatchdog | NoServiceWatchdog:
-    period = variables.get("WATCHDOG_USEC", "")
-    if not period.isascii() or not period.isdigit() or int(period) == 0:
-        return NoServiceWatchdog()
+def _heartbeat_interval(variables: Mapping[str, str]) -> float | None:
+    """Return half of the watchdog's timeout in seconds; None if it does not watch this process."""
+    timeout = variables.get("WATCHDOG_USEC", "")
+    if not timeout.isascii() or not timeout.isdigit() or int(timeout) == 0:
+        return None
     if variables.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return NoServiceWatchdog()
-    return ServiceWatchdog(int(period) / 1e6, clock)
+        return None
+    return int(timeout) / 1e6 / 2
 
 
-def _more_time(seconds: float) -> str:
-    """What is going on may take so long from now, whatever the unit says."""
+def _extend_timeout(seconds: float) -> str:
     return f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}"
 
 
 def _status(text: str) -> str:
-    """A line break would begin another assignment."""
+    """Return a status on one line: a line break would begin another assignment."""
     return "STATUS=" + " ".join(text.split())
-
-
-class NotifyingDisplay:
-    """A display whose progress the service manager hears of, too."""
-
-    def __init__(self, display: Display, notifier: Notifier, clock: Clock = time.monotonic) -> None:
-        self._display = display
-        self._notifier = notifier
-        self._clock = clock
-        self._last = ("", float("-inf"))
-
-    def close(self) -> None:
-        self._display.close()
-
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        self._display.progress(what, fraction, who)
-        line, now = f"{who}: {what}", self._clock()
-        if line != self._last[0] or now - self._last[1] >= _STATUS_SECONDS:
-            self._last = (line, now)
-            percent = "" if fraction is None else f" {fraction:.0%}"
-            self._notifier.starting(line + percent)
-
-    def notice(self, message: str, who: str = "tokend") -> None:
-        self._display.notice(message, who)

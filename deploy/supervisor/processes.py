@@ -1,4 +1,7 @@
-"""A child process of the supervisor: environment, start, messages, signals, exit."""
+"""Child processes of the supervisor: environment, start, messages, signals, exit.
+
+`Child` is one process, `ChildProcesses` all that run.
+"""
 
 import contextlib
 import os
@@ -10,6 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
 from proto.config import DeviceConfig
 from proto.errors import ErrorInfo
@@ -84,10 +88,7 @@ def reap_adopted(ours: Container[int]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-_LAST_WORDS_SECONDS: Final = 0.5
-
-Commands = Mapping[Role, Sequence[str]]
-"""Command line of each role, without the boot descriptor."""
+_FATAL_ERROR_SECONDS: Final = 0.5
 
 
 def module_commands() -> Commands:
@@ -97,17 +98,14 @@ def module_commands() -> Commands:
 
 
 class Child:
-    """A child process and the link to it.
-
-    `last_words` is the fatal error that it reported, or None.
-    """
+    """A child process and the link to it. fatal_error: the error that it has reported, or None."""
 
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.role = boot.role
         self.index = boot.index
         self.incarnation = boot.incarnation
         self.generation = boot.generation
-        self.last_words: ErrorInfo | None = None
+        self.fatal_error: ErrorInfo | None = None
         self.link = Link.bind(
             supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), ToSupervisor
         )
@@ -129,34 +127,33 @@ class Child:
         return self._process.poll() is not None
 
     def receive(self) -> list[Any]:
-        """Return the messages that have arrived; the error of a Fatal is kept as `last_words`."""
+        """Return the messages that have arrived; the error of a Fatal is kept as `fatal_error`."""
         messages = self.link.receive()
         for message in messages:
             if isinstance(message, Fatal):
-                self.last_words = message.error
+                self.fatal_error = message.error
         return messages
 
-    def await_last_words(self) -> None:
+    def await_fatal_error(self) -> None:
         """After a failure, wait a moment for its Fatal message, which may still be in transit."""
-        if self.last_words is None and (self.exit_status or 0) > 0:
+        if self.fatal_error is None and (self.exit_status or 0) > 0:
             poller = Poller([self.link])
-            while self.last_words is None and poller.wait(_LAST_WORDS_SECONDS):
+            while self.fatal_error is None and poller.wait(_FATAL_ERROR_SECONDS):
                 self.receive()
 
-    def tell(self, message: Message) -> None:
-        """Send a message."""
+    def send(self, message: Message) -> None:
         self.link.send(message)
 
-    def ask_to_end(self) -> None:
-        """Send Shutdown."""
-        self.tell(Shutdown())
+    def request_shutdown(self) -> None:
+        """Ask the process to exit."""
+        self.send(Shutdown())
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process group."""
         if not self.has_ended():
             os.killpg(self.pid, number)
 
-    def show_stacks(self) -> None:
+    def dump_stacks(self) -> None:
         """Make the process write the stacks of its threads to the log, even if it is stopped.
 
         A stopped API server is not continued and writes nothing: it would accept connections that
@@ -165,10 +162,9 @@ class Child:
         if not self.has_ended():
             os.kill(self.pid, signal.SIGUSR1)
             if self.role != "api_server":
-                self.signal(signal.SIGCONT)
+                self.send_signal(signal.SIGCONT)
 
     def wait(self) -> None:
-        """Wait until the process has ended."""
         self._process.wait()
 
     def close(self) -> None:
@@ -176,6 +172,65 @@ class Child:
         assert self.has_ended(), f"{self.name} still runs"
         self.link.close()
         os.close(self.pidfd)
+
+
+class ChildProcesses:
+    """All child processes that run.
+
+    running: may change while the main loop iterates over a copy.
+    preparing_pids: processes that prepare a model for a reload, which are not `Child`s.
+    """
+
+    def __init__(self, launch: Launch, poller: Poller) -> None:
+        self._launch = launch
+        self._poller = poller
+        self.running: list[Child] = []
+        self.preparing_pids: set[int] = set()
+
+    def start(self, boot: ProcessBoot) -> Child:
+        """Start a process and poll its link and its exit."""
+        launch = self._launch
+        config = launch.config
+        env = child_environment(
+            launch.variables, boot.role, config.device, config.parallel.tensor_parallel_size
+        )
+        child = Child(boot, launch.commands[boot.role], env)
+        self.running.append(child)
+        self._poller.add(child.link)
+        self._poller.add(child.pidfd)
+        return child
+
+    def remove(self, child: Child) -> None:
+        """Forget a process that has exited."""
+        self._poller.remove(child.link)
+        self._poller.remove(child.pidfd)
+        self.running.remove(child)
+
+    def front_ends(self) -> list[Child]:
+        return [child for child in self.running if child.role == "api_server"]
+
+    def of_generation(self, generation: int) -> list[Child]:
+        """Return the engine and the workers of a generation."""
+        return [
+            child
+            for child in self.running
+            if child.role != "api_server" and child.generation == generation
+        ]
+
+    def send_to_front_ends(self, message: Message) -> None:
+        for child in self.front_ends():
+            child.send(message)
+
+    def all_pids(self) -> set[int]:
+        return {child.pid for child in self.running} | self.preparing_pids
+
+    def kill_all(self) -> None:
+        """Kill every process and wait for its exit."""
+        for child in self.running:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            child.close()
+        self.running.clear()
 
 
 def _spawn(

@@ -1,8 +1,8 @@
 """Plans restarts: which processes are started in place of dead ones, and when.
 
-A gap lasts from the death of a process until its successor is ready. All workers of a model are
+An outage lasts from the death of a process until its successor is ready. All workers of a model are
 restarted together, an engine or an API server alone. A process that violates the protocol is killed
-and restarted like a dead one. Starts and kills no processes itself.
+and restarted like a dead one. The supervisor starts and kills the processes.
 """
 
 import textwrap
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.supervisor import exit_report
 from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.processes import Child
@@ -30,10 +30,10 @@ from proto.lifecycle import (
     process_name,
 )
 
-_FREE: Final = 2
-_FIRST: Final = 0.25
-_LONGEST: Final = 4.0
-_FORGIVEN_SECONDS: Final = 600.0
+_NUM_IMMEDIATE: Final = 2
+_FIRST_DELAY: Final = 0.25
+_MAX_DELAY: Final = 4.0
+_FORGET_SECONDS: Final = 600.0
 
 
 class RestartBudget:
@@ -42,47 +42,52 @@ class RestartBudget:
         restarts so far   0  1  2    3    4  5  6  …
         seconds to wait   0  0  0.25 0.5  1  2  4  4
 
-    Restarts are consecutive without a completed step in between. Old ones do not count, because
-    an idle daemon completes no steps for days. most: consecutive restarts allowed.
+    Restarts are consecutive if no step completes between them. Restarts older than ten minutes
+    do not count, because an idle daemon completes no steps for days.
+
+    max_restarts: consecutive restarts allowed.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
+    def __init__(self, max_restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_restarts = max_restarts
         self._clock = clock
-        self._spent = 0
-        self._last = 0.0
+        self._num_restarts = 0
+        self._last_restart = 0.0
 
     @property
     def exhausted(self) -> bool:
         """Whether no further restart is allowed."""
         self._forget_old()
-        return self._spent >= self.most
+        return self._num_restarts >= self.max_restarts
 
-    def spend(self) -> float:
+    def count_restart(self) -> float:
         """Count a restart and return the seconds to wait before it."""
         self._forget_old()
-        self._last = self._clock()
-        self._spent += 1
-        if self._spent <= _FREE:
+        self._last_restart = self._clock()
+        self._num_restarts += 1
+        if self._num_restarts <= _NUM_IMMEDIATE:
             return 0.0
-        return float(min(_LONGEST, _FIRST * 2 ** (self._spent - _FREE - 1)))
+        return float(min(_MAX_DELAY, _FIRST_DELAY * 2 ** (self._num_restarts - _NUM_IMMEDIATE - 1)))
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Reset the count, because a step was completed."""
-        self._spent = 0
+        self._num_restarts = 0
 
     def _forget_old(self) -> None:
-        if self._clock() - self._last > _FORGIVEN_SECONDS:
-            self._spent = 0
+        if self._clock() - self._last_restart > _FORGET_SECONDS:
+            self._num_restarts = 0
 
 
-Place = tuple[Role, int]
-"""Role and index of a process; all workers have that of the first."""
+Slot = tuple[Role, int]
+"""Role and index of a process; all workers of a model share the slot of the first."""
 
 
 @dataclass(slots=True)
-class _Gap:
-    """A process is missing or not ready yet. Times in seconds of the monotonic clock."""
+class _Outage:
+    """Time without a process. since: its death. due: when the successor is started.
+
+    Seconds of the monotonic clock. started: whether the successor was started.
+    """
 
     since: float
     due: float
@@ -90,10 +95,14 @@ class _Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Replacement:
-    """told: messages to send to the other processes first. boots: of the processes to start."""
+class RestartPlan:
+    """A restart that is due.
 
-    told: list[Announcement]
+    announcements: messages to the other processes, to be sent first. boots: boot messages of the
+    processes to start.
+    """
+
+    announcements: list[Announcement]
     boots: list[ProcessBoot]
 
 
@@ -107,146 +116,147 @@ class Recovery:
         self,
         epochs: EpochCounter,
         budget: RestartBudget,
-        reporter: Reporter,
+        display: Display,
         num_workers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._epochs = epochs
         self._budget = budget
-        self._reporter = reporter
+        self._display = display
         self._num_workers = num_workers
         self._clock = clock
-        self._gaps: dict[Place, _Gap] = {}
-        self._cut_off: set[Place] = set()
-        self._distrusted: dict[Role, int] = {}
+        self._outages: dict[Slot, _Outage] = {}
+        self._disconnected: set[Slot] = set()
+        self._violations: dict[Role, int] = {}
 
-    def can_replace(self, dead: Child) -> bool:
+    def can_restart(self, dead: Child) -> bool:
         """Whether to restart: not after an error that the user must fix, nor beyond the budget."""
-        if exit_report.user_error(dead.last_words) is not None:
+        if exit_report.user_error(dead.fatal_error) is not None:
             return False
         if self._is_expected(dead):
             return True
         if self._budget.exhausted:
-            message = f"{self._budget.most} restarts have not led to one completed step"
-            self._reporter.notice(message)
+            message = f"{self._budget.max_restarts} restarts have not led to one completed step"
+            self._display.notice(message)
             return False
         return True
 
-    def cut_off(self, hung: Child) -> list[Announcement]:
+    def disconnect(self, hung: Child) -> list[Announcement]:
         """Return the messages that disconnect the others from a process that will be killed.
 
         They wait for its successor, so further messages of it have no effect. Nothing more is
         announced when it has died.
         """
-        place = _place(hung)
-        if place in self._cut_off:
+        slot = _slot(hung)
+        if slot in self._disconnected:
             return []
-        self._cut_off.add(place)
-        return self._announce(place)
+        self._disconnected.add(slot)
+        return self._announce(slot)
 
     def note_death(self, dead: Child) -> None:
         """Plan the restart of a dead process."""
         if self._is_expected(dead):
             return
-        wait = self._budget.spend()
+        wait = self._budget.count_restart()
         now = self._clock()
-        before = self._gaps.get(_place(dead))
+        before = self._outages.get(_slot(dead))
         since = now if before is None else before.since
-        self._gaps[_place(dead)] = _Gap(since, now + wait)
-        lines = [f"(pid {dead.pid}) {exit_report.manner(dead)}; it is started again"]
+        self._outages[_slot(dead)] = _Outage(since, now + wait)
+        lines = [f"(pid {dead.pid}) {exit_report.describe_exit(dead)}; it is restarted"]
         if wait:
             lines[0] += f" in {wait:g} s"
-        if dead.last_words is not None:
-            lines.append(textwrap.indent(dead.last_words.traceback.rstrip(), "  "))
-        self._reporter.notice("\n".join(lines), dead.name)
+        if dead.fatal_error is not None:
+            lines.append(textwrap.indent(dead.fatal_error.traceback.rstrip(), "  "))
+        self._display.notice("\n".join(lines), dead.name)
 
     @property
-    def has_gaps(self) -> bool:
+    def has_outages(self) -> bool:
         """Whether a process is missing, about to be killed, or not ready yet."""
-        return bool(self._gaps or self._cut_off)
+        return bool(self._outages or self._disconnected)
 
-    def must_go(self, role: Role) -> bool:
+    def must_kill(self, role: Role) -> bool:
         """Whether the running processes of this role must be killed.
 
         That is so if a worker of the same model died, or after a protocol violation.
         """
-        return self._is_incomplete(role) or self._distrusted.get(role) == self._epoch_of(role)
+        return self._is_incomplete(role) or self._violations.get(role) == self._epoch_of(role)
 
     def not_ready(self) -> list[NotReady]:
-        """Return the missing engine and workers; other API servers stand in for a missing one."""
+        """Return the reasons why the daemon is not ready: a missing engine or missing workers."""
         return [
-            NotReady(f"{process_name(*place)} is being restarted", gap.since)
-            for place, gap in self._gaps.items()
-            if place[0] != "api_server"
+            NotReady(f"{process_name(*slot)} is being restarted", outage.since)
+            for slot, outage in self._outages.items()
+            if slot[0] != "api_server"
         ]
 
-    def seconds_to_next(self) -> float | None:
+    def seconds_to_next_restart(self) -> float | None:
         """Seconds until the next start; None if none is planned."""
-        dues = [gap.due for gap in self._gaps.values() if not gap.started]
+        dues = [outage.due for outage in self._outages.values() if not outage.started]
         return max(0.0, min(dues) - self._clock()) if dues else None
 
-    def take_due(self, running: Iterable[Child]) -> list[Replacement]:
-        """Return the starts that are due, the engine first. running: processes that exist."""
+    def pop_due_restarts(self, running: Iterable[Child]) -> list[RestartPlan]:
+        """Return the restarts that are due, the engine first. running: processes that exist."""
         now = self._clock()
-        occupied = {_place(each) for each in running}
+        occupied = {_slot(child) for child in running}
         due = [
-            place
-            for place, gap in self._gaps.items()
-            if not gap.started and gap.due <= now and place not in occupied
+            slot
+            for slot, outage in self._outages.items()
+            if not outage.started and outage.due <= now and slot not in occupied
         ]
-        return [self._succeed(place) for place in sorted(due, key=_engine_first)]
+        return [self._plan_restart(slot) for slot in sorted(due, key=_engine_first)]
 
-    def note(self, message: Message) -> None:
-        """Take a message into account: readiness of a successor, progress, pause, or violation."""
+    def note_message(self, message: Message) -> None:
+        """Note a message: readiness of a successor, progress, a pause, or a protocol violation."""
         if isinstance(message, Heartbeat):
             if message.worker_epoch == self._epochs.worker_epoch:
-                self._budget.renew()
+                self._budget.reset()
         elif isinstance(message, Paused):
             self._epochs.pause_mode = message.mode
         elif isinstance(message, WorkersReady):
             if message.worker_epoch == self._epochs.worker_epoch:
-                self._close(("worker", 0))
+                self._end_outage(("worker", 0))
         elif isinstance(message, EngineReady):
             if message.epoch == self._epochs.epoch:
-                self._close(("engine_core", 0))
+                self._end_outage(("engine_core", 0))
         elif isinstance(message, FrontEndReady):
-            self._close(("api_server", message.index))
+            self._end_outage(("api_server", message.index))
         elif isinstance(message, ProtocolViolation):
-            self._note_distrust(message)
+            self._note_violation(message)
 
-    def _succeed(self, place: Place) -> Replacement:
-        role, index = place
-        self._gaps[place].started = True
-        hung = place in self._cut_off
-        told = [] if hung else self._announce(place)
-        self._cut_off.discard(place)
-        told.append(("api_server", Restarted(role, hung)))
+    def _plan_restart(self, slot: Slot) -> RestartPlan:
+        role, index = slot
+        self._outages[slot].started = True
+        hung = slot in self._disconnected
+        announcements = [] if hung else self._announce(slot)
+        self._disconnected.discard(slot)
+        announcements.append(("api_server", Restarted(role, hung)))
         indices = range(self._num_workers) if role == "worker" else (index,)
-        return Replacement(told, [self._epochs.boot(role, each, hung=hung) for each in indices])
+        boots = [self._epochs.make_boot(role, number, hung=hung) for number in indices]
+        return RestartPlan(announcements, boots)
 
-    def _announce(self, place: Place) -> list[Announcement]:
-        """Assign the numbers of the successor; return the messages that announce it."""
-        role, index = place
+    def _announce(self, slot: Slot) -> list[Announcement]:
+        """Assign the epoch of the successor; return the messages that announce it."""
+        role, index = slot
         if role == "engine_core":
             return self._epochs.new_engine()
         if role == "worker":
             return self._epochs.new_workers()
         return self._epochs.new_front_end(index)
 
-    def _close(self, place: Place) -> None:
-        gap = self._gaps.get(place)
-        if gap is not None and gap.started:
-            del self._gaps[place]
-            seconds = self._clock() - gap.since
-            self._reporter.notice(f"is back after {seconds:.1f} s", process_name(*place))
+    def _end_outage(self, slot: Slot) -> None:
+        outage = self._outages.get(slot)
+        if outage is not None and outage.started:
+            del self._outages[slot]
+            seconds = self._clock() - outage.since
+            self._display.notice(f"is back after {seconds:.1f} s", process_name(*slot))
 
-    def _note_distrust(self, message: ProtocolViolation) -> None:
-        """Note a violation by a process of the current epoch; older ones have ended already."""
-        is_news = self._distrusted.get(message.role) != message.epoch
-        if is_news and message.epoch == self._epoch_of(message.role):
-            self._distrusted[message.role] = message.epoch
+    def _note_violation(self, message: ProtocolViolation) -> None:
+        """Note a violation, unless it is by a process of an older epoch, which has ended."""
+        is_new = self._violations.get(message.role) != message.epoch
+        if is_new and message.epoch == self._epoch_of(message.role):
+            self._violations[message.role] = message.epoch
             name = process_name(message.role, message.index)
-            self._reporter.notice(f"sent an invalid message and is killed: {message.reason}", name)
+            self._display.notice(f"sent an invalid message and is killed: {message.reason}", name)
 
     def _epoch_of(self, role: Role) -> int:
         return self._epochs.worker_epoch if role == "worker" else self._epochs.epoch
@@ -256,13 +266,14 @@ class Recovery:
         return self._is_incomplete(dead.role)
 
     def _is_incomplete(self, role: Role) -> bool:
-        gap = self._gaps.get((role, 0))
-        return role == "worker" and gap is not None and not gap.started
+        """Whether some workers have died and the others still run."""
+        outage = self._outages.get((role, 0))
+        return role == "worker" and outage is not None and not outage.started
 
 
-def _place(process: Child) -> Place:
+def _slot(process: Child) -> Slot:
     return process.role, 0 if process.role == "worker" else process.index
 
 
-def _engine_first(place: Place) -> bool:
-    return place[0] != "engine_core"
+def _engine_first(slot: Slot) -> bool:
+    return slot[0] != "engine_core"

@@ -1,7 +1,4 @@
-"""The time between the word that the daemon is to end and its end: requests finish.
-
-Owns the deadline, and what front ends have said of requests under way. Ends nothing itself.
-"""
+"""The end of a daemon: `RequestDrain` waits for requests, `ShutdownSequence` ends processes."""
 
 import signal
 import time
@@ -9,122 +6,76 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.supervisor.processes import Child
 from proto.lifecycle import DrainProgress
 
 
-class NotDraining:
-    """Requests are taken."""
+class RequestDrain:
+    """The time in which open requests finish while new ones are refused. Ends no process itself.
 
-    begun = over = False
-
-    def note(self, message: DrainProgress) -> None:
-        """A late word of nothing."""
-
-    def seconds_left(self) -> float | None:
-        """There is nothing to wait for."""
-        return None
-
-    def report_left(self) -> None:
-        """Nothing is known of requests."""
-
-
-class Draining:
-    """One drain: over when no front end answers a request any more, or when the time is.
-
-    front_ends: their indices. seconds: that requests have.
+    front_ends: indices of the API servers. seconds: how long requests may take.
     """
-
-    begun = True
 
     def __init__(
         self,
         front_ends: Iterable[int],
         seconds: float,
-        reporter: Reporter,
+        display: Display,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._under_way: dict[int, int | None] = dict.fromkeys(front_ends)
+        self._num_open: dict[int, int | None] = dict.fromkeys(front_ends)
         self._seconds = seconds
-        self._reporter = reporter
+        self._display = display
         self._clock = clock
         self._deadline = clock() + seconds
-        self._told = False
+        self._reported = False
 
     @property
-    def over(self) -> bool:
-        """Nobody is served any more, or nobody is waited for."""
-        return not any(each != 0 for each in self._under_way.values()) or self._timed_out
+    def done(self) -> bool:
+        """Whether all requests have finished, or the time is up."""
+        all_finished = all(number == 0 for number in self._num_open.values())
+        return all_finished or self._clock() >= self._deadline
 
-    def note(self, message: DrainProgress) -> None:
-        """A front end says how many requests it still answers; one that is new has none."""
-        self._under_way[message.index] = message.num_requests
-        numbers = [each for each in self._under_way.values() if each is not None]
-        if not self._told and sum(numbers) and len(numbers) == len(self._under_way):
-            self._told = True
-            self._reporter.notice(
-                f"{_requests(sum(numbers))} under way may finish within {self._seconds:g} s, "
+    def note_progress(self, message: DrainProgress) -> None:
+        """Note the open requests of an API server; a restarted one has none."""
+        self._num_open[message.index] = message.num_requests
+        numbers = [number for number in self._num_open.values() if number is not None]
+        if not self._reported and sum(numbers) and len(numbers) == len(self._num_open):
+            self._reported = True
+            self._display.notice(
+                f"{_requests(sum(numbers))} in flight may finish within {self._seconds:g} s, "
                 "new ones are refused; a second signal aborts them"
             )
 
-    def seconds_left(self) -> float | None:
+    def seconds_left(self) -> float:
         return max(0.0, self._deadline - self._clock())
 
-    def report_left(self) -> None:
-        """At the end: say what is aborted, if anything is."""
-        left = sum(each or 0 for each in self._under_way.values())
+    def report_unfinished(self) -> None:
+        """Print how many requests are aborted, if any."""
+        left = sum(number or 0 for number in self._num_open.values())
         if left:
-            self._reporter.notice(f"{_requests(left)} not finished: aborted")
-
-    @property
-    def _timed_out(self) -> bool:
-        return self._clock() >= self._deadline
+            self._display.notice(f"{_requests(left)} not finished: aborted")
 
 
 def _requests(number: int) -> str:
     return "1 request" if number == 1 else f"{number} requests"
 
 
-# How the daemon ends: ask, then insist, then force, each at its time.
-
-
 @dataclass(frozen=True)
 class ShutdownLimits:
-    """Seconds from asking until SIGTERM and until SIGKILL."""
+    """Seconds from the Shutdown message until SIGTERM and until SIGKILL."""
 
     until_terminate: float
     until_kill: float
 
 
 ON_REQUEST: Final = ShutdownLimits(2.0, 4.0)
-AFTER_A_DEATH: Final = ShutdownLimits(0.5, 1.5)
+AFTER_FAILURE: Final = ShutdownLimits(0.5, 1.5)
 
 
-class NotEnding:
-    """The daemon goes on."""
-
-    begun = False
-
-    def seconds_to_next_step(self) -> float | None:
-        """There is no step to wait for."""
-        return None
-
-    def press(self) -> None:
-        """Nothing."""
-
-    def force(self) -> None:
-        """Nothing."""
-
-    def caused(self, exit_status: int | None) -> bool:
-        """No end is ours."""
-        return False
-
-
-class Ending:
-    """One ending of all processes; making it asks them to end."""
-
-    begun = True
+class ShutdownSequence:
+    """Ends processes: Shutdown at once, SIGTERM and SIGKILL later if they still run."""
 
     def __init__(
         self,
@@ -135,33 +86,32 @@ class Ending:
         self._processes = tuple(processes)
         self._clock = clock
         begin = clock()
-        self._steps = [
+        self._due_signals = [
             (begin + limits.until_terminate, signal.SIGTERM),
             (begin + limits.until_kill, signal.SIGKILL),
         ]
         self._sent: set[signal.Signals] = set()
         for process in self._processes:
-            process.ask_to_end()
+            process.request_shutdown()
 
-    def seconds_to_next_step(self) -> float | None:
-        """How long nothing but waiting is left to do; None when no step is left."""
-        return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
+    def seconds_to_next_signal(self) -> float | None:
+        """Return the seconds until the next signal; None after the last one."""
+        return max(0.0, self._due_signals[0][0] - self._clock()) if self._due_signals else None
 
-    def press(self) -> None:
-        """Take the steps whose time has come."""
-        while self._steps and self._steps[0][0] <= self._clock():
-            self._send(self._steps.pop(0)[1])
+    def send_due_signals(self) -> None:
+        while self._due_signals and self._due_signals[0][0] <= self._clock():
+            self._send(self._due_signals.pop(0)[1])
 
-    def force(self) -> None:
-        """End everything now."""
-        self._steps.clear()
+    def kill_all(self) -> None:
+        """Send SIGKILL now."""
+        self._due_signals.clear()
         self._send(signal.SIGKILL)
 
-    def caused(self, exit_status: int | None) -> bool:
-        """Whether an end with this status is what was asked or forced here."""
+    def has_caused(self, exit_status: int | None) -> bool:
+        """Whether an exit status is a consequence of the Shutdown message or a signal sent here."""
         return exit_status == 0 or any(exit_status == -number for number in self._sent)
 
     def _send(self, number: signal.Signals) -> None:
         self._sent.add(number)
         for process in self._processes:
-            process.signal(number)
+            process.send_signal(number)

@@ -1,14 +1,14 @@
-"""Signals as something to wait for beside links and descriptors."""
+"""Signals as a readable descriptor, and the meaning of SIGHUP."""
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Literal
 
 
 class SignalInbox:
-    """Catches signals while it is open; readable when one has come."""
+    """Catches signals inside a `with` block; its descriptor is readable when one has arrived."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self._numbers = tuple(numbers)
@@ -18,7 +18,7 @@ class SignalInbox:
 
     def __enter__(self) -> "SignalInbox":
         self._old_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, _leave_it) for number in self._numbers}
+        self._old = {number: signal.signal(number, _ignore) for number in self._numbers}
         return self
 
     def __exit__(
@@ -36,25 +36,39 @@ class SignalInbox:
     def fileno(self) -> int:
         return self._reader
 
-    def take(self) -> list[signal.Signals]:
-        """The signals that came since the last call."""
+    def receive(self) -> list[signal.Signals]:
+        """Return the signals that arrived since the last call."""
         try:
             return [signal.Signals(number) for number in os.read(self._reader, 4096)]
         except BlockingIOError:
             return []
 
 
-def _leave_it(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has the number already."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: Python has written the number to the wake-up descriptor."""
 
 
-# What SIGHUP means: that somebody wants a reload, or that the terminal is gone.
-#
-# A daemon that was started on a terminal gets SIGHUP when that closes, and would go on without
-# anybody seeing it. Owns the knowledge of whether there was a terminal.
+HangupAction = Literal["reload", "stop", "ignore"]
 
 
-Meaning = Literal["reload", "end", "nothing"]
+class HangupPolicy:
+    """Decides what SIGHUP means: a reload, or that the terminal of the daemon was closed.
+
+    Create it before SIGHUP gets a handler: under nohup the signal is ignored until then.
+    """
+
+    def __init__(self) -> None:
+        self._had_terminal = has_terminal()
+        self._under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    def action(self) -> HangupAction:
+        """Return what to do about a SIGHUP that has just arrived.
+
+        A daemon that was started on a terminal stops when the terminal closes.
+        """
+        if not self._had_terminal or has_terminal():
+            return "reload"
+        return "ignore" if self._under_nohup else "stop"
 
 
 def has_terminal() -> bool:
@@ -64,18 +78,3 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
-
-
-class HangUp:
-    """To be made before SIGHUP has a handler: under nohup it is ignored up to then."""
-
-    def __init__(self, terminal: Callable[[], bool] = has_terminal) -> None:
-        self._terminal = terminal
-        self._had_terminal = terminal()
-        self._ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-    def meaning(self) -> Meaning:
-        """Of a SIGHUP that has just come."""
-        if not self._had_terminal or self._terminal():
-            return "reload"
-        return "nothing" if self._ignored else "end"

@@ -1,40 +1,36 @@
-"""The supervisor: starts, watches, restarts and stops all processes of a daemon.
+"""The supervisor process: starts, watches, restarts and stops all other processes of a daemon.
 
-Owns the children, the run directory and the death pipe. Imports no torch. One loop waits for links,
-process descriptors and signals. As process 1 of a container it also reaps orphans.
+Start reading at `Supervisor._run_loop`: it waits for messages, exits of processes and signals.
 
-Until the daemon is ready for the first time, any death ends it. After that a dead process is
-restarted (a worker together with all workers of its model), and the others are notified.
+Until the daemon is ready for the first time, the death of any process ends it. After that a dead
+process is restarted (a worker together with all workers of its model), and the others are notified.
+Imports no torch.
 """
 
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from deploy.display import Display
-from deploy.reload.actions import ProcessActions
-from deploy.reload.progress import ReloadNews
-from deploy.reload.reload import NoReload, Reload
+from deploy.reload.actions import ReloadActions
+from deploy.reload.reload import Reload, ReloadReporter
 from deploy.supervisor.epochs import Announcement, EpochCounter
-from deploy.supervisor.exit_report import Failures
-from deploy.supervisor.hang_detector import Limits
-from deploy.supervisor.launch import Launch
-from deploy.supervisor.notify import Notifier
-from deploy.supervisor.processes import Child, child_environment, reap_adopted
-from deploy.supervisor.readiness import Readiness
+from deploy.supervisor.exit_report import FailureLog
+from deploy.supervisor.hang_detector import HangLimits
+from deploy.supervisor.launch import Launch, Readiness, ready_message
+from deploy.supervisor.notify import SystemdNotifier
+from deploy.supervisor.processes import Child, ChildProcesses, reap_adopted
 from deploy.supervisor.recovery import Recovery, RestartBudget
 from deploy.supervisor.shutdown import (
-    AFTER_A_DEATH,
+    AFTER_FAILURE,
     ON_REQUEST,
-    Draining,
-    Ending,
-    NotDraining,
-    NotEnding,
+    RequestDrain,
     ShutdownLimits,
+    ShutdownSequence,
 )
-from deploy.supervisor.signals import HangUp, SignalInbox
+from deploy.supervisor.signals import HangupPolicy, SignalInbox
 from deploy.supervisor.watchdog import Watchdog
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
@@ -50,7 +46,6 @@ from proto.lifecycle import (
     ProcessBoot,
     Progress,
     ProtocolViolation,
-    Role,
 )
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
@@ -64,7 +59,7 @@ _SAME_SIGNAL_SECONDS: Final = 0.05
 class Supervisor:
     """Runs one daemon from the start of its processes to the end of the last.
 
-    limits: how long processes may take to end after a stop signal.
+    shutdown_limits: how long processes may take to exit after a stop signal.
     """
 
     def __init__(
@@ -72,28 +67,24 @@ class Supervisor:
         launch: Launch,
         run_parent: str,
         display: Display,
-        on_ready: Callable[[Readiness], None],
-        notifier: Notifier,
-        limits: ShutdownLimits = ON_REQUEST,
+        notifier: SystemdNotifier,
+        shutdown_limits: ShutdownLimits = ON_REQUEST,
     ) -> None:
         self._launch = launch
-        self._patience = limits
         self._run_parent = run_parent
         self._display = display
-        self._on_ready = on_ready
         self._notifier = notifier
-        self._running: list[Child] = []
+        self._shutdown_limits = shutdown_limits
         self._poller = Poller()
-        self._failures = Failures(display)
-        self._signalled_at = 0.0
-        self._num_signals = 0
-        self._hang_up = HangUp()
-        self._reload: Reload | NoReload = NoReload()
-        self._preparing: set[int] = set()
-        self._draining: Draining | NotDraining = NotDraining()
-        self._ending: Ending | NotEnding = NotEnding()
-        self._status = 0
-        self._readiness = Readiness(1, range(launch.front_ends))
+        self._children = ChildProcesses(launch, self._poller)
+        self._readiness = Readiness(range(launch.num_front_ends))
+        self._failures = FailureLog(display)
+        self._hangup_policy = HangupPolicy()
+        self._last_stop_signal = 0.0
+        self._num_stop_signals = 0
+        self._drain: RequestDrain | None = None
+        self._shutdown: ShutdownSequence | None = None
+        self._exit_status = 0
 
     def run(self) -> int:
         """Run until no process is left, and return the exit status of the command.
@@ -106,28 +97,27 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             metrics_fd = os.memfd_create("tokend-metrics")
-            os.ftruncate(metrics_fd, self._launch.front_ends * METRIC_BYTES)
+            os.ftruncate(metrics_fd, self._launch.num_front_ends * METRIC_BYTES)
             try:
-                epochs = self._epochs(directory.path, death_pipe[0], metrics_fd)
-                recovery = self._recovery(epochs)
-                watchdog = self._watchdog(epochs, recovery)
-                self._reload = self._reloads(epochs, recovery, directory.path)
+                self._create_parts(directory.path, death_pipe[0], metrics_fd)
                 for role, index in self._launch.processes():
-                    self._start(epochs.boot(role, index))
-                self._watch(signals, recovery, watchdog)
+                    self._start(self._epochs.make_boot(role, index))
+                self._run_loop(signals)
             finally:
-                self._kill_rest()
+                self._children.kill_all()  # only an error of the supervisor itself leaves any
                 self._display.close()
                 for descriptor in (*death_pipe, metrics_fd):
                     os.close(descriptor)
                 directory.leave()
-        status = self._failures.conclude(self._status, serving=self._readiness.complete)
+        status = self._failures.report(self._exit_status, serving=self._readiness.complete)
         if status == 0:
             self._display.notice("stopped; nothing is left running")
         return status
 
-    def _epochs(self, run_dir: str, death_fd: int, metrics_fd: int) -> EpochCounter:
-        launch = self._launch
+    def _create_parts(self, run_dir: str, death_fd: int, metrics_fd: int) -> None:
+        """Create the parts that need the run directory."""
+        launch, config = self._launch, self._launch.config
+        num_workers = config.parallel.tensor_parallel_size
         template = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
             role="engine_core",
@@ -137,253 +127,241 @@ class Supervisor:
             worker_epoch=0,
             run_dir=run_dir,
             death_fd=death_fd,
-            config=launch.config,
+            config=config,
             model=launch.model,
             faults=launch.faults,
             metrics_fd=metrics_fd,
         )
-        return EpochCounter(template, tuple(listener.fileno() for listener in launch.listeners))
-
-    def _recovery(self, epochs: EpochCounter) -> Recovery:
-        config = self._launch.config
+        listen_fds = tuple(listener.fileno() for listener in launch.listeners)
+        self._epochs = EpochCounter(template, listen_fds)
         budget = RestartBudget(config.reliability.max_restarts)
-        return Recovery(epochs, budget, self._display, config.parallel.tensor_parallel_size)
-
-    def _watchdog(self, epochs: EpochCounter, recovery: Recovery) -> Watchdog:
-        limits = Limits.of(self._launch.config.reliability)
-        return Watchdog(limits, epochs, recovery, self._display)
-
-    def _reloads(self, epochs: EpochCounter, recovery: Recovery, run_dir: str) -> Reload:
-        launch = self._launch
-        actions = ProcessActions(
-            self._running,
-            self._start,
-            self._poller,
-            launch.config,
-            launch.prepare,
-            launch.variables,
-            lambda: self._readiness.engine,
-            self._preparing,
-        )
-        news = ReloadNews(run_dir, self._display, self._notifier)
-        return Reload(
-            epochs,
-            recovery,
-            actions,
-            news,
-            launch.config.reliability.reload_strategy,
-            launch.front_ends,
-            launch.config.parallel.tensor_parallel_size,
+        self._recovery = Recovery(self._epochs, budget, self._display, num_workers)
+        limits = HangLimits.of(config.reliability)
+        self._watchdog = Watchdog(limits, self._epochs, self._recovery, self._display)
+        self._reload = Reload(
+            self._epochs,
+            self._recovery,
+            self._children,
+            ReloadActions(launch, self._children, self._poller, self._readiness),
+            ReloadReporter(run_dir, self._display, self._notifier),
+            config.reliability.reload_strategy,
+            launch.num_front_ends,
+            num_workers,
         )
 
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits for the processes that it depends on."""
-        launch = self._launch
-        env = child_environment(
-            launch.variables,
-            boot.role,
-            launch.config.device,
-            launch.config.parallel.tensor_parallel_size,
-        )
-        child = Child(boot, launch.commands[boot.role], env)
-        if self._draining.begun and boot.role == "api_server":
-            child.tell(Drain())
-        self._running.append(child)
-        self._poller.add(child.link)
-        self._poller.add(child.pidfd)
+        child = self._children.start(boot)
+        if self._drain is not None and boot.role == "api_server":
+            child.send(Drain())
 
-    def _watch(self, signals: SignalInbox, recovery: Recovery, watchdog: Watchdog) -> None:
-        """Run the main loop until shutdown is complete."""
+    # ---- The main loop ----
+
+    def _run_loop(self, signals: SignalInbox) -> None:
+        """Run until all processes have exited after a shutdown."""
         self._poller.add(signals.fileno())
-        while self._running or not self._ending.begun:
-            self._poller.wait(self._seconds_to_sleep(recovery, watchdog))
-            self._notifier.beat(watchdog.copes)
-            for number in signals.take():
-                self._obey(number)
-            for child in list(self._running):
-                self._hear(child, recovery, watchdog)
+        while self._children.running or self._shutdown is None:
+            self._poller.wait(self._seconds_to_sleep())
+            self._notifier.send_heartbeat(self._watchdog.can_recover)
+            for number in signals.receive():
+                self._handle_signal(number)
+            for child in list(self._children.running):
+                self._handle_messages(child)
                 if child.has_ended():
-                    self._hear(child, recovery, watchdog)  # what it said since
-                    self._bury(child, recovery)
-            reap_adopted({child.pid for child in self._running} | self._preparing)
-            if self._draining.over and not self._ending.begun:
-                self._abort()
-            if self._ending.begun:
-                self._ending.press()
+                    self._handle_messages(child)  # messages that arrived since the last line
+                    self._handle_exit(child)
+            reap_adopted(self._children.all_pids())
+            if self._drain is not None and self._drain.done and self._shutdown is None:
+                self._shut_down_on_request()
+            if self._shutdown is not None:
+                self._shutdown.send_due_signals()
             else:
-                self._go_on(recovery, watchdog)
+                self._continue_reload()
+                self._restart_dead_processes()
+                self._remove_hung_processes()
 
-    def _go_on(self, recovery: Recovery, watchdog: Watchdog) -> None:
-        """Do what is due before shutdown, also while draining: reload, restarts, hang detection."""
-        if self._serving:
-            self._reload.press()
-        self._replace_the_dead(recovery)
-        watched = [child for child in self._running if not self._reload.is_ending(child)]
-        watchdog.turn(watched, lambda hung: self._cut_off(hung, recovery))
-
-    def _seconds_to_sleep(self, recovery: Recovery, watchdog: Watchdog) -> float | None:
-        """Seconds until something is due without an event; None for never."""
-        limits = [self._notifier.seconds_to_next_beat()]
-        if self._ending.begun:
-            limits.append(self._ending.seconds_to_next_step())
+    def _seconds_to_sleep(self) -> float | None:
+        """Return the seconds until something is due without an event; None for never."""
+        limits = [self._notifier.seconds_to_next_heartbeat()]
+        if self._shutdown is not None:
+            limits.append(self._shutdown.seconds_to_next_signal())
         else:
-            limits += (recovery.seconds_to_next(), watchdog.seconds_to_next())
-            limits += (self._draining.seconds_left(), self._reload.seconds_left())
-        return min((each for each in limits if each is not None), default=None)
-
-    def _replace_the_dead(self, recovery: Recovery) -> None:
-        for child in self._of_now():
-            if recovery.must_go(child.role):
-                child.signal(signal.SIGKILL)
-        for each in recovery.take_due(self._of_now()):
-            self._announce(each.told)  # also to those that were started just now
-            for boot in each.boots:
-                self._start(boot)
-
-    def _announce(self, announcements: Sequence[Announcement]) -> None:
-        """Send messages to the current generation, and NewFrontEnd to all engines."""
-        for role, message in announcements:
-            for child in self._running:
-                is_meant = isinstance(message, NewFrontEnd) or self._reload.is_of_now(child)
-                if child.role == role and is_meant:
-                    child.tell(message)
-
-    def _of_now(self) -> list[Child]:
-        """All processes, except those of another generation during a reload."""
-        return [child for child in self._running if self._reload.is_of_now(child)]
-
-    def _cut_off(self, hung: Child, recovery: Recovery) -> None:
-        """Disconnect the other processes from one that will be killed, if it will be replaced."""
-        if self._serving and not self._reload.cut_off(hung):
-            self._announce(recovery.cut_off(hung))
-
-    def _hear(self, child: Child, recovery: Recovery, watchdog: Watchdog) -> None:
-        for message in child.receive():
-            watchdog.hear(child, message)
-            self._handle(child, message, recovery)
-        if child.last_words is not None and not self._serving:
-            self._fail(child)
+            limits.append(self._recovery.seconds_to_next_restart())
+            limits.append(self._watchdog.seconds_to_next_check())
+            limits.append(self._reload.seconds_to_next_step())
+            if self._drain is not None:
+                limits.append(self._drain.seconds_left())
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def _serving(self) -> bool:
-        return self._readiness.complete and not self._ending.begun
+        """Whether the daemon has been ready and does not shut down yet; it may be draining."""
+        return self._readiness.complete and self._shutdown is None
 
-    def _handle(self, child: Child, message: Any, recovery: Recovery) -> None:
+    def _continue_reload(self) -> None:
+        if self._serving:
+            self._reload.advance()
+
+    # ---- Messages ----
+
+    def _handle_messages(self, child: Child) -> None:
+        for message in child.receive():
+            self._watchdog.note_message(child, message)
+            self._handle_message(child, message)
+        if child.fatal_error is not None and not self._serving:
+            self._handle_failure(child)
+
+    def _handle_message(self, child: Child, message: Any) -> None:
         if isinstance(message, Progress):
             if not self._readiness.complete:
                 self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
         elif isinstance(message, FrontEndStalled):
-            self._kill_life("api_server", message.index, message.incarnation)
+            self._kill_stalled_front_end(message)
         elif isinstance(message, DrainProgress):
-            self._draining.note(message)
+            if self._drain is not None:
+                self._drain.note_progress(message)
         elif isinstance(message, DrainRequested):
-            self._drain()
+            self._begin_drain()
         elif isinstance(message, AbortRequests):
-            for each in self._running:
-                if each.role == "api_server":
-                    each.tell(message)
+            self._children.send_to_front_ends(message)
         elif self._readiness.complete or isinstance(message, ProtocolViolation):
-            self._reload.note(message)
-            self._readiness.note_again(message)
-            if self._reload.is_of_now(child):
-                recovery.note(message)
+            self._reload.note_message(message)
+            self._readiness.note_new_engine(message)
+            if self._epochs.is_current(child):
+                self._recovery.note_message(message)
         elif isinstance(message, EngineReady | FrontEndReady):
-            self._readiness.note(message)
-            if self._readiness.complete and not self._ending.begun:
-                self._display.close()
-                self._on_ready(self._readiness)
+            self._readiness.note_ready(message)
+            if self._readiness.complete and self._shutdown is None:
+                self._announce_ready()
 
-    def _kill_life(self, role: Role, index: int, incarnation: int) -> None:
-        """Kill one incarnation of a process, if it still runs."""
-        for child in self._running:
-            if (child.role, child.index, child.incarnation) == (role, index, incarnation):
-                child.signal(signal.SIGKILL)
+    def _announce_ready(self) -> None:
+        """Print the ready line and notify the service manager."""
+        self._display.close()
+        print(ready_message(self._launch, self._readiness), flush=True)
+        self._notifier.report_ready(f"serving {self._launch.model.name} at {self._launch.url}")
 
-    def _bury(self, child: Child, recovery: Recovery) -> None:
-        """Handle the exit of a process: read its last messages, restart it or end the daemon."""
-        child.await_last_words()
-        self._poller.remove(child.link)
-        self._poller.remove(child.pidfd)
-        self._running.remove(child)
+    def _kill_stalled_front_end(self, message: FrontEndStalled) -> None:
+        """Kill the incarnation of an API server that the engine has reported, if it still runs."""
+        for child in self._children.front_ends():
+            if (child.index, child.incarnation) == (message.index, message.incarnation):
+                child.send_signal(signal.SIGKILL)
+
+    # ---- Deaths, restarts and hangs ----
+
+    def _handle_exit(self, child: Child) -> None:
+        """Read the last messages of a process that has exited; restart it or end the daemon."""
+        child.await_fatal_error()
+        self._children.remove(child)
         if self._serving and self._reload.note_death(child):
-            pass  # of a generation that comes or goes
-        elif self._serving and recovery.can_replace(child):
-            recovery.note_death(child)
-        elif child.exit_status != 0 or not self._ending.begun:
-            self._fail(child)
+            pass  # the process belonged to a generation that starts or stops
+        elif self._serving and self._recovery.can_restart(child):
+            self._recovery.note_death(child)
+        elif child.exit_status != 0 or self._shutdown is None:
+            self._handle_failure(child)
         child.close()
 
-    def _fail(self, child: Child) -> None:
+    def _handle_failure(self, child: Child) -> None:
         """End the daemon after a failure; later failures are mostly consequences of it."""
-        if self._ending.begun:
-            self._failures.add(child, expected=self._ending.caused(child.exit_status))
+        if self._shutdown is not None:
+            expected = self._shutdown.has_caused(child.exit_status)
+            self._failures.record_later(child, expected=expected)
         else:
-            self._failures.begin(child)
-            self._end(AFTER_A_DEATH)
+            self._failures.record_first(child)
+            self._begin_shutdown(AFTER_FAILURE)
 
-    def _obey(self, number: signal.Signals) -> None:
-        """Handle a signal. SIGCHLD only wakes the loop."""
+    def _restart_dead_processes(self) -> None:
+        """Start successors of dead processes when they are due, and notify the other processes."""
+        for child in self._current_processes():
+            if self._recovery.must_kill(child.role):
+                child.send_signal(signal.SIGKILL)
+        for restart in self._recovery.pop_due_restarts(self._current_processes()):
+            self._announce(restart.announcements)  # processes started just now get them, too
+            for boot in restart.boots:
+                self._start(boot)
+
+    def _remove_hung_processes(self) -> None:
+        """Ping processes and kill those that hang, after the others have disconnected from them."""
+        running = self._children.running
+        watched = [child for child in running if not self._reload.is_stopping(child)]
+        for child in self._watchdog.find_hung(watched):
+            self._disconnect(child)
+            self._watchdog.begin_removal(child)
+        self._watchdog.continue_removals()
+        self._watchdog.report_health(watched)
+
+    def _disconnect(self, hung: Child) -> None:
+        """Disconnect the other processes from one that will be killed, if it will be replaced."""
+        if self._serving and not self._reload.disconnect(hung):
+            self._announce(self._recovery.disconnect(hung))
+
+    def _announce(self, announcements: Sequence[Announcement]) -> None:
+        """Send messages to the current generation, and NewFrontEnd to all engines."""
+        for role, message in announcements:
+            for child in self._children.running:
+                concerned = isinstance(message, NewFrontEnd) or self._epochs.is_current(child)
+                if child.role == role and concerned:
+                    child.send(message)
+
+    def _current_processes(self) -> list[Child]:
+        """Return all processes, except those of another generation during a reload."""
+        return [child for child in self._children.running if self._epochs.is_current(child)]
+
+    # ---- Signals, drain and shutdown ----
+
+    def _handle_signal(self, number: signal.Signals) -> None:
+        """Drain, shut down or reload. SIGCHLD only wakes the loop."""
         if number in _STOP_SIGNALS:
-            self._stop(number)
+            self._handle_stop_signal(number)
         elif number == signal.SIGHUP:
-            meaning = self._hang_up.meaning()
-            if meaning == "reload":
-                self._reload.ask()
-            elif meaning == "end":
-                self._stop(number)
+            action = self._hangup_policy.action()
+            if action == "reload":
+                self._reload.request()
+            elif action == "stop":
+                self._handle_stop_signal(number)
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _handle_stop_signal(self, number: signal.Signals) -> None:
         """Drain at the first stop signal, abort requests at the second, kill at the third.
 
-        A drain may have been started by an admin call before, as from a container's preStop hook.
+        An admin call may have begun a drain before, for example from a container's preStop hook.
         """
         now = time.monotonic()
-        if now - self._signalled_at <= _SAME_SIGNAL_SECONDS:
+        if now - self._last_stop_signal <= _SAME_SIGNAL_SECONDS:
             return
-        self._signalled_at = now
-        self._num_signals += 1
-        if self._num_signals == 1:
-            self._drain()
-        elif self._ending.begun:
-            self._status = 128 + number
-            self._ending.force()
+        self._last_stop_signal = now
+        self._num_stop_signals += 1
+        if self._num_stop_signals == 1:
+            self._begin_drain()
+        elif self._shutdown is not None:
+            self._exit_status = 128 + number
+            self._shutdown.kill_all()
         else:
-            self._abort()
+            self._shut_down_on_request()
 
-    def _drain(self) -> None:
-        """Refuse new requests, let open ones finish, then shut down."""
-        if self._draining.begun or self._ending.begun:
+    def _begin_drain(self) -> None:
+        """Refuse new requests and let open ones finish; the main loop shuts down after that."""
+        if self._drain is not None or self._shutdown is not None:
             return
         if not self._serving:
-            self._abort()
+            self._shut_down_on_request()
             return
-        self._reload.give_up("the daemon is about to end")
+        self._reload.cancel("the daemon is about to end")
         seconds = self._launch.config.reliability.shutdown_timeout
-        self._notifier.stopping(seconds + self._patience.until_kill)
-        self._draining = Draining(range(self._launch.front_ends), seconds, self._display)
-        for child in self._running:
-            if child.role == "api_server":
-                child.tell(Drain())
+        self._notifier.report_stopping(seconds + self._shutdown_limits.until_kill)
+        self._drain = RequestDrain(range(self._launch.num_front_ends), seconds, self._display)
+        self._children.send_to_front_ends(Drain())
 
-    def _abort(self) -> None:
-        """End in order, whatever is under way."""
-        self._draining.report_left()
+    def _shut_down_on_request(self) -> None:
+        """Shut down after a drain, or instead of one."""
+        if self._drain is not None:
+            self._drain.report_unfinished()
         self._display.notice("stopping; another signal ends everything at once")
-        self._end(self._patience)
+        self._begin_shutdown(self._shutdown_limits)
 
-    def _end(self, limits: ShutdownLimits) -> None:
-        self._reload.give_up("the daemon ends")
-        self._notifier.stopping(limits.until_kill)
+    def _begin_shutdown(self, limits: ShutdownLimits) -> None:
+        self._reload.cancel("the daemon ends")
+        self._notifier.report_stopping(limits.until_kill)
         for listener in self._launch.listeners:
             listener.close()
-        self._ending = Ending(self._running, limits)
-
-    def _kill_rest(self) -> None:
-        """Only an error of the supervisor itself leaves any."""
-        for child in self._running:
-            child.signal(signal.SIGKILL)
-            child.wait()
-            child.close()
-        self._running.clear()
+        self._shutdown = ShutdownSequence(self._children.running, limits)

@@ -1,21 +1,27 @@
-"""Pings processes, kills those that hang, and tells the API servers why the daemon is not ready.
+"""The watchdog: pings processes, removes those that hang, and reports why the daemon is not ready.
 
-After a hanging process was killed, recovery.py and reload.py handle its exit as any other.
+Once a hung process was killed, its exit is handled like any other (recovery.py, reload/).
 
-    API servers                                     one detector
+    API servers                                     one hang detector
     engine, workers of the current generation       one
     engine, workers of another one (in a reload)    one, without effect on readiness
+
+A hung process prints its stacks and is killed:
+
+    disconnected ── 0.1 s ──▶ SIGUSR1, SIGCONT ── 0.5 s ──▶ SIGKILL
+
+The other processes disconnect from it first, because a process that was only stopped continues to
+run while it prints its stacks.
 """
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from deploy.display import Reporter
+from deploy.display import Display
 from deploy.supervisor.epochs import EpochCounter
-from deploy.supervisor.hang_detector import Hang, HangDetector, Limits, Process
+from deploy.supervisor.hang_detector import HangDetector, HangLimits, Process
 from deploy.supervisor.processes import Child
 from deploy.supervisor.recovery import Recovery
 from proto.lifecycle import (
@@ -29,33 +35,22 @@ from proto.lifecycle import (
     WaitingForRanks,
 )
 
-# A process that hangs prints its stacks and is killed:
-#
-#     disconnected ── 0.1 s ──▶ SIGUSR1, SIGCONT ── 0.5 s ──▶ SIGKILL
-#
-# The others disconnect from it first, because a process that was only stopped continues to run
-# while it prints its stacks.
-
-
-CUT_OFF_SECONDS: Final = 0.1
-"""Time for the other processes to disconnect from it."""
+DISCONNECT_SECONDS: Final = 0.1
+"""Time for the other processes to disconnect."""
 STACKS_SECONDS: Final = 0.5
-"""Time for the signal handler, in a process that may rarely be scheduled."""
-_PATIENCE_SECONDS: Final = 10.0
+"""Time for the signal handler that prints the stacks, in a process that may rarely be scheduled."""
+_STUCK_SECONDS: Final = 10.0
 
 
-class Removal:
-    """Removal of one hanging process. since: time at which the others were told to disconnect."""
+class HungProcessRemoval:
+    """The signals to one hung process. since: when the others were told to disconnect."""
 
     def __init__(self, process: Child, clock: Callable[[], float] = time.monotonic) -> None:
         self._process = process
         self._clock = clock
         self.since = clock()
-        until_stacks = self.since + CUT_OFF_SECONDS
-        self._steps = [
-            (until_stacks, process.show_stacks),
-            (until_stacks + STACKS_SECONDS, lambda: process.signal(signal.SIGKILL)),
-        ]
+        self._stacks_due: float | None = self.since + DISCONNECT_SECONDS
+        self._kill_due: float | None = self.since + DISCONNECT_SECONDS + STACKS_SECONDS
 
     @property
     def done(self) -> bool:
@@ -63,22 +58,23 @@ class Removal:
         return self._process.has_ended()
 
     @property
-    def overdue(self) -> bool:
+    def stuck(self) -> bool:
         """Whether the process still exists long after SIGKILL, stuck in the kernel."""
-        return self._clock() - self.since > _PATIENCE_SECONDS and not self.done
+        return self._clock() - self.since > _STUCK_SECONDS and not self.done
 
-    def seconds_to_next_step(self) -> float | None:
-        """Seconds until the next signal; None after the last one."""
-        return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
+    def seconds_to_next_signal(self) -> float | None:
+        """Return the seconds until the next signal; None after the last one."""
+        due = self._kill_due if self._stacks_due is None else self._stacks_due
+        return None if due is None else max(0.0, due - self._clock())
 
-    def press(self) -> None:
-        """Send the signals that are due."""
-        while self._steps and self._steps[0][0] <= self._clock():
-            self._steps.pop(0)[1]()
+    def send_due_signals(self) -> None:
+        if self._stacks_due is not None and self._stacks_due <= self._clock():
+            self._stacks_due = None
+            self._process.dump_stacks()
+        if self._kill_due is not None and self._kill_due <= self._clock():
+            self._kill_due = None
+            self._process.send_signal(signal.SIGKILL)
 
-
-Source = Callable[[], Iterable[NotReady]]
-"""Returns reasons why the daemon is not ready."""
 
 _FRONT_ENDS: Final = 0
 """Used as the generation of API servers, which belong to none."""
@@ -87,39 +83,39 @@ _FRONT_ENDS: Final = 0
 class Watchdog:
     """Watches all processes of a daemon until its shutdown.
 
-    sources: further reasons why the daemon is not ready.
+    The main loop of the supervisor calls, in every turn: `note_message` for each message, then
+    `find_hung`, `begin_removal` for each process found, `continue_removals` and `report_health`.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        limits: HangLimits,
         epochs: EpochCounter,
         recovery: Recovery,
-        reporter: Reporter,
-        sources: Sequence[Source] = (),
+        display: Display,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._epochs = epochs
-        self._reporter = reporter
-        self._sources = (self._not_ready, recovery.not_ready, *sources)
+        self._recovery = recovery
+        self._display = display
         self._clock = clock
         self._detectors: dict[int, HangDetector] = {}
         self._watched: dict[tuple[int, Process], Child] = {}
-        self._removals: dict[Child, Removal] = {}
-        self._told: dict[Child, HealthStatus] = {}
+        self._removals: dict[Child, HungProcessRemoval] = {}
+        self._last_status: dict[Child, HealthStatus] = {}
 
     @property
-    def copes(self) -> bool:
-        """Whether all hanging processes could be killed; if not, restart the whole daemon."""
-        return not any(each.overdue for each in self._removals.values())
+    def can_recover(self) -> bool:
+        """Whether all hung processes could be killed; if not, only a restart of all helps."""
+        return not any(removal.stuck for removal in self._removals.values())
 
-    def hear(self, child: Child, message: Any) -> None:
-        """Take a message of a process into account."""
-        place = _place(child)
-        if self._watched.get(place) is not child:
+    def note_message(self, child: Child, message: Any) -> None:
+        """Note a message of a process as a sign of life, and what an engine says of its workers."""
+        key = _key(child)
+        if self._watched.get(key) is not child:
             return
-        generation, process = place
+        generation, process = key
         detector = self._detectors[generation]
         if isinstance(message, Alive | EngineAlive):
             detector.note_answer(process)
@@ -128,80 +124,90 @@ class Watchdog:
         elif isinstance(message, WaitingForRanks):
             detector.note_awaits_ranks(process)
         else:
-            detector.note_sign(process)
+            detector.note_message(process)
         if isinstance(message, EngineAlive):
             # workers are replaced only in the current generation
-            is_of_now = self._epochs.is_of_now(child)
-            epoch = self._epochs.worker_epoch if is_of_now else message.worker_epoch
-            detector.note_engine(message, epoch)
+            is_current = self._epochs.is_current(child)
+            epoch = self._epochs.worker_epoch if is_current else message.worker_epoch
+            detector.note_engine_report(message, epoch)
 
-    def turn(self, watched: Sequence[Child], cut_off: Callable[[Child], None]) -> None:
-        """Send pings, start and continue removals, and report readiness; call it in every loop.
+    def find_hung(self, running: Sequence[Child]) -> list[Child]:
+        """Ping the processes that are due, and return those that hang since the last call.
 
-        watched: all processes that were not asked to exit.
-        cut_off: makes the other processes disconnect from one that will be killed.
+        running: all processes that were not asked to exit.
         """
-        self._meet(watched)
+        self._update_watched(running)
+        found = []
         for generation, detector in self._detectors.items():
-            for process in detector.take_questions():
-                self._watched[generation, process].tell(Ping())
-            for hang in detector.hangs():
-                detector.condemn(hang.process)
-                self._remove(self._watched[generation, hang.process], hang, cut_off)
-        self._removals = {of: each for of, each in self._removals.items() if not each.done}
-        for removal in self._removals.values():
-            removal.press()
-        self._tell_front_ends(watched)
+            for process in detector.pop_due_pings():
+                self._watched[generation, process].send(Ping())
+            for hang in detector.find_hangs():
+                detector.ignore(hang.process)
+                child = self._watched[generation, hang.process]
+                self._display.notice(
+                    f"(pid {child.pid}) hangs, {hang.missing} for {hang.seconds:.1f} s: "
+                    "it prints its stacks and is killed",
+                    child.name,
+                )
+                found.append(child)
+        return found
 
-    def seconds_to_next(self) -> float:
-        """Seconds until the next call is needed."""
-        steps = [each.seconds_to_next_step() for each in self._removals.values()]
-        return min(each for each in (self._limits.interval, *steps) if each is not None)
+    def begin_removal(self, hung: Child) -> None:
+        """Begin to remove a hung process, after the others were told to disconnect from it."""
+        self._removals[hung] = HungProcessRemoval(hung, self._clock)
 
-    def _meet(self, watched: Sequence[Child]) -> None:
-        """Begin to watch new processes, and stop watching ended ones."""
-        now = {_place(child): child for child in watched}
-        for place, child in list(self._watched.items()):
-            if now.get(place) is not child:
-                generation, process = place
-                self._detectors[generation].end(process)
-                self._told.pop(child, None)
-                del self._watched[place]
+    def continue_removals(self) -> None:
+        """Send the signals that are due to hung processes."""
+        running = {child: removal for child, removal in self._removals.items() if not removal.done}
+        self._removals = running
+        for removal in running.values():
+            removal.send_due_signals()
+
+    def report_health(self, running: Sequence[Child]) -> None:
+        """Send the reasons why the daemon is not ready to API servers that do not know them."""
+        status = HealthStatus((*self._not_ready(), *self._recovery.not_ready()))
+        for child in running:
+            if child.role != "api_server":
+                continue
+            if self._last_status.get(child, HealthStatus()) != status:
+                self._last_status[child] = status
+                child.send(status)
+
+    def seconds_to_next_check(self) -> float:
+        """Return the seconds until the next call of `find_hung` and `continue_removals`."""
+        signals = [removal.seconds_to_next_signal() for removal in self._removals.values()]
+        return min(limit for limit in (self._limits.interval, *signals) if limit is not None)
+
+    def _update_watched(self, running: Sequence[Child]) -> None:
+        """Watch new processes, and stop watching ended ones."""
+        now = {_key(child): child for child in running}
+        for key, child in list(self._watched.items()):
+            if now.get(key) is not child:
+                generation, process = key
+                self._detectors[generation].unwatch(process)
+                self._last_status.pop(child, None)
+                del self._watched[key]
         self._detectors = {
             generation: self._detectors.get(generation) or HangDetector(self._limits, self._clock)
             for generation, _ in now
         }
-        for place, child in now.items():
-            if place not in self._watched:
-                generation, process = place
-                self._detectors[generation].begin(process)
-                self._watched[place] = child
-
-    def _remove(self, child: Child, hang: Hang, cut_off: Callable[[Child], None]) -> None:
-        self._reporter.notice(
-            f"(pid {child.pid}) hangs, {hang.what} for {hang.seconds:.1f} s: "
-            "it shows its stacks and is killed",
-            child.name,
-        )
-        cut_off(child)
-        self._removals[child] = Removal(child, self._clock)
+        for key, child in now.items():
+            if key not in self._watched:
+                generation, process = key
+                self._detectors[generation].watch(process)
+                self._watched[key] = child
 
     def _not_ready(self) -> Iterator[NotReady]:
+        """Yield the hung processes of the current generation, and those that may hang."""
         detector = self._detectors.get(self._epochs.generation)
         if detector is not None:
             yield from detector.not_ready()
         for child, removal in self._removals.items():
-            if self._epochs.is_of_now(child):
+            if self._epochs.is_current(child):
                 yield NotReady(f"{child.name} hangs and is killed", removal.since)
 
-    def _tell_front_ends(self, watched: Sequence[Child]) -> None:
-        condition = HealthStatus(tuple(chain.from_iterable(source() for source in self._sources)))
-        for child in watched:
-            if child.role == "api_server" and self._told.get(child, HealthStatus()) != condition:
-                self._told[child] = condition
-                child.tell(condition)
 
-
-def _place(child: Child) -> tuple[int, Process]:
+def _key(child: Child) -> tuple[int, Process]:
+    """Return the generation of a process, and its role and index."""
     generation = _FRONT_ENDS if child.role == "api_server" else child.generation
     return generation, (child.role, child.index)

@@ -6,7 +6,7 @@ Knows nothing of how workers are started or reached.
 from typing import Protocol
 
 from proto.errors import TokendError
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from engine_core.executor.base import WorkerFailedError
 from proto import PROTOCOL_VERSION
 from proto.faults import FaultInjector
-from proto.kv_transfer import KVConnectorOutput, KVConnectorReport
+from proto.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput

@@ -17,7 +17,7 @@ from engine_core.executor.base import Executor, WorkerFailedError
 from engine_core.pool_plan import PoolPlan
 from proto.codec import Message
 from proto.errors import ModelError
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from proto.lifecycle import ProtocolViolation, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput

@@ -1,6 +1,5 @@
-"""KV blocks of one engine: which request holds which, cached prefixes, free blocks.
+"""KV cache of one engine: which request holds which blocks, cached prefixes, free blocks.
 
-Owns block ids, reference counts and the hash index. Knows block ids only: the
-tensors are the worker's, the order of requests is the scheduler's. Other
+Only block ids are known here: the tensors are in the workers. Start reading at `manager.py`; other
 folders use `manager`, `hashing` and `integrity`.
 """

@@ -1,55 +1,42 @@
-"""Coordinators: what all KV groups of a request do together.
+"""Coordinators: what all KV cache groups of a request do together.
 
-A coordinator asks every group for blocks and finds the prefix that all of them
-still hold. Which one is wired depends on the model and on the configuration:
+A coordinator asks every group for blocks and finds the longest prefix that all of them still hold.
+`make_coordinator` chooses by configuration and model:
 
-    NoCacheCoordinator    prefixes are not cached
+    KVCacheCoordinator    prefixes are not cached
     UnitaryCoordinator    one group: its hit is the hit
     HybridCoordinator     several groups: the longest hit that all of them accept
 
-The tables are the groups', the blocks are the pool's; requests are unknown here.
+Groups own the block tables, the pool owns the blocks. This file does not know requests, nor what
+the blocks of a group hold.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
-from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
+from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.groups import CacheGroup, group_class
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
 
-# How many blocks a request holds at most, and the longest request for which a pool has room.
-#
-# Pure functions of the model's KV groups.
 
-
-def blocks_of_request(
+def max_blocks_of_request(
     groups: Sequence[KVGroupSpec], num_tokens: int, block_size: int, longest_chunk: int | None
 ) -> int:
-    """Most blocks that a request holds while its `num_tokens` tokens are computed.
+    """Return the most blocks that a request holds at once while its tokens are computed.
 
-    longest_chunk: most tokens of it in one step; None for all of them.
-
-    A window group holds what the first token of a step sees and what the step
-    computes. It touches most blocks where the first of these tokens ends a block:
-
-            |<- window - 1 ->|<- chunk ->|
-      | . . . . | . . . . | . . . . | . . . . |
+    longest_chunk: maximum tokens of the request in one step; None: all of them.
     """
-    num_whole = -(-num_tokens // block_size)
-    chunk = num_tokens if longest_chunk is None else min(longest_chunk, num_tokens)
-    total = 0
-    for group in groups:
-        if group.sliding_window is None:
-            total += num_whole
-        else:
-            num_near = group.sliding_window - 1 + chunk
-            total += min(num_whole, 1 + -(-(num_near - 1) // block_size))
-    return total
+    return sum(
+        [
+            group_class(spec).max_blocks(spec, num_tokens, block_size, longest_chunk)
+            for spec in groups
+        ]
+    )
 
 
 def longest_request(
@@ -57,25 +44,27 @@ def longest_request(
     num_usable_blocks: int,
     block_size: int,
     longest_chunk: int | None,
-    most: int,
+    limit: int,
 ) -> int:
-    """Most tokens, up to `most`, of a request that has the whole pool to itself."""
-    counts = range(-(-most // block_size) + 1)
+    """Return the most tokens, up to `limit`, of a request that has the whole pool to itself."""
+    counts = range(-(-limit // block_size) + 1)
     num_fitting = bisect_right(
         counts,
         num_usable_blocks,
-        key=lambda count: blocks_of_request(groups, count * block_size, block_size, longest_chunk),
+        key=lambda count: max_blocks_of_request(
+            groups, count * block_size, block_size, longest_chunk
+        ),
     )
-    return min((num_fitting - 1) * block_size, most)
+    return min((num_fitting - 1) * block_size, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """Blocks with the KV of a prefix that a request may start from: cached, or another's.
+    """Blocks with the KV of a prefix from which a request may start: cached, or of a fork's source.
 
-    block_ids: per group, empty for none; num_tokens: what the request need not compute.
-    tails: of a fork, per group the block in which these tokens end, which is to be
-        copied; the null block where they end with a block. Empty for cached blocks.
+    block_ids: per group; empty for no prefix. num_tokens: tokens that the request need not compute.
+    tails: for a fork, per group the block in which the prefix ends, which the worker copies; the
+        null block where it ends with a block. Empty for cached blocks.
     Valid until the pool changes: pass it to allocate_slots in the same step.
     """
 
@@ -87,28 +76,50 @@ class ComputedBlocks:
 NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
 
 
-class NoCacheCoordinator:
-    """Groups in the order in which they are given blocks; nothing is ever found."""
+class KVCacheCoordinator:
+    """All groups of a model, without a prefix cache; groups are given blocks in their order."""
 
-    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
-        self._windows = tuple(group for group in groups if not group.has_prefixes)
+        self._skipping = tuple(group for group in groups if not group.is_downward_closed)
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        """The longest prefix of at most `max_tokens` tokens that every group holds."""
+        """Return the longest prefix of at most `max_tokens` tokens that every group has cached."""
         return NOTHING_COMPUTED
 
-    def release_passed(self, seq_id: int, num_computed: int) -> None:
-        """Give back what tokens from position `num_computed` on do not need."""
-        for group in self._windows:
-            group.release_passed(seq_id, num_computed)
+    def find_fork(self, seq_id: int, num_tokens: int) -> ComputedBlocks:
+        """Return what a new sequence can share of the first `num_tokens` tokens of a sequence.
+
+        NOTHING_COMPUTED if a group has freed what the next token needs. Blocks that the tokens
+        fill are shared; the block in which they end is copied, because each sequence will write
+        other tokens to it:
+
+            source   | 7 | 3 | 9 | 5 |      the shared tokens end within block 9
+            fork     | 7 | 3 | 12 |         7 and 3 are shared, 9 is copied to 12
+        """
+        if not num_tokens:
+            return NOTHING_COMPUTED
+        shared, tails = [], []
+        for group in self.groups:
+            found = group.find_fork(seq_id, num_tokens)
+            if found is None:
+                return NOTHING_COMPUTED
+            shared.append(found[0])
+            tails.append(found[1])
+        return ComputedBlocks(tuple(shared), num_tokens, tuple(tails))
+
+    def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
+        """Free the blocks that tokens from position `num_computed` on do not need."""
+        for group in self._skipping:
+            group.remove_skipped_blocks(seq_id, num_computed)
 
     def num_new_blocks(
         self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
     ) -> int:
-        """Blocks that `extend` would append after `attach`; changes nothing.
+        """Return how many blocks `allocate_blocks` would take after `attach_blocks`.
 
-        num_computed: position with which `release_passed` is called in between, if it is.
+        Changes nothing. num_computed: the position given to `remove_skipped_blocks` in between;
+        0: it is not called.
         """
         num_new = 0
         for number, group in enumerate(self.groups):
@@ -116,88 +127,86 @@ class NoCacheCoordinator:
             num_new += group.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
         return num_new
 
-    def attach(self, seq_id: int, computed: ComputedBlocks) -> None:
-        """Start the tables of a sequence with blocks that hold its prefix, referencing them."""
+    def attach_blocks(self, seq_id: int, computed: ComputedBlocks) -> None:
+        """Start the block tables of a sequence with blocks of its prefix, and reference them."""
         for number, group in enumerate(self.groups):
-            group.attach(seq_id, computed.block_ids[number] if computed.num_tokens else ())
+            group.attach_blocks(seq_id, computed.block_ids[number] if computed.num_tokens else ())
 
-    def extend(self, seq_id: int, num_slots: int) -> BlockIds:
-        """Append new blocks until every table has room; returns them per group."""
-        return [group.extend(seq_id, num_slots) for group in self.groups]
+    def allocate_blocks(self, seq_id: int, num_slots: int) -> BlockIds:
+        """Append new blocks until every table has room; return the new ones per group."""
+        return [group.allocate_blocks(seq_id, num_slots) for group in self.groups]
 
-    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        """Make what the first `num_tokens` tokens filled findable.
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        """Make the blocks that the first `num_tokens` tokens fill findable, in every group.
 
-        Returns a number of slots: as long as fewer are wanted, no group has work.
+        Returns a number of slots: while fewer are needed for this sequence, no group has work.
         """
-        return min(
-            [group.register_full_blocks(seq_id, content, num_tokens) for group in self.groups]
-        )
+        return min([group.cache_full_blocks(seq_id, content, num_tokens) for group in self.groups])
 
-    def rename(self, seq_id: int, new_seq_id: int) -> None:
-        """The sequence, which has tables, has another seq_id from now on."""
+    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
+        """Give the block tables of a sequence to another seq_id."""
         for group in self.groups:
-            group.rename(seq_id, new_seq_id)
+            group.rename_sequence(seq_id, new_seq_id)
 
-    def free(self, seq_id: int) -> None:
-        """Give back all blocks of a sequence, group by group, last block first."""
+    def free_sequence(self, seq_id: int) -> None:
+        """Free all blocks of a sequence, group by group, last block first."""
         for group in self.groups:
-            group.free(seq_id)
+            group.free_sequence(seq_id)
 
 
-class UnitaryCoordinator(NoCacheCoordinator):
-    """One group; what it finds is found, and nothing has to be gone through."""
+class UnitaryCoordinator(KVCacheCoordinator):
+    """A model with one group: without the loops over groups."""
 
-    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         super().__init__(groups)
-        (self._only,) = self.groups
+        (self._group,) = self.groups
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        hits = self._only.find_hit(block_hashes, max_tokens)
+        hits = self._group.find_longest_hit(block_hashes, max_tokens)
         if not hits:
             return NOTHING_COMPUTED
-        return ComputedBlocks((hits,), len(hits) * self._only.block_size)
+        return ComputedBlocks((hits,), len(hits) * self._group.block_size)
 
     def num_new_blocks(
         self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
     ) -> int:
         num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
-        return self._only.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
+        return self._group.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
 
-    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        return self._only.register_full_blocks(seq_id, content, num_tokens)
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._group.cache_full_blocks(seq_id, content, num_tokens)
 
 
-class HybridCoordinator(NoCacheCoordinator):
-    """Several groups, also with blocks of different sizes.
+class HybridCoordinator(KVCacheCoordinator):
+    """Several groups, whose blocks may have different sizes.
 
-    The end of a hit is the end of a block in every group: a multiple of `_alignment`.
+    The end of a hit is the end of a block in every group: a multiple of `_alignment` tokens.
     """
 
-    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         super().__init__(groups)
         self._alignment = lcm(*(group.block_size for group in groups))
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        """The fixed point: lower the candidate until every group accepts it.
+        """Lower the candidate length until every group accepts it.
 
-        A group that keeps all its blocks is asked once, since what is left of its
-        hit is a hit. A window group may hold a shorter prefix and not a longer one, so
-        it is asked again whenever another lowered the candidate after it.
+        A downward-closed group is asked once, because any shorter part of its hit is a hit. Other
+        groups may have a shorter prefix and not a longer one, so such a group is asked again
+        whenever another group lowered the candidate after it.
         """
-        found: dict[FullAttentionGroup, list[int]] = {}
+        found: dict[CacheGroup, list[int]] = {}
         length = self._aligned(max_tokens)
         for group in self.groups:
-            if group.has_prefixes:
-                found[group] = group.find_hit(block_hashes, length)
+            if group.is_downward_closed:
+                found[group] = group.find_longest_hit(block_hashes, length)
                 length = self._aligned(len(found[group]) * group.block_size)
         num_accepted = turn = 0
-        while num_accepted < len(self._windows) and length > 0:
-            group = self._windows[turn % len(self._windows)]
-            found[group] = group.find_hit(block_hashes, length)
+        while num_accepted < len(self._skipping) and length > 0:
+            group = self._skipping[turn % len(self._skipping)]
+            found[group] = group.find_longest_hit(block_hashes, length)
             held = len(found[group]) * group.block_size
             lowered = self._aligned(held)
-            # It accepts what it found itself, unless that had to be cut.
+            # A group accepts its own hit, unless the hit had to be cut.
             num_accepted = num_accepted + 1 if held == length else int(held == lowered)
             length = lowered
             turn += 1
@@ -212,20 +221,52 @@ class HybridCoordinator(NoCacheCoordinator):
 
 def make_coordinator(
     pool: BlockPool, specs: Sequence[KVGroupSpec], block_size: int
-) -> NoCacheCoordinator:
-    """The coordinator of a model whose layers form these groups."""
+) -> KVCacheCoordinator:
+    """Return the coordinator of a model whose layers form these groups."""
     groups = [
-        _make_group(pool, spec, GroupKeys(number, block_size, block_size))
+        group_class(spec)(pool, GroupKeys(number, block_size, block_size), spec)
         for number, spec in enumerate(specs)
     ]
     if not pool.enable_caching:
-        return NoCacheCoordinator(groups)
+        return KVCacheCoordinator(groups)
     if len(groups) == 1:
         return UnitaryCoordinator(groups)
     return HybridCoordinator(groups)
 
 
-def _make_group(pool: BlockPool, spec: KVGroupSpec, keys: GroupKeys) -> FullAttentionGroup:
-    if spec.sliding_window is None:
-        return FullAttentionGroup(pool, keys)
-    return SlidingWindowGroup(pool, keys, spec.sliding_window)
+class PendingCopies:
+    """Block copies that the worker has to make before the next step.
+
+    A fork takes a block of its own for the block in which the shared tokens end; the worker copies
+    the content before it computes anything of the step.
+    """
+
+    def __init__(self) -> None:
+        self._source_of: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._source_of)
+
+    def add_fork(self, computed: ComputedBlocks, new_blocks: BlockIds) -> None:
+        """Copy the tail of each group into the first new block that the fork was given there.
+
+        If the source is freed before the step, the copy still reads the old content: another
+        request writes to the block within that step at the earliest. A block that is itself a
+        pending copy has no content yet, so a fork of it copies from its source.
+        """
+        for tail, blocks in zip(computed.tails, new_blocks, strict=False):
+            if tail != NULL_BLOCK:
+                self._source_of[blocks[0]] = self._source_of.get(tail, tail)
+
+    def cancel(self, blocks: Iterable[int]) -> None:
+        """Cancel copies into blocks that their fork has freed."""
+        for block in blocks:
+            self._source_of.pop(block, None)
+
+    def pop_all(self) -> list[int]:
+        """Return source, target, source, target …, since the last call."""
+        if not self._source_of:
+            return []
+        pairs = [block for target, source in self._source_of.items() for block in (source, target)]
+        self._source_of.clear()
+        return pairs

@@ -1,6 +1,9 @@
-"""Observers of the block pool: KV events, residency statistics, and the count of reusable blocks.
+"""Observers of the block pool.
 
-Observers own nothing of the pool, and a pool without any does not know that they exist.
+ObservedBlockPool       a pool that notifies observers; the plain pool pays nothing for them
+KVEventLog              events for `--kv-events-endpoint`
+ResidencyMeter          lifetimes of sampled blocks, for `--kv-cache-metrics-one-in`
+ReusableBlockCounter    blocks in the free queue whose content can still be found
 """
 
 import random
@@ -17,49 +20,48 @@ from proto.stats import KVEviction
 
 
 class PoolObserver:
-    """Told what happens to blocks, after it happened; ignores what it does not override.
+    """Is notified of changes of blocks, after they happened; the base class ignores them.
 
-    The null block is never reported. For a reused block `removed` comes before
-    `allocated`.
+    The null block is never reported. For a reused block, `removed` comes before `allocated`.
     """
 
     def allocated(self, blocks: Sequence[int]) -> None:
-        """Blocks were taken from the free queue to be written."""
+        """Blocks were taken from the free queue, to be written."""
 
     def touched(self, blocks: Sequence[int]) -> None:
-        """A request found blocks and starts from them."""
+        """A request has found these blocks and starts from them."""
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Note that these blocks are free; those with a hash can still be found."""
+        """Blocks were added to the free queue; those with a hash can still be found."""
 
     def stored(
         self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
     ) -> None:
-        """The blocks [first, end) of a sequence, first < end, can be found from now on."""
+        """The blocks [first, end) of a block table, first < end, have become findable."""
 
-    def withdrawn(self, blocks: Sequence[int]) -> None:
-        """Blocks are about to lose their hashes because their content is wrong."""
+    def uncached(self, blocks: Sequence[int]) -> None:
+        """Blocks are about to lose their hashes, because their content is wrong."""
 
     def removed(self, block: int, key: bytes, is_last: bool) -> None:
-        """A block lost its hash; with the last one of a key the content is gone."""
+        """A block has lost its hash. is_last: no other block has this content."""
 
     def cleared(self) -> None:
-        """All hashes were forgotten; no block was in use."""
-
-
-# A block pool that notifies observers. It replaces the plain pool only where there are observers,
-# so that the plain pool pays nothing for them.
+        """All hashes were removed, while no block was in use."""
 
 
 class ObservedBlockPool(BlockPool):
-    """Does what BlockPool does and then says so."""
+    """A BlockPool that notifies observers of each change."""
 
     __slots__ = ("_observers",)
 
     def __init__(
-        self, num_blocks: int, enable_caching: bool, observers: Sequence[PoolObserver]
+        self,
+        num_blocks: int,
+        enable_caching: bool,
+        eviction_policy: str,
+        observers: Sequence[PoolObserver],
     ) -> None:
-        super().__init__(num_blocks, enable_caching)
+        super().__init__(num_blocks, enable_caching, eviction_policy)
         self._observers = tuple(observers)
 
     def get_new_blocks(self, count: int) -> list[int]:
@@ -92,11 +94,11 @@ class ObservedBlockPool(BlockPool):
     def uncache(self, blocks: Iterable[int]) -> None:
         hashed = [block for block in blocks if self.hashes[block] is not None]
         for observer in self._observers:
-            observer.withdrawn(hashed)
+            observer.uncached(hashed)
         super().uncache(hashed)
 
-    def reset_prefix_cache(self, num_held: int = 0) -> bool:
-        done = super().reset_prefix_cache(num_held)
+    def reset_prefix_cache(self, num_transferred: int = 0) -> bool:
+        done = super().reset_prefix_cache(num_transferred)
         if done:
             for observer in self._observers:
                 observer.cleared()
@@ -111,19 +113,16 @@ class ObservedBlockPool(BlockPool):
             observer.removed(block, key, is_last)
 
 
-# The events of the prefix cache since they were last asked for.
-
-
 class KVEventLog(PoolObserver):
-    """Collects events in order; owns them until they are taken."""
+    """Events of the prefix cache, in order, until `pop_events` returns them."""
 
     def __init__(self) -> None:
         self._events: list[KVEvent] = []
 
-    def take(self) -> list[KVEvent]:
-        """The events since the last call."""
-        taken, self._events = self._events, []
-        return taken
+    def pop_events(self) -> list[KVEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def stored(
         self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
@@ -142,24 +141,12 @@ class KVEventLog(PoolObserver):
         self._events.append(AllBlocksCleared())
 
 
-# How long blocks keep their content, how long it lay unused, and how often it is found.
-#
-#     allocated      found      found                    overwritten
-#         |------------|----------|--------- idle ------------|
-#         |            |<- gap -->|                           |
-#         |<- first gap>|                                     |
-#         |<---------------- lifetime ----------------------->|
-#
-# Owns the times of the blocks that are sampled. Only content that could be found
-# counts: a block that is written again without ever having been full is forgotten.
-
-
 MAX_GAPS: Final = 64
-"""Of one block; a block that is found more often counts with its first ones."""
+"""Maximum gaps that are recorded of one block: its first ones."""
 
 
 class _Times:
-    """born, used: seconds, when the block was allocated and last given to a request."""
+    """born, used: when the block was allocated and last given to a request, in seconds."""
 
     __slots__ = ("born", "gaps", "used")
 
@@ -169,7 +156,17 @@ class _Times:
 
 
 class ResidencyMeter(PoolObserver):
-    """Measures one allocated block in `one_in`, drawn at random; none if that is 0."""
+    """Measures how long blocks keep their content; samples one block in `one_in`, 0: none.
+
+        allocated      found      found                    overwritten
+            |------------|----------|--------- idle ------------|
+            |            |<- gap -->|                           |
+            |<- first gap>|                                     |
+            |<---------------- lifetime ----------------------->|
+
+    Only content that could be found counts: a block that is overwritten without ever having been
+    full is not reported.
+    """
 
     def __init__(
         self,
@@ -183,10 +180,10 @@ class ResidencyMeter(PoolObserver):
         self._times: dict[int, _Times] = {}
         self._evictions: list[KVEviction] = []
 
-    def take(self) -> list[KVEviction]:
-        """What was measured since the last call."""
-        taken, self._evictions = self._evictions, []
-        return taken
+    def pop_evictions(self) -> list[KVEviction]:
+        """Return the measurements of blocks overwritten since the last call."""
+        evictions, self._evictions = self._evictions, []
+        return evictions
 
     def allocated(self, blocks: Sequence[int]) -> None:
         times, draw, one_in = self._times, self._draw, self.one_in
@@ -206,7 +203,7 @@ class ResidencyMeter(PoolObserver):
                     times.gaps.append(now - times.used)
                 times.used = now
 
-    def withdrawn(self, blocks: Sequence[int]) -> None:
+    def uncached(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._times.pop(block, None)
 
@@ -221,20 +218,17 @@ class ResidencyMeter(PoolObserver):
 
 
 NO_RESIDENCY: Final = ResidencyMeter(0)
-"""Measures nothing; never an observer, so never changed."""
-
-
-# Blocks that no request uses now and whose content can still be found: free space that may save
-# computation. The pool itself counts only the blocks that it could hand out.
-#
-#     stored        findable
-#     freed         findable and nobody's: counted
-#     touched       in use again
-#     removed       overwritten, or wrong: not findable
+"""Measures nothing, and is never used as an observer."""
 
 
 class ReusableBlockCounter(PoolObserver):
-    """Watches one pool from its beginning."""
+    """Counts cached blocks: in the free queue, and still findable.
+
+    stored        findable
+    freed         findable and not referenced: counted
+    touched       in use again
+    removed       not findable any more
+    """
 
     def __init__(self) -> None:
         self._findable: set[int] = set()
@@ -242,7 +236,7 @@ class ReusableBlockCounter(PoolObserver):
 
     @property
     def num_cached(self) -> int:
-        """Blocks in the free queue whose content can be found."""
+        """Number of blocks in the free queue whose content can be found."""
         return len(self._idle)
 
     def touched(self, blocks: Sequence[int]) -> None:

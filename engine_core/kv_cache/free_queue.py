@@ -1,46 +1,101 @@
 """The free queue: unreferenced blocks in the order in which they are evicted.
 
-Owns the links and the reference counts, which are one fact: a block is in the queue
-exactly while its count is 0. Knows nothing of hashes.
+A free queue owns the reference counts and the order of the free blocks, which are one fact: a block
+is in the queue exactly while its count is 0. It does not know hashes.
+
+To add an eviction order, extend `FreeBlockQueue`, add a line to `EVICTION_POLICIES` at the end of
+the file, and name it in `proto.config.CacheConfig.eviction_policy`. `BlockPool` calls nothing else.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK
 
 
-class FreeQueue:
-    """A doubly linked ring through the null block; every operation is O(1) a block.
+class FreeBlockQueue(ABC):
+    """Free blocks in the order in which they are given away, and the reference counts of all.
 
-        null → least recently freed → … → most recently freed → null
-
-    Blocks leave at the front and come back at the end, so the block that nobody
-    has used for longest is overwritten first, but for those that nobody will want
-    again (`move_to_front`). Of blocks released together the first
-    in the given order goes first: callers release a request's last block first, so
-    that the start of a prompt outlives its end. A block that a request finds
-    through its hash is unlinked from the middle. At the start the order is that
-    of the ids.
-
-    `next_of[b]` and `prev_of[b]` are the neighbours of a block b in the ring, and mean
-    nothing for one outside it. `ref_counts[b]` says how often it is referenced; the null
-    block's is 0 although it is never given away. All three have one entry per block.
-
-    A request that starts from a long prefix has thousands of blocks, so counting and
-    linking share one loop over them.
+    num_free: length of the queue. ref_counts: references of each block, [num_blocks]; that of the
+    null block is 0 although it is never given away.
     """
 
-    __slots__ = ("next_of", "num_free", "prev_of", "ref_counts")
+    __slots__ = ("num_free", "ref_counts")
 
     def __init__(self, num_blocks: int) -> None:
-        """Link blocks 1 … num_blocks - 1, all of them free."""
-        self.next_of: list[int] = [*range(1, num_blocks), NULL_BLOCK]
-        self.prev_of: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
+        """Put blocks 1 … num_blocks - 1 into the queue, in this order."""
         self.ref_counts: list[int] = [0] * num_blocks
         self.num_free = num_blocks - 1
 
+    @abstractmethod
     def popleft(self) -> int:
-        """Take the block at the front, referencing it; raises ValueError when there is none."""
+        """Take and reference the next block; raises ValueError if the queue is empty."""
+
+    @abstractmethod
+    def popleft_n(self, count: int) -> list[int]:
+        """Take and reference the next `count` blocks.
+
+        Raises ValueError, changing nothing, if fewer are free.
+        """
+
+    @abstractmethod
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block; blocks without any become free.
+
+        Null blocks are ignored. A request releases its last block first: of blocks released
+        together the first should be evicted first, so that the start of a prompt outlives its end.
+        """
+
+    @abstractmethod
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Reference each block once more; free ones leave the queue. Null blocks are ignored."""
+
+    @abstractmethod
+    def move_to_front(self, blocks: Sequence[int]) -> None:
+        """Give away these blocks next, in this order; blocks that are not free are ignored."""
+
+    @abstractmethod
+    def peek(self) -> int:
+        """Return the block that is given away next; the null block if none is free."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Return the free blocks in the order in which they are given away."""
+
+    def check_order(self) -> Iterator[tuple[int, str]]:
+        """Yield each free block with what is wrong with its place in the queue, or "".
+
+        What concerns no free block comes with the null block.
+        """
+        for block in self:
+            yield block, ""
+
+    def __len__(self) -> int:
+        return self.num_free
+
+
+class LRUFreeQueue(FreeBlockQueue):
+    """The least recently freed block first: a doubly linked ring through the null block.
+
+        null → least recently freed → … → most recently freed → null
+
+    Every operation takes constant time per block. A block that a request finds by its hash is
+    unlinked from the middle. A request that starts from a long prefix has thousands of blocks, so
+    counting and linking share one loop.
+
+    next_of, prev_of: neighbours of a block in the ring, [num_blocks]; undefined for blocks that are
+    not in it.
+    """
+
+    __slots__ = ("next_of", "prev_of")
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.next_of: list[int] = [*range(1, num_blocks), NULL_BLOCK]
+        self.prev_of: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
+
+    def popleft(self) -> int:
         next_of, ref_counts = self.next_of, self.ref_counts
         block = next_of[NULL_BLOCK]
         if block == NULL_BLOCK:
@@ -54,30 +109,23 @@ class FreeQueue:
         return block
 
     def popleft_n(self, count: int) -> list[int]:
-        """Take `count` blocks from the front, in order, referencing them.
-
-        Raises ValueError, taking none, when fewer are free.
-        """
         if count > self.num_free:
-            raise ValueError(f"No free blocks available: {count} wanted, {self.num_free} free")
+            raise ValueError(f"No free blocks available: {count} needed, {self.num_free} free")
         next_of, ref_counts = self.next_of, self.ref_counts
-        taken = []
+        popped = []
         block = next_of[NULL_BLOCK]
         for _ in range(count):
             assert ref_counts[block] == 0, f"block {block} was free and referenced"
             ref_counts[block] = 1
-            taken.append(block)
+            popped.append(block)
             block = next_of[block]
         next_of[NULL_BLOCK] = block
         self.prev_of[block] = NULL_BLOCK
         self.num_free -= count
-        return taken
+        return popped
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each; those without any go to the end, in this order.
-
-        Null blocks are passed over.
-        """
+        """Drop one reference of each block; blocks without any go to the end, in this order."""
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         last = prev_of[NULL_BLOCK]
         num_staying = 0
@@ -98,14 +146,12 @@ class FreeQueue:
         self.num_free += len(blocks) - num_staying
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Reference each once more, wherever it is; those in the queue are unlinked.
+        """Reference each block once more; free ones are unlinked, in runs.
 
-        The blocks of a prefix were released together, last one first, so that from the end
-        of `blocks` on they stand in a row. A row is cut out at its two ends:
+        The blocks of a prefix were released together, last one first, so read backwards they
+        stand in a row. A row is cut out at its two ends:
 
             before → [last block → … → block → block] → after
-
-        Null blocks are passed over.
         """
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         ref_counts[NULL_BLOCK] = 1  # so that it is not unlinked
@@ -127,7 +173,6 @@ class FreeQueue:
         self.num_free -= len(blocks) - num_staying
 
     def move_to_front(self, blocks: Sequence[int]) -> None:
-        """Those that are in the queue go next, in this order; others are left where they are."""
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         for block in reversed(blocks):
             if ref_counts[block] or block == NULL_BLOCK:
@@ -138,12 +183,42 @@ class FreeQueue:
             next_of[NULL_BLOCK], prev_of[block] = block, NULL_BLOCK
             next_of[block], prev_of[first] = first, block
 
-    def __len__(self) -> int:
-        return self.num_free
+    def peek(self) -> int:
+        return self.next_of[NULL_BLOCK]
 
     def __iter__(self) -> Iterator[int]:
-        """The free blocks, the next to be given away first."""
         block = self.next_of[NULL_BLOCK]
         while block != NULL_BLOCK:
             yield block
             block = self.next_of[block]
+
+    def check_order(self) -> Iterator[tuple[int, str]]:
+        """Follow the ring once and compare its links; stop at a link that leads nowhere."""
+        next_of, prev_of = self.next_of, self.prev_of
+        before, block = NULL_BLOCK, next_of[NULL_BLOCK]
+        visited = bytearray(len(next_of))
+        while block != NULL_BLOCK:
+            if not 0 < block < len(next_of):
+                sentence = f"block {before} is followed by {block}, which is no block"
+                yield NULL_BLOCK, f"broken link: {sentence}"
+                return
+            if visited[block]:
+                yield NULL_BLOCK, f"cycle: the free queue comes back to block {block}"
+                return
+            visited[block] = 1
+            sentence = ""
+            if prev_of[block] != before:
+                says = f"says that it follows {prev_of[block]}"
+                sentence = f"broken link: block {block} follows {before}, but {says}"
+            yield block, sentence
+            before, block = block, next_of[block]
+        if prev_of[NULL_BLOCK] != before:
+            says = f"says that it ends with {prev_of[NULL_BLOCK]}"
+            yield (
+                NULL_BLOCK,
+                f"broken link: the free queue ends with block {before}, but {says}",
+            )
+
+
+EVICTION_POLICIES: Final[dict[str, type[FreeBlockQueue]]] = {"lru": LRUFreeQueue}
+"""Free queues by the name that `--eviction-policy` gives them."""

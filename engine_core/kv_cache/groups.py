@@ -1,85 +1,201 @@
-"""KV groups: layers that share one block table per sequence.
+"""KV cache groups: layers that share one block table per sequence.
 
-A group owns the block tables of its sequences and decides which blocks a
-number of tokens needs. Blocks come from the pool that all groups share.
-Sequences are named by their seq_ids; requests are unknown here.
+A group owns the block tables of its sequences and decides which blocks a number of tokens needs.
+All groups take their blocks from one pool. The registry `GROUP_KINDS` is at the end of the file.
+
+    FullAttentionGroup    every token sees all earlier ones: a table keeps all its blocks
+    SlidingWindowGroup    a token sees a window: blocks before it are freed
+
+To add state that is not KV (a recurrent state, an encoder's output), implement `CacheGroup` and
+add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, parts
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from proto.lifecycle import KVGroup as KVGroupSpec
+
+FULL_ATTENTION: Final = "full_attention"
+SLIDING_WINDOW: Final = "sliding_window"
+
+
+class CacheGroup(Protocol):
+    """What the coordinator and the manager need of a group, whatever its blocks hold.
+
+    block_size: tokens that one entry of a block table stands for.
+    is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
+    """
+
+    block_size: int
+    is_downward_closed: bool
+
+    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None: ...
+
+    @staticmethod
+    def max_blocks(
+        spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
+    ) -> int:
+        """Return the most blocks that a sequence holds at once while its tokens are computed.
+
+        longest_chunk: maximum tokens of a sequence in one step; None: all of them.
+        """
+        ...
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Return the block table of the longest cached prefix of at most `max_tokens` tokens.
+
+        Null blocks stand for blocks that no later token needs.
+        """
+        ...
+
+    def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
+        """Return what a fork of the first `num_tokens` tokens of a sequence shares and copies.
+
+        The shared blocks, and the block in which the tokens end, to be copied: the null block if
+        they end with a block. None if the sequence has freed a block that the fork needs.
+        """
+        ...
+
+    def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
+        """Free the blocks that tokens from position `num_computed` on do not need."""
+        ...
+
+    def num_new_blocks(
+        self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
+        """Return how many blocks `allocate_blocks` would take from the pool; changes nothing.
+
+        num_hits: table entries that `attach_blocks` will start with, for a sequence without table.
+        num_computed: the position given to `remove_skipped_blocks` in between; 0: it is not called.
+        """
+        ...
+
+    def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
+        """Start the block table of a sequence with cached blocks, and reference them."""
+        ...
+
+    def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Append new blocks until the table has room for `num_tokens`; return the new ones."""
+        ...
+
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
+
+        Returns a number of slots: while fewer are needed for this sequence, it needs no call of
+        remove_skipped_blocks, allocate_blocks or cache_full_blocks.
+        """
+        ...
+
+    def uncache_after(self, seq_id: int, num_tokens: int) -> None:
+        """Remove the blocks after the first `num_tokens` tokens from the prefix index.
+
+        The block table keeps them, and they do not become findable again.
+        """
+        ...
+
+    def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
+        """Remove every block with one of these hashes from the prefix index."""
+        ...
+
+    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
+        """Give the block table of a sequence to another seq_id."""
+        ...
+
+    def free_sequence(self, seq_id: int) -> None:
+        """Free the blocks of a sequence, last one first; nothing if it has none."""
+        ...
+
+    def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
+        """Return how many leading tokens of a sequence have no bad block; None: all of them.
+
+        The manager asks only if all groups are downward-closed.
+        """
+        ...
+
+    def prefix_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Return the blocks of the first `num_tokens` tokens of a sequence, whole blocks only."""
+        ...
+
+    def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
+        """Return (position, block) of the findable blocks from the one with `first_token` on."""
+        ...
+
+    def block_table(self, seq_id: int) -> list[int]:
+        """Return a copy of the block table of a sequence, [num_blocks]; empty if it has none."""
+        ...
+
+    def block_tables(self) -> dict[int, list[int]]:
+        """Return all block tables by seq_id, not copied; the caller must not change them."""
+        ...
+
+    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+        """Return what is wrong with a block table by the group's own rules, one sentence each.
+
+        recheck_after: the number of slots up to which the manager does not ask this group.
+        """
+        ...
 
 
 class _Sequence:
-    """What a group knows of one sequence.
+    """A group's record of one sequence.
 
-    blocks: the table. num_cached: how many of its leading blocks were offered to
-    the index. num_passed: how many of them are null, because no token needs them.
+    blocks: its block table. num_cached: leading blocks that were given to the prefix index.
+    num_skipped: leading entries that are null, because no later token needs the blocks.
     """
 
-    __slots__ = ("blocks", "num_cached", "num_passed")
+    __slots__ = ("blocks", "num_cached", "num_skipped")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_cached = 0
-        self.num_passed = 0
+        self.num_skipped = 0
 
 
 class FullAttentionGroup:
-    """Block tables of layers that attend to every earlier position: a table keeps all its blocks.
-
-    Other kinds of groups extend this one and override what differs.
-    block_size: tokens in a block of this group.
-    has_prefixes: any first part of a hit is a hit as well.
+    """Block tables of layers that attend to every earlier position.
 
     block table   | 7 | 3 | 9 | 12 |
     tokens        [0, bs) [bs, 2bs) …
     """
 
-    has_prefixes = True
+    is_downward_closed = True
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys) -> None:
+    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
         self.block_size = keys.block_size
         self._pool = pool
         self._keys = keys
         self._sequences: dict[int, _Sequence] = {}
 
-    def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix of at most `max_tokens` tokens.
+    @staticmethod
+    def max_blocks(
+        spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
+    ) -> int:
+        return -(-num_tokens // block_size)
 
-        Null blocks stand for those that no later token needs.
-        """
-        most = max_tokens // self.block_size
-        return self._pool.index.longest_prefix(self._keys.leading(block_hashes, most))
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        num_blocks = max_tokens // self.block_size
+        return self._pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
 
-    def find_fork(self, seq_id: int, num_tokens: int) -> list[int]:
-        """The blocks of a sequence that hold its first tokens, the last one perhaps in part.
+    def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
+        blocks, num_full = self._sequences[seq_id].blocks, num_tokens // self.block_size
+        num_blocks = -(-num_tokens // self.block_size)
+        return blocks[:num_full], blocks[num_full] if num_full < num_blocks else NULL_BLOCK
 
-        Null blocks stand for those that no later token needs. Empty when the
-        sequence has given back one that a later token does need.
-        """
-        return self._sequences[seq_id].blocks[: -(-num_tokens // self.block_size)]
-
-    def release_passed(self, seq_id: int, num_computed: int) -> None:
-        """Nothing: every later token needs all blocks."""
+    def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
+        """Do nothing: later tokens need all blocks."""
 
     def num_new_blocks(
         self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
     ) -> int:
-        """Blocks that `extend` would append; changes nothing.
-
-        num_hits: blocks that `attach` will start the table with, if there is none yet.
-        num_computed: position with which `release_passed` will be called before, 0 for not at all.
-        """
         sequence = self._sequences.get(seq_id)
         num_held = num_hits if sequence is None else len(sequence.blocks)
         num_new = -(-num_tokens // self.block_size) - num_held
         return num_new if num_new > 0 else 0
 
-    def attach(self, seq_id: int, hits: Sequence[int]) -> None:
-        """Start a sequence's table with cached blocks, referencing them."""
+    def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
         assert seq_id not in self._sequences, f"sequence {seq_id} has a table already"
         sequence = self._sequences[seq_id] = _Sequence()
         if hits:
@@ -87,8 +203,7 @@ class FullAttentionGroup:
             sequence.blocks.extend(hits)
             sequence.num_cached = len(hits)
 
-    def extend(self, seq_id: int, num_tokens: int) -> list[int]:
-        """Append new blocks until the table has room for `num_tokens`; returns them."""
+    def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         blocks = self._sequences[seq_id].blocks
         num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new <= 0:
@@ -97,13 +212,7 @@ class FullAttentionGroup:
         blocks.extend(new_blocks)
         return new_blocks
 
-    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        """Make the blocks filled by the first `num_tokens` tokens findable.
-
-        content: the sequence's tokens and hashes, if prefixes are cached at all.
-        Returns a number of slots: as long as fewer are wanted for this sequence,
-        neither release_passed nor extend nor settle has work.
-        """
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         sequence = self._sequences[seq_id]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
@@ -111,60 +220,71 @@ class FullAttentionGroup:
             return room_ends
         num_full = num_tokens // block_size
         if num_full > sequence.num_cached:
-            first = max(sequence.num_cached, sequence.num_passed)
+            first = max(sequence.num_cached, sequence.num_skipped)
             self._pool.cache_full_blocks(sequence.blocks, first, num_full, self._keys, content)
             sequence.num_cached = num_full
         next_fills = (sequence.num_cached + 1) * block_size
         return room_ends if room_ends < next_fills else next_fills
 
-    def withdraw(self, seq_id: int, num_tokens: int) -> None:
-        """Take the blocks after the first `num_tokens` tokens out of the prefix index.
-
-        The table keeps them, and settle does not offer them again.
-        """
+    def uncache_after(self, seq_id: int, num_tokens: int) -> None:
         sequence = self._sequences.get(seq_id)
         if sequence is not None:
             num_kept = num_tokens // self.block_size
             self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
 
-    def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Take every block with one of these hashes out of the prefix index."""
-        most = self._keys.count(block_hashes)
-        for key in self._keys.leading(block_hashes, most):
-            self._pool.forget(key)
+    def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
+        num_blocks = self._keys.count(block_hashes)
+        for key in self._keys.leading(block_hashes, num_blocks):
+            self._pool.uncache_key(key)
 
-    def rename(self, seq_id: int, new_seq_id: int) -> None:
-        """The sequence, which has a table, has another seq_id from now on."""
+    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
         assert new_seq_id not in self._sequences, f"sequence {new_seq_id} has a table already"
         self._sequences[new_seq_id] = self._sequences.pop(seq_id)
 
-    def free(self, seq_id: int) -> None:
-        """Give back a sequence's blocks, last one first; nothing if it has none."""
+    def free_sequence(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._pool.free_blocks(sequence.blocks[::-1])
 
-    def table(self, seq_id: int) -> list[int]:
-        """A copy of the sequence's block ids, [num_blocks]; empty if it has none."""
+    def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            for index, block in enumerate(sequence.blocks):
+                if block in bad_blocks:
+                    return index * self.block_size
+        return None
+
+    def prefix_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        sequence = self._sequences.get(seq_id)
+        return [] if sequence is None else sequence.blocks[: num_tokens // self.block_size]
+
+    def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
+        hashes, size = self._pool.hashes, self.block_size
+        blocks, first = self._sequences[seq_id].blocks, first_token // size
+        return [
+            (index * size, blocks[index])
+            for index in range(first, len(blocks))
+            if hashes[blocks[index]] is not None
+        ]
+
+    def block_table(self, seq_id: int) -> list[int]:
         sequence = self._sequences.get(seq_id)
         return [] if sequence is None else sequence.blocks.copy()
 
-    def tables(self) -> dict[int, list[int]]:
-        """The tables themselves, by seq_id; to be read only."""
+    def block_tables(self) -> dict[int, list[int]]:
         return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
 
-    def violations(self, seq_id: int) -> list[str]:
-        """What is wrong with a sequence's table by the group's own rules, a sentence each."""
+    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
         found = []
         sequence = self._sequences[seq_id]
-        blocks, num_passed = sequence.blocks, sequence.num_passed
-        if NULL_BLOCK in blocks[num_passed:]:
+        blocks, num_skipped = sequence.blocks, sequence.num_skipped
+        if NULL_BLOCK in blocks[num_skipped:]:
             found.append(f"null block: it stands in the table of sequence {seq_id}")
-        if any(blocks[:num_passed]) or num_passed > len(blocks):
+        if any(blocks[:num_skipped]) or num_skipped > len(blocks):
             found.append(
-                f"passed blocks: sequence {seq_id} counts {num_passed}, not all of them null"
+                f"skipped blocks: sequence {seq_id} counts {num_skipped}, not all of them null"
             )
-        # A withdrawn block has no hash although its sequence counts it.
+        # An uncached block has no hash although its sequence counts it.
         early = [block for block in blocks[sequence.num_cached :] if self._key_on(block)]
         if early or sequence.num_cached > len(blocks):
             found.append(
@@ -177,47 +297,65 @@ class FullAttentionGroup:
             for block in blocks
             if (key := self._key_on(block)) and parts(key)[1] != self._keys.number
         ]
+        room = len(blocks) * self.block_size
+        if recheck_after > room + 1:
+            found.append(
+                f"room: sequence {seq_id} has {room} slots in group {self._keys.number}, but is "
+                f"not checked before {recheck_after} are needed"
+            )
         return found
 
     def _key_on(self, block: int) -> bytes | None:
-        """None also for what is no block, which the check of the pool names."""
+        """Return the key of a block; None if it has none or is no block of the pool."""
         hashes = self._pool.hashes
         return hashes[block] if 0 <= block < len(hashes) else None
 
 
-# The KV group of layers that look back over a window only.
-#
-# token p attends to          [p - window + 1, p]
-# computed, next position n   tokens before n - window + 1 are passed for good
-#
-# block table   | 0 | 0 | 9 | 12 | 4 |      0: the null block, for what is passed
-#                         ^ num_passed = 2
-
-
 class SlidingWindowGroup(FullAttentionGroup):
-    """Keeps a table as full attention does, but gives back the blocks that are passed.
+    """Block tables of layers that attend to a window; blocks before the window are freed.
 
-    window: tokens that a token sees, itself among them; at least 1.
+    token p attends to          [p - window + 1, p]
+    computed, next position n   no later token needs tokens before n - window + 1
+
+    block table   | 0 | 0 | 9 | 12 | 4 |      0: the null block, in place of a skipped block
+                          ^ num_skipped = 2
     """
 
-    has_prefixes = False
+    is_downward_closed = False
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys, window: int) -> None:
+    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+        window = spec.sliding_window or 0
         assert window >= 1, f"a token sees at least itself, got a window of {window}"
-        super().__init__(pool, keys)
+        super().__init__(pool, keys, spec)
         self._window = window
-        # A window of one token needs no block, but a hit is something that was computed.
+        # A window of one token needs no block, but a hit needs at least one computed block.
         self._num_seen_blocks = max(1, -(-(window - 1) // keys.block_size))
 
-    def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Search from the end: the first token after a hit needs the last window - 1 ones.
+    @staticmethod
+    def max_blocks(
+        spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
+    ) -> int:
+        """The blocks that the first token of a step sees, and those that the step computes.
+
+        They are most where the first of these tokens ends a block:
+
+                |<- window - 1 ->|<- chunk ->|
+          | . . . . | . . . . | . . . . | . . . . |
+        """
+        assert spec.sliding_window is not None
+        chunk = num_tokens if longest_chunk is None else min(longest_chunk, num_tokens)
+        num_near = spec.sliding_window - 1 + chunk
+        return min(-(-num_tokens // block_size), 1 + -(-(num_near - 1) // block_size))
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Search from the end: the first token after a hit needs the last window - 1 tokens.
 
             found          no  no  yes no  yes yes no        with two blocks in a window
             hit            |0 | 0 | 0 | 0 | 5 | 6 |
 
-        Near the start fewer blocks are enough, if they are all that there are.
+        Near the start of the sequence fewer blocks are enough, if they are all before that token.
         """
-        wanted = self._num_seen_blocks
+        num_needed = self._num_seen_blocks
         first = self._pool.index.get
         end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
         run: list[int] = []
@@ -227,53 +365,74 @@ class SlidingWindowGroup(FullAttentionGroup):
                 run = []
                 continue
             run.append(block)
-            if len(run) == wanted:
+            if len(run) == num_needed:
                 return [NULL_BLOCK] * index + run[::-1]
         return run[::-1]
 
-    def find_fork(self, seq_id: int, num_tokens: int) -> list[int]:
-        """As for full attention, with null blocks for what is out of sight.
+    def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
+        """As for full attention, with null blocks for what is outside of the window.
 
         sequence   |0 | 0 | 9 | 12 | 4 |
         fork       |0 | 0 | 0 | 12 |          ends in block 12 and sees nothing of block 9
         """
-        num_passed = max(0, num_tokens - self._window + 1) // self.block_size
-        seen = super().find_fork(seq_id, num_tokens)[num_passed:]
-        return [] if NULL_BLOCK in seen else [NULL_BLOCK] * num_passed + seen
+        found = super().find_fork(seq_id, num_tokens)
+        if found is None:
+            return None
+        blocks, tail = found
+        num_skipped = max(0, num_tokens - self._window + 1) // self.block_size
+        ends_in_block = num_tokens % self.block_size > 0
+        if NULL_BLOCK in blocks[num_skipped:] or (ends_in_block and tail == NULL_BLOCK):
+            return None
+        blocks[:num_skipped] = [NULL_BLOCK] * min(num_skipped, len(blocks))
+        return blocks, tail
 
-    def attach(self, seq_id: int, hits: Sequence[int]) -> None:
-        super().attach(seq_id, hits)
-        self._sequences[seq_id].num_passed = sum(1 for block in hits if block == NULL_BLOCK)
+    def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
+        super().attach_blocks(seq_id, hits)
+        self._sequences[seq_id].num_skipped = sum(1 for block in hits if block == NULL_BLOCK)
 
     def num_new_blocks(
         self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
     ) -> int:
         sequence = self._sequences.get(seq_id)
         num_held = num_hits if sequence is None else len(sequence.blocks)
-        num_passed = (num_computed - self._window + 1) // self.block_size
-        num_new = -(-num_tokens // self.block_size) - max(num_held, num_passed)
+        num_skipped = (num_computed - self._window + 1) // self.block_size
+        num_new = -(-num_tokens // self.block_size) - max(num_held, num_skipped)
         return num_new if num_new > 0 else 0
 
-    def release_passed(self, seq_id: int, num_computed: int) -> None:
+    def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return
-        start, end = sequence.num_passed, (num_computed - self._window + 1) // self.block_size
+        start, end = sequence.num_skipped, (num_computed - self._window + 1) // self.block_size
         if end <= start:
             return
         blocks = sequence.blocks
-        blocks += [NULL_BLOCK] * (end - len(blocks))  # KV from elsewhere may begin behind the table
+        blocks += [NULL_BLOCK] * (end - len(blocks))  # loaded KV may begin after the table's end
         self._pool.free_blocks(blocks[start:end][::-1])
         blocks[start:end] = [NULL_BLOCK] * (end - start)
-        sequence.num_passed = end
+        sequence.num_skipped = end
 
-    def register_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        """As for full attention; whoever wants `passes` slots may have passed one more block."""
-        mark = super().register_full_blocks(seq_id, content, num_tokens)
-        passes = (self._sequences[seq_id].num_passed + 1) * self.block_size + self._window
-        return mark if mark < passes else passes
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        """As for full attention; a request that needs `skips` slots may skip one more block."""
+        recheck_after = super().cache_full_blocks(seq_id, content, num_tokens)
+        skips = (self._sequences[seq_id].num_skipped + 1) * self.block_size + self._window
+        return recheck_after if recheck_after < skips else skips
 
-    def free(self, seq_id: int) -> None:
+    def free_sequence(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
-            self._pool.free_blocks(sequence.blocks[sequence.num_passed :][::-1])
+            self._pool.free_blocks(sequence.blocks[sequence.num_skipped :][::-1])
+
+
+GROUP_KINDS: Final[dict[str, type[CacheGroup]]] = {
+    FULL_ATTENTION: FullAttentionGroup,
+    SLIDING_WINDOW: SlidingWindowGroup,
+}
+"""The classes of groups by the kind that a group's specification names."""
+
+
+def group_class(spec: KVGroupSpec) -> type[CacheGroup]:
+    """Return the class of a group; a specification without a kind is one of attention."""
+    if spec.kind:
+        return GROUP_KINDS[spec.kind]
+    return GROUP_KINDS[FULL_ATTENTION if spec.sliding_window is None else SLIDING_WINDOW]

@@ -1,14 +1,16 @@
 """Block hashes: names for the content of full blocks, the same in every process.
 
-Owns what enters a hash. Knows token ids and extra keys, not requests or blocks.
-
     hash of block i = SHA-256(parent ‖ tokens of block i ‖ extra keys of block i)
 
-parent is the hash of block i - 1; for block 0 a fixed constant ‖ the model
-fingerprint. Tokens are little-endian uint32. An extra key is its length as
-little-endian uint32 ‖ its bytes, which begin with its kind. Nothing in it is
-drawn per process, so restarts, ranks and stores on disk agree; SHA-256 because a
-collision would show one client the KV of another.
+parent is the hash of block i - 1; for block 0 a fixed constant ‖ the model fingerprint. Tokens are
+little-endian uint32. An extra key is its length as little-endian uint32 ‖ its bytes, which begin
+with its kind. Nothing is random per process, so restarts, ranks and stores on disk agree. It is
+SHA-256 because a collision would show one client the KV of another.
+
+    ExtraKeys      what the KV of a block depends on besides tokens
+    GroupKeys      names of blocks in the prefix index, per KV cache group
+    HashChain      hashes runs of blocks, by hashlib or in one call of C
+    BlockHasher    extends the block hashes of a request
 """
 
 import ctypes
@@ -23,16 +25,6 @@ from typing import Final, Protocol
 
 from engine_core import build_native
 
-# What the KV of a block depends on besides tokens, and which requests may find it.
-#
-#     cache_salt   separates clients from each other
-#     adapter      name of the adapter that the request is computed with
-#     media        images and the like, whose placeholder tokens all look alike
-#
-# Salt and adapter enter the first block and through the chain all others; a medium
-# enters the blocks that it overlaps.
-
-
 _SALT_TAG: Final = b"cache_salt:"
 _ADAPTER_TAG: Final = b"adapter:"
 _MEDIA_TAG: Final = b"media:"
@@ -40,9 +32,9 @@ _MEDIA_TAG: Final = b"media:"
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A medium at the positions [start, end) of a request.
+    """An image or the like, at the positions [start, end) of a request.
 
-    content_hash: of what it shows, the same in every process.
+    content_hash: of its content, the same in every process.
     """
 
     content_hash: bytes
@@ -52,18 +44,23 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """All extra keys of one request. media: in the order of their positions."""
+    """What the KV of a request depends on besides its tokens.
+
+    cache_salt: separates clients from each other. adapter: name of the adapter that the request is
+    computed with. media: in the order of their positions; their placeholder tokens all look alike.
+    Salt and adapter enter the hash of the first block and through the chain all others; a medium
+    enters those of the blocks that it overlaps.
+    """
 
     cache_salt: str | None = None
     adapter: str | None = None
     media: tuple[MediaItem, ...] = ()
 
     def of_block(self, start: int, end: int) -> bytes:
-        """The bytes that enter the hash of the block with the positions [start, end).
+        """Return the bytes that enter the hash of the block with the positions [start, end).
 
-        Each key is tagged with its kind, so that a salt never equals an adapter. A
-        medium comes with its offset in the block: the same picture one token further
-        on is other KV.
+        Each key is tagged with its kind, so that a salt never equals an adapter. A medium comes
+        with its offset in the block, because the same image one token later has different KV.
         """
         keys = b""
         if start == 0 and self.cache_salt is not None:
@@ -84,27 +81,21 @@ def _with_length(key: bytes) -> bytes:
     return struct.pack("<I", len(key)) + key
 
 
-# How the blocks of a KV group are named in the prefix index.
-#
-# Every group holds other layers, so the same tokens are other content in each: a
-# key is the block hash followed by the group's number. Nothing follows for group
-# 0, so that a model with one group is looked up by its hashes as they are.
-#
-# A hash covers `hash_block_size` tokens and, through the chain, all before them. A
-# group with larger blocks takes the hash that ends where its block ends:
-#
-#     hashes           | h0 | h1 | h2 | h3 |
-#     blocks twice as  |   h1    |   h3    |
-#     large are known as
-
-
 HASH_BYTES: Final = 32
 
 
 class GroupKeys:
-    """Names the blocks of group `number`, which hold `block_size` tokens each.
+    """Keys of the blocks of one KV cache group in the prefix index.
 
-    block_size is a multiple of hash_block_size.
+    Each group holds other layers, so the same tokens are different content: a key is the block hash
+    followed by the group's number. Nothing follows for group 0, so a model with one group is
+    looked up by the hashes themselves.
+
+    A hash covers `hash_block_size` tokens and, through the chain, all before them. block_size is a
+    multiple of it; a larger block has the hash that ends where the block ends:
+
+        hashes              | h0 | h1 | h2 | h3 |
+        blocks twice as large |  h1   |   h3    |
     """
 
     __slots__ = ("_stride", "_suffix", "block_size", "number")
@@ -117,58 +108,51 @@ class GroupKeys:
         self._suffix = bytes([number]) if number else b""
 
     def key(self, block_hashes: Sequence[bytes], index: int) -> bytes:
-        """The key of the group's block `index` of a sequence with these hashes."""
+        """Return the key of the group's block `index` of a sequence with these hashes."""
         return block_hashes[(index + 1) * self._stride - 1] + self._suffix
 
     def leading(self, block_hashes: Sequence[bytes], count: int) -> Iterator[bytes]:
-        """The keys of the first `count` blocks, or of those that have a hash."""
+        """Return the keys of the first `count` blocks, as far as they have a hash."""
         stride, suffix = self._stride, self._suffix
         ends = islice(block_hashes, stride - 1, count * stride, stride)
         return (block_hash + suffix for block_hash in ends) if suffix else ends
 
     def hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
-        """The hashes, without the group, of the blocks [first, end)."""
+        """Return the hashes, without the group's number, of the blocks [first, end)."""
         stride = self._stride
         return list(block_hashes[(first + 1) * stride - 1 : end * stride : stride])
 
     def count(self, block_hashes: Sequence[bytes]) -> int:
-        """Blocks that have a hash."""
+        """Return the number of blocks that have a hash."""
         return len(block_hashes) // self._stride
 
 
 def parts(key: bytes) -> tuple[bytes, int]:
-    """(block hash, number of the group) of a key."""
+    """Return (block hash, number of the group) of a key."""
     return key[:HASH_BYTES], key[HASH_BYTES] if len(key) > HASH_BYTES else 0
-
-
-# Chains of SHA-256: the digest of each block enters the message of the next one.
-#
-#     parent ──▶ SHA-256(parent ‖ block 0) ──▶ SHA-256(· ‖ block 1) ──▶ …
-#
-# Owns the choice between hashlib and the compiled function of csrc/block_hash.c, which
-# hashes a whole run of blocks in one call; the digests are the same. A message is two
-# chunks of SHA-256, so that most of a call of hashlib is the way there and back.
 
 
 DIGEST_BYTES: Final = 32
 
 _SHORT: Final = 4
-"""Blocks of a run that hashlib has hashed before a call through ctypes has begun: a
-request that decodes fills one at a time."""
+"""Runs of so many blocks are faster with hashlib than through ctypes; a decode fills one block."""
 
 
 class HashChain(Protocol):
-    """Hashes runs of blocks that are all equally long."""
+    """Hashes runs of blocks of equal length; the digest of a block enters the next message.
+
+    parent ──▶ SHA-256(parent ‖ block 0) ──▶ SHA-256(· ‖ block 1) ──▶ …
+    """
 
     def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
-        """A digest for each block.
+        """Return a digest for each block.
 
         parent: [32]. blocks: [num_blocks, block_bytes], block after block.
         """
 
 
 class HashlibChain:
-    """Works everywhere."""
+    """Hashes block by block with hashlib."""
 
     def __init__(self, block_bytes: int) -> None:
         self._split = struct.Struct(f"{block_bytes}s").iter_unpack
@@ -182,9 +166,10 @@ class HashlibChain:
 
 
 class NativeChain:
-    """Long runs in one call, short ones with hashlib.
+    """Hashes long runs in one call of csrc/block_hash.c, and short ones with hashlib.
 
-    with_instructions: use the CPU's SHA-256 instructions; only if it has them.
+    A message is only two chunks of SHA-256, so most of a call of hashlib is overhead.
+    with_instructions: use the SHA-256 instructions, which the CPU must have.
     """
 
     def __init__(self, block_bytes: int, library: ctypes.CDLL, with_instructions: bool) -> None:
@@ -212,9 +197,9 @@ class NativeChain:
 
 
 def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE.parent) -> HashChain:
-    """The compiled function if there is one in `folder`, otherwise hashlib."""
+    """Return the compiled chain if there is a library in `folder`, otherwise the one of hashlib."""
     try:
-        # Keeps the interpreter's lock: a call is shorter than giving it away may take.
+        # PyDLL keeps the GIL: a call is shorter than releasing it may take.
         library = ctypes.PyDLL(str(build_native.library(folder)))
         return NativeChain(block_bytes, library, bool(library.tokend_has_sha_instructions()))
     except (OSError, AttributeError):
@@ -226,7 +211,7 @@ _TOKEN_BYTES: Final = 4
 
 
 class Hasher(Protocol):
-    """Extends the hash chain of a request."""
+    """Extends the block hashes of a request."""
 
     def extend(
         self,
@@ -238,7 +223,7 @@ class Hasher(Protocol):
 
 
 class BlockHasher:
-    """Hashes full blocks of `block_size` tokens for the model with this fingerprint."""
+    """Hashes full blocks of `block_size` tokens for the model with this fingerprint (see above)."""
 
     def __init__(self, block_size: int, fingerprint: bytes) -> None:
         self.block_size = block_size
@@ -255,7 +240,7 @@ class BlockHasher:
         """Append the hashes of the full blocks that `block_hashes` does not cover yet.
 
         token_ids: [num_tokens], each in [0, 2^32).
-        extra_keys: what else the KV depends on; the same for all calls of a request.
+        extra_keys: the same for all calls of a request.
         """
         size = self.block_size
         start = len(block_hashes) * size
@@ -275,7 +260,7 @@ class BlockHasher:
     def _extend_with_media(
         self, block_hashes: list[bytes], blocks: bytes, extra_keys: ExtraKeys
     ) -> None:
-        """Block by block, since each has keys of its own."""
+        """Hash block by block, because each has keys of its own."""
         for start in range(0, len(blocks), self._block_bytes):
             at = len(block_hashes) * self.block_size
             content = block_hashes[-1] + blocks[start : start + self._block_bytes]
@@ -284,7 +269,7 @@ class BlockHasher:
 
 
 class NoHashing:
-    """Stands in where prefixes are not cached: no block ever has a hash."""
+    """The hasher without prefix caching: no block ever has a hash."""
 
     def extend(
         self,

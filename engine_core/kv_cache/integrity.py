@@ -1,8 +1,8 @@
-"""The integrity check: does everything the KV cache records agree with itself?
+"""The integrity check: whether the records of the KV cache agree with each other.
 
-Owns no state. Reads the pool, the tables and the prefix index, and names each
-contradiction in a sentence that starts with its kind. Takes time in proportion
-to the pool: for idle moments, operators and tests, never for a step.
+Compares the free queue, block tables, reference counts and prefix index, and describes each
+contradiction in a sentence that starts with its kind. It takes time in proportion to the pool, so
+it runs when the engine is idle, on an operator's request and in tests, never within a step.
 
     free queue ─▶ tables ─▶ counts ─▶ prefix index ─▶ groups       a slice at a time
 """
@@ -13,37 +13,36 @@ from itertools import chain, islice
 from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import FreeQueue
+from engine_core.kv_cache.free_queue import FreeBlockQueue
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 
 SLICE: Final = 4096
-"""Blocks that are looked at before somebody else may have a turn: a few milliseconds."""
+"""Blocks that are checked at once: a few milliseconds."""
 
 
 def check(manager: KVCacheManager) -> list[str]:
-    """Every violation in the manager, its groups and its pool; empty when all is well."""
+    """Return every violation in the manager, its groups and its pool; empty if there is none."""
     return list(chain.from_iterable(check_in_slices(manager)))
 
 
 def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
-    """The same in pieces: of SLICE blocks, or of one table.
+    """Yield the violations of SLICE blocks, or of one block table, at a time.
 
-    Void as soon as anything changes in between: then it is to be begun anew.
+    After any change of the cache the check has to start again.
     """
-    tables = [table for group in manager.groups for table in group.tables().values()]
-    yield from check_pool(
-        manager.pool, [*tables, *manager.transfer_refs.tables(), *manager.pool.pinned.tables()]
-    )
+    tables = [table for group in manager.groups for table in group.block_tables().values()]
+    references = manager.transfer_refs.reference_tables(), manager.pool.pinned.reference_tables()
+    yield from check_pool(manager.pool, [*tables, *references[0], *references[1]])
     yield manager.pool.pinned.violations()
     yield from manager.violations()
 
 
 def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[str]]:
-    """In pieces, every violation in a pool whose blocks are referenced by exactly these tables."""
+    """Yield, in slices, every violation of a pool; tables: all references on its blocks."""
     is_free = bytearray(pool.num_blocks)
     references = [0] * pool.num_blocks
-    yield from _walk(pool.free_queue, is_free)
+    yield from _check_queue(pool.free_queue, is_free)
     for table in tables:
         yield _check_table(table, references)
     for blocks in _slices(pool.num_blocks):
@@ -53,47 +52,31 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[st
 
 
 def _slices(num_blocks: int) -> Iterator[range]:
-    """All blocks but the null block."""
+    """Yield ranges of blocks, without the null block."""
     for first in range(1, num_blocks, SLICE):
         yield range(first, min(first + SLICE, num_blocks))
 
 
-def _walk(queue: FreeQueue, is_free: bytearray) -> Iterator[list[str]]:
-    """Follow the ring once, marking the blocks on it: what is wrong with its links."""
+def _check_queue(queue: FreeBlockQueue, is_free: bytearray) -> Iterator[list[str]]:
+    """Follow the free queue once and mark its blocks; yield what is wrong with it, in slices."""
     found = []
-    num_linked = 0
-    before, block = NULL_BLOCK, queue.next_of[NULL_BLOCK]
-    while block != NULL_BLOCK:
-        if not 0 < block < len(is_free):
-            found.append(f"broken link: block {before} is followed by {block}, which is no block")
-            break
-        if is_free[block]:
-            found.append(f"cycle: the free queue comes back to block {block}")
-            break
-        if queue.prev_of[block] != before:
-            found.append(
-                f"broken link: block {block} follows {before}, "
-                f"but says that it follows {queue.prev_of[block]}"
-            )
-        is_free[block] = 1
-        num_linked += 1
-        before, block = block, queue.next_of[block]
-        if num_linked % SLICE == 0:
+    num_queued = 0
+    for block, sentence in queue.check_order():
+        if sentence:
+            found.append(sentence)
+        if block != NULL_BLOCK:
+            is_free[block] = 1
+            num_queued += 1
+        if num_queued % SLICE == 0:
             yield found
             found = []
-    else:
-        if queue.prev_of[NULL_BLOCK] != before:
-            found.append(
-                f"broken link: the free queue ends with block {before}, "
-                f"but says that it ends with {queue.prev_of[NULL_BLOCK]}"
-            )
-    if queue.num_free != num_linked:
-        found.append(f"free count: {queue.num_free} is recorded, {num_linked} blocks are linked")
+    if queue.num_free != num_queued:
+        found.append(f"free count: {queue.num_free} is recorded, {num_queued} blocks are queued")
     yield found
 
 
 def _check_table(table: list[int], references: list[int]) -> list[str]:
-    """What is wrong with a table by itself; its blocks are counted in `references`."""
+    """Return what is wrong with one block table; count its blocks in `references`."""
     found = []
     for block, number in Counter(table).items():
         if not 0 <= block < len(references):
@@ -139,7 +122,7 @@ def _check_index(pool: BlockPool) -> Iterator[list[str]]:
 def _check_entries(
     pool: BlockPool, entries: Sequence[tuple[bytes, int]], is_indexed: bytearray
 ) -> list[str]:
-    """What is wrong with entries of the prefix index; their blocks are marked."""
+    """Return what is wrong with entries of the prefix index; mark their blocks in `is_indexed`."""
     found = []
     for block_hash, block in entries:
         is_block = 0 <= block < pool.num_blocks

@@ -1,8 +1,8 @@
-"""The KV cache manager: what the scheduler asks for and gives back.
+"""The KV cache manager: the scheduler's interface to blocks, groups and cached prefixes.
 
-Owns the pool and the groups, and the statistics of prefix hits. Knows requests
-only by their counters, token ids and hashes, which it never changes. It does
-not decide which request waits or is preempted.
+The manager owns the pool, the coordinator of the groups, and the statistics of prefix hits. It
+reads the counters, token ids and hashes of requests and never changes them. Which request waits or
+is preempted is decided elsewhere. Start reading at `KVCacheManager.allocate_slots`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,8 +13,9 @@ from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.coordinator import (
     NOTHING_COMPUTED,
     ComputedBlocks,
-    blocks_of_request,
+    PendingCopies,
     make_coordinator,
+    max_blocks_of_request,
 )
 from engine_core.kv_cache.events import (
     NO_RESIDENCY,
@@ -22,8 +23,7 @@ from engine_core.kv_cache.events import (
     PoolObserver,
     ResidencyMeter,
 )
-from engine_core.kv_cache.fork import BlockCopies, fork_of
-from engine_core.kv_cache.groups import FullAttentionGroup
+from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
 from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
@@ -33,24 +33,24 @@ from proto.stats import KVEviction
 __all__ = ["NOTHING_COMPUTED", "NO_NEW_BLOCKS", "ComputedBlocks", "KVCacheManager"]
 
 NO_NEW_BLOCKS: Final[BlockIds] = []
-"""Returned, always this very object, where no group needed a block. Never changed."""
+"""Returned, always this very object, if no group needed a block; never changed."""
 
 
-class Reserve(Protocol):
-    """Holds blocks that can be reclaimed; they count as free."""
+class ReclaimableBlocks(Protocol):
+    """Holds blocks that are counted as free, because it frees them on demand."""
 
-    def give_back(self, num_blocks: int) -> None:
-        """Free so many blocks more; there are as many that only pins keep."""
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        """Free `num_blocks` more blocks; at least that many are held by pins alone."""
         ...
 
 
 class KVCacheManager:
-    """Block tables for all requests of one engine.
+    """Block tables of all requests of one engine.
 
-    num_blocks counts the null block. fingerprint: covers everything that changes
-    KV values; root of the block hashes. Requests are built with `hasher`.
-    groups: of the model's layers. longest_chunk: most tokens of a request in one
-    step, None for all of them. observers: told what happens to blocks.
+    num_blocks counts the null block. fingerprint: covers everything that changes KV values; the
+    root of the block hashes. hasher: to be given to each Request. groups: of the model's layers.
+    longest_chunk: maximum tokens of a request in one step; None: all of them.
+    reclaimable: retained prefixes, if there are any.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class KVCacheManager:
         *,
         groups: Sequence[KVGroupSpec] = (KVGroupSpec(),),
         longest_chunk: int | None = None,
+        eviction_policy: str = "lru",
         observers: Sequence[PoolObserver] = (),
         residency: ResidencyMeter = NO_RESIDENCY,
     ) -> None:
@@ -73,27 +74,31 @@ class KVCacheManager:
         if residency.one_in:
             observers = (*observers, residency)
         self.pool = (
-            ObservedBlockPool(num_blocks, enable_caching, observers)
+            ObservedBlockPool(num_blocks, enable_caching, eviction_policy, observers)
             if observers
-            else BlockPool(num_blocks, enable_caching)
+            else BlockPool(num_blocks, enable_caching, eviction_policy)
         )
         self._specs = tuple(groups)
         self._longest_chunk = longest_chunk
         self._residency = residency
         self._coordinator = make_coordinator(self.pool, groups, block_size)
-        self._copies = BlockCopies()
+        self._pending_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
-        self.reserve: Reserve | None = None
+        self.reclaimable: ReclaimableBlocks | None = None
+        # By seq_id, of all requests with blocks: below so many slots no group has work.
         self._recheck_after: dict[int, int] = {}
-        self._confirmed_until: dict[int, int] = {}  # those with KV that is still to be loaded
+        # By seq_id, of requests with KV that is being loaded: tokens before that KV.
+        self._confirmed_until: dict[int, int] = {}
         self._num_queried = 0
         self._num_hit = 0
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest cached prefix of a request; nothing for one that holds blocks already.
+    # Prefixes
 
-        At most num_tokens - 1 tokens, rounded down to blocks: the last token is
-        always computed, for its logits. Changes nothing.
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """Return the longest cached prefix of a request; nothing if it holds blocks already.
+
+        At most num_tokens - 1 tokens, rounded down to blocks: the last token is always computed,
+        for its logits. Changes nothing.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
@@ -101,38 +106,39 @@ class KVCacheManager:
             return NOTHING_COMPUTED
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
-    def fork(self, source: Request, num_tokens: int) -> ComputedBlocks:
-        """The first tokens of a request that holds blocks, for another one to start from.
+    def find_fork(self, source: Request, num_tokens: int) -> ComputedBlocks:
+        """Return the KV of the first tokens of a request that holds blocks, for another request.
 
-        num_tokens: computed in an earlier step, or copied or found in this one. Nothing
-        where a window of the source has passed what the next token sees, or where it is not known
-        yet whether its KV was loaded. Changes nothing.
+        num_tokens: tokens whose KV was computed in an earlier step, or copied or found in this one.
+        Returns nothing if a window of the source has freed what the next token sees, or while KV of
+        the source is being loaded. Changes nothing.
         """
         if source.seq_id in self._confirmed_until:
             return NOTHING_COMPUTED
-        return fork_of(self.groups, source.seq_id, num_tokens)
+        return self._coordinator.find_fork(source.seq_id, num_tokens)
 
-    def branch(self, request: Request, source: Request, num_tokens: int) -> int:
-        """Give a request that holds no blocks the first tokens of another one, at once.
+    def fork_blocks(self, request: Request, source: Request, num_tokens: int) -> int:
+        """Give the KV of the first tokens of `source` to a request that holds no blocks.
 
-        Returns how many tokens it holds now: whole blocks only where there is none for the
-        copy of the last one, and nothing where the source holds nothing itself.
+        Returns how many tokens it holds now: only whole blocks if no block is free for the copy of
+        the last one, and none if the source holds no blocks.
         """
         if source.seq_id not in self._recheck_after:
             return 0
         for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
-            computed = self.fork(source, shared)
+            computed = self.find_fork(source, shared)
             if computed.num_tokens and self._allocate(request, 0, computed, 0) is not None:
                 return shared
         return 0
 
-    def take_block_copies(self) -> list[int]:
-        """Source, copy, source, copy …: what forks since the last call need done by the worker.
+    def pop_block_copies(self) -> list[int]:
+        """Return source, target, source, target …: copies for forks since the last call.
 
-        They are to be made before the step is computed whose tokens the forks were
-        given blocks for.
+        The worker makes them before it computes the step for which the forks were given blocks.
         """
-        return self._copies.take()
+        return self._pending_copies.pop_all()
+
+    # Allocation
 
     def allocate_slots(
         self,
@@ -144,32 +150,30 @@ class KVCacheManager:
     ) -> BlockIds | None:
         """Give a request room for its next tokens.
 
-            0          comp      comp+hit     comp+hit+new   +lookahead
-            |---comp---|---hit---|----new-----|--lookahead---|
-            |  in the  | touched,|  taken from the free      |
-            |  table   | then in |  queue where the table    |
-            |          | table   |  has no room yet          |
-            |<---- made findable, up to ---->|
-                   request.num_tokens
+            0        comp      comp+hit      +external      +new   +lookahead
+            |--comp--|---hit---|--external---|-----new------|--lookahead--|
+            | in the | touched,|        taken from the free queue         |
+            | table  | then in |        where the table has no            |
+            |        | table   |        room yet                          |
+            |<---- made findable, up to request.num_tokens ----->|
 
-        external: between hit and new, tokens whose KV is loaded into their blocks; neither
-        they nor what follows is findable before `confirm_loaded`. A window has blocks only for what
-        the tokens behind them see.
-        comp: request.num_computed_tokens, without the hits. hit: `computed`, cached or
-        forked (then its end, if it is part of a block, is copied into the first new
-        one), only with the first allocation since the request was added or preempted. new:
-        `num_new_tokens`, computed in this step. lookahead: room for tokens that
-        are not verified yet and so never findable.
+        comp: request.num_computed_tokens, without the hit.
+        hit: `computed`, cached or of a fork's source; only with the first allocation since the
+            request was added or preempted. If a fork ends within a block, that block is copied
+            into the first new one.
+        external: tokens whose KV a connector loads into their blocks. Neither they nor what follows
+            is findable before `confirm_loaded`. A window gets blocks only for external tokens that
+            later tokens see.
+        new: tokens computed in this step.
+        lookahead: room for tokens that are not verified yet, and so never findable.
 
-        Returns the new block ids per group (the hits are not among them;
-        `block_ids` has the whole table), NO_NEW_BLOCKS if there are none, or None if
-        they do not fit. Then nothing is changed, but for blocks of window groups that
-        no token to come needs: they are given back first, and the null block stands
-        in their place. Hits are referenced before a new block is taken, so none of
-        them is overwritten by it.
+        Returns the new block ids per group (without the hit; `block_ids` has the whole table),
+        NO_NEW_BLOCKS if there are none, or None if they do not fit. Then nothing has changed,
+        except that blocks that no later token needs are freed. Hits are referenced before a new
+        block is taken, so none of them is overwritten.
         """
         num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-        # Most calls are a decode inside its last block: one comparison decides.
+        # Most calls are a decode within its last block: one comparison decides.
         if num_slots < self._recheck_after.get(request.seq_id, 0):
             return NO_NEW_BLOCKS
         return self._allocate(
@@ -179,80 +183,39 @@ class KVCacheManager:
     def num_blocks_needed(
         self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
-        """Free blocks that allocate_slots would use up for the same; changes nothing.
+        """Return how many free blocks `allocate_slots` would use for the same; changes nothing.
 
-        A hit that lies in the free queue counts: referencing it makes free space
-        smaller just as taking a new block does.
+        A hit in the free queue counts, because referencing it leaves one free block less.
         """
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
         num_new = self._coordinator.num_new_blocks(request.seq_id, num_slots, computed)
         return num_new + self._num_free_hits(computed)
 
-    def confirm_loaded(self, request: Request, num_tokens: int) -> None:
-        """What was loaded for a request holds what it should.
+    def max_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request holds at once until it has this many tokens.
 
-        It may be found from now on, with what is computed on top of it: up to `num_tokens`.
+        Fewer than `num_blocks_needed` if the groups free blocks on the way.
         """
-        if self._confirmed_until.pop(request.seq_id, None) is not None:
-            self._coordinator.release_passed(request.seq_id, num_tokens)
-            self._recheck_after[request.seq_id] = self._coordinator.register_full_blocks(
-                request.seq_id, request, min(num_tokens, request.num_tokens)
-            )
+        return max_blocks_of_request(self._specs, num_tokens, self.block_size, self._longest_chunk)
 
-    def num_sound_tokens(self, request: Request, bad_blocks: Collection[int]) -> int | None:
-        """Leading tokens of a request none of whose blocks is bad; None where all are sound.
-
-        None of them where there are windows: they have passed what would be needed.
-        """
-        has_windows = self.has_windows
-        for group in self.groups:
-            for index, block in enumerate(group.tables().get(request.seq_id, ())):
-                if block in bad_blocks:
-                    return 0 if has_windows else index * group.block_size
-        return None
-
-    def rewind(self, request: Request, num_tokens: int) -> None:
-        """Only the first tokens of a request have the KV that they should; it keeps the blocks."""
-        self._confirmed_until.pop(request.seq_id, None)
-        self.withdraw(request, num_tokens)
-
-    def withdraw(self, request: Request, num_valid_tokens: int) -> None:
-        """Make what a request computed after its first tokens unfindable.
-
-        For blocks whose content is wrong or will never be computed. The request keeps
-        them until it is freed, and so does whoever found them before; none of them
-        offers them again.
-        """
-        for group in self.groups:
-            group.withdraw(request.seq_id, num_valid_tokens)
-
-    def forget(self, request: Request) -> None:
-        """Make every block with content of this request unfindable, whichever filled it.
-
-        Also those that a window has passed or that were freed. Whoever references
-        such a block keeps it.
-        """
-        for group in self.groups:
-            group.forget(request.block_hashes)
-
-    def hand_over(self, request: Request, heir: Request, num_shared_tokens: int) -> None:
+    def hand_over_blocks(self, request: Request, heir: Request, num_shared_tokens: int) -> None:
         """Give the blocks of a request to one that begins with the same tokens.
 
-        What the blocks hold after these tokens will be overwritten, so nobody is to
-        find it. Nothing happens where the request has no blocks.
+        Content behind the shared tokens will be overwritten, so it becomes unfindable. Does
+        nothing if the request has no blocks.
         """
         recheck_after = self._recheck_after.pop(request.seq_id, None)
         self._confirmed_until.pop(request.seq_id, None)
         if recheck_after is not None:
-            self.withdraw(request, num_shared_tokens)
-            self._coordinator.rename(request.seq_id, heir.seq_id)
+            self.uncache_after(request, num_shared_tokens)
+            self._coordinator.rename_sequence(request.seq_id, heir.seq_id)
             self._recheck_after[heir.seq_id] = recheck_after
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request, last one first; nothing if it has none.
+        """Free all blocks of a request, last one first; nothing if it has none.
 
-        First they become findable as far as they are computed and their tokens are
-        known: a block may have filled before the id of its last token was.
+        Full blocks become findable before that: a block may have been filled before the id of its
+        last token was known.
         """
         recheck_after = self._recheck_after.pop(request.seq_id, None)
         if recheck_after is None:
@@ -263,123 +226,148 @@ class KVCacheManager:
             request.num_tokens,
         )
         if num_verified >= recheck_after:
-            self._coordinator.register_full_blocks(request.seq_id, request, num_verified)
-        if self._copies.pending:
-            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))
-        self._coordinator.free(request.seq_id)
+            self._coordinator.cache_full_blocks(request.seq_id, request, num_verified)
+        if self._pending_copies:
+            self._pending_copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))
+        self._coordinator.free_sequence(request.seq_id)
 
-    def mark_found(self, request: Request) -> None:
-        """Note that an admitted request has found blocks that another request computed."""
+    # Content that is loaded, or wrong
+
+    def confirm_loaded(self, request: Request, num_tokens: int) -> None:
+        """Make loaded KV findable, and what was computed on top of it: `num_tokens` in all."""
+        if self._confirmed_until.pop(request.seq_id, None) is not None:
+            self._coordinator.remove_skipped_blocks(request.seq_id, num_tokens)
+            self._recheck_after[request.seq_id] = self._coordinator.cache_full_blocks(
+                request.seq_id, request, min(num_tokens, request.num_tokens)
+            )
+
+    def num_valid_tokens(self, request: Request, bad_blocks: Collection[int]) -> int | None:
+        """Return how many leading tokens of a request have no bad block; None: all of them.
+
+        0 if groups have freed what would be needed to compute again from there.
+        """
+        if not self.is_downward_closed:
+            tables = self.block_ids(request.seq_id)
+            is_bad = any(block in bad_blocks for block in chain.from_iterable(tables))
+            return 0 if is_bad else None
+        found = [group.num_valid_tokens(request.seq_id, bad_blocks) for group in self.groups]
+        return min([number for number in found if number is not None], default=None)
+
+    def rewind(self, request: Request, num_valid_tokens: int) -> None:
+        """Make content behind the first tokens unfindable, also if it is being loaded.
+
+        The request keeps its blocks and computes the tokens again.
+        """
+        self._confirmed_until.pop(request.seq_id, None)
+        self.uncache_after(request, num_valid_tokens)
+
+    def uncache_after(self, request: Request, num_valid_tokens: int) -> None:
+        """Make the content of a request's blocks behind its first tokens unfindable.
+
+        For content that is wrong or will never be computed. Requests that reference these blocks
+        keep them.
+        """
         for group in self.groups:
-            num_found = request.num_cached_tokens // group.block_size
-            self.pool.mark_shared(group.table(request.seq_id)[:num_found])
+            group.uncache_after(request.seq_id, num_valid_tokens)
+
+    def uncache_content(self, request: Request) -> None:
+        """Make every block with content of this request unfindable, whichever request filled it.
+
+        Also blocks that were freed. Requests that reference these blocks keep them.
+        """
+        for group in self.groups:
+            group.uncache_hashes(request.block_hashes)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, changing nothing, while any request has blocks.
+
+        Blocks that only a copy of a connector references do not prevent it.
+        """
+        return self.pool.reset_prefix_cache(self.transfer_refs.num_alone)
+
+    # Questions and statistics
+
+    def mark_shared_prefix(self, request: Request) -> None:
+        """Note that an admitted request has found blocks of another session."""
+        for group in self.groups:
+            self.pool.mark_shared(group.prefix_blocks(request.seq_id, request.num_cached_tokens))
 
     def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
-        """Return the findable blocks of a finished request, without the null block.
+        """Return the findable blocks of a finished request, before `free` is called.
 
-        Of all groups, in the order of their tokens, from the one of `first_token` on. To be asked
-        before `free`, which would make them findable.
+        Without null blocks, of all groups in the order of their tokens, from the block of
+        `first_token` on.
         """
         if request.seq_id not in self._recheck_after:
             return []
-        proven = self._confirmed_until.get(request.seq_id, request.num_tokens)
-        num_verified = min(request.num_computed_tokens, proven, request.num_tokens)
-        self._coordinator.register_full_blocks(request.seq_id, request, num_verified)
-        hashes = self.pool.hashes
-        tables = [group.table(request.seq_id) for group in self.groups]
-        sizes = [group.block_size for group in self.groups]
-        if len(tables) == 1:
-            own = tables[0][first_token // sizes[0] :]
-            return [block for block in own if hashes[block] is not None]
+        confirmed = self._confirmed_until.get(request.seq_id, request.num_tokens)
+        num_verified = min(request.num_computed_tokens, confirmed, request.num_tokens)
+        self._coordinator.cache_full_blocks(request.seq_id, request, num_verified)
         found = [
-            (index * sizes[number], number, block)
-            for number, table in enumerate(tables)
-            for index, block in enumerate(table)
-            if hashes[block] is not None and (index + 1) * sizes[number] > first_token
+            (position, number, block)
+            for number, group in enumerate(self.groups)
+            for position, block in group.cached_blocks(request.seq_id, first_token)
         ]
         return [block for _, _, block in sorted(found)]
 
     def block_ids(self, seq_id: int) -> BlockIds:
-        """A copy of the block table of a request, per group."""
-        return [group.table(seq_id) for group in self.groups]
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, changing nothing, while any block is in use.
-
-        Blocks that are only held, for a copy, do not count as in use.
-        """
-        return self.pool.reset_prefix_cache(self.transfer_refs.num_alone)
+        """Return a copy of the block table of a request, per group."""
+        return [group.block_table(seq_id) for group in self.groups]
 
     def is_cached(self, block_hash: bytes) -> bool:
-        """Whether a block with this content can be found now."""
+        """Return whether a block with this content can be found."""
         return self.pool.index.get(block_hash) is not None
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request holds at once until it has this many tokens.
+    def pop_prefix_cache_stats(self) -> tuple[int, int]:
+        """Return (tokens looked up, tokens found) since the last call.
 
-        Less than num_blocks_needed says where a window passes blocks on the way.
+        Counted when a request is first given blocks, because a request that waits for room is
+        looked up again and again, and a preempted one finds its own blocks.
         """
-        return blocks_of_request(self._specs, num_tokens, self.block_size, self._longest_chunk)
-
-    def take_prefix_cache_stats(self) -> tuple[int, int]:
-        """(tokens looked up, tokens found) since the last call.
-
-        Counted when a request is first given blocks: one that waits for room is
-        looked up again and again, and one that was preempted finds itself.
-        """
-        taken = (self._num_queried, self._num_hit)
+        stats = (self._num_queried, self._num_hit)
         self._num_queried = self._num_hit = 0
-        return taken
+        return stats
 
-    def take_evictions(self) -> list[KVEviction]:
-        """Residency of the sampled blocks that were overwritten since the last call."""
-        return self._residency.take()
+    def pop_evictions(self) -> list[KVEviction]:
+        """Return the lifetimes of sampled blocks that were overwritten since the last call."""
+        return self._residency.pop_evictions()
 
     def violations(self) -> Iterator[list[str]]:
-        """Where the manager and its groups disagree with themselves, a sentence each.
+        """Yield, table by table, where the manager and its groups disagree, one sentence each.
 
-        Table by table, as long as nothing changes. The pool is checked by `integrity`,
-        which calls this too.
+        Part of `integrity.check`, which also checks the pool.
         """
         for number, group in enumerate(self.groups):
-            tables = group.tables()
+            tables = group.block_tables()
             if tables.keys() != self._recheck_after.keys():
                 odd = sorted(tables.keys() ^ self._recheck_after.keys())
                 yield [f"sequences: group {number} and the manager disagree on seq_ids {odd}"]
-            for seq_id, table in tables.items():
-                found = group.violations(seq_id)
-                room = len(table) * group.block_size
-                recheck_after = self._recheck_after.get(seq_id, 0)
-                if recheck_after > room + 1:
-                    found.append(
-                        f"room: sequence {seq_id} has {room} slots in group {number}, but is "
-                        f"not looked at before {recheck_after} are wanted"
-                    )
-                yield found
+            for seq_id in tables:
+                yield group.violations(seq_id, self._recheck_after.get(seq_id, 0))
 
     @property
-    def groups(self) -> tuple[FullAttentionGroup, ...]:
-        """In the order of the block ids per group."""
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of the model, in the order of the block ids per group."""
         return self._coordinator.groups
 
     @property
-    def has_windows(self) -> bool:
-        """A prefix may be gone although what follows it is there."""
-        return not all(group.has_prefixes for group in self.groups)
+    def is_downward_closed(self) -> bool:
+        """Whether every shorter prefix of a cached prefix is cached too, in all groups."""
+        return all(group.is_downward_closed for group in self.groups)
 
     @property
     def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
+        """Number of blocks without the null block."""
         return self.pool.num_blocks - 1
 
     @property
     def num_sequences(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return len(self._recheck_after)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that are free, cached content included, or would be if pins were given up."""
+        """Number of blocks that are free or cached, or would be without retained prefixes."""
         return self.pool.num_available
 
     @property
@@ -399,38 +387,36 @@ class KVCacheManager:
         num_computed = request.num_computed_tokens + computed.num_tokens + num_external
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
-        coordinator.release_passed(seq_id, num_computed)
-        num_elsewhere = num_computed if num_external else 0
-        num_new_blocks = coordinator.num_new_blocks(seq_id, num_slots, computed, num_elsewhere)
-        room = self.pool.num_available - num_new_blocks
-        if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
+        coordinator.remove_skipped_blocks(seq_id, num_computed)
+        num_loaded = num_computed if num_external else 0
+        num_new_blocks = coordinator.num_new_blocks(seq_id, num_slots, computed, num_loaded)
+        num_left = self.pool.num_available - num_new_blocks
+        if num_left < 0 or (computed.num_tokens and not self._hits_fit(computed, num_left)):
             return None
         if seq_id not in self._recheck_after:
-            coordinator.attach(seq_id, computed)
+            coordinator.attach_blocks(seq_id, computed)
             self._count_lookup(request, computed)
             if num_external:
-                coordinator.release_passed(seq_id, num_computed)
+                coordinator.remove_skipped_blocks(seq_id, num_computed)
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
             if num_new_blocks > self.pool.num_free:  # hits are referenced by now
-                assert self.reserve is not None, "blocks are pinned, but nothing can give them back"
-                self.reserve.give_back(num_new_blocks - self.pool.num_free)
-            new_blocks = coordinator.extend(seq_id, num_slots)
+                assert self.reclaimable is not None, "blocks are pinned, but none can be reclaimed"
+                self.reclaimable.reclaim_blocks(num_new_blocks - self.pool.num_free)
+            new_blocks = coordinator.allocate_blocks(seq_id, num_slots)
         if computed.tails:
-            self._copies.promise(computed, new_blocks)
+            self._pending_copies.add_fork(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         if num_external:
             self._confirmed_until[seq_id] = num_computed - num_external
         num_verified = min(
             num_tokens, len(request.all_token_ids), self._confirmed_until.get(seq_id, num_tokens)
         )
-        self._recheck_after[seq_id] = coordinator.register_full_blocks(
-            seq_id, request, num_verified
-        )
+        self._recheck_after[seq_id] = coordinator.cache_full_blocks(seq_id, request, num_verified)
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
-    def _fit(self, computed: ComputedBlocks, num_free: int) -> bool:
-        """Whether so many free blocks allow for the hits; counted one by one only in need."""
+    def _hits_fit(self, computed: ComputedBlocks, num_free: int) -> bool:
+        """Return whether the hits leave none too few free blocks; counts them only if needed."""
         num_hits = sum(map(len, computed.block_ids))
         return num_hits <= num_free or self._num_free_hits(computed) <= num_free
 
@@ -438,7 +424,7 @@ class KVCacheManager:
         return sum(map(self.pool.num_evictable, computed.block_ids))
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
-        """Forks were not looked up, or in vain: their siblings count for them."""
+        """Count a lookup of the prefix cache; forks were not looked up, or counted as a miss."""
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache
         if looked_up and not computed.tails and request.num_preemptions == 0:
             self._num_queried += request.num_tokens

@@ -1,12 +1,15 @@
-"""The block pool: every block of one engine, free, in use or kept for its content.
+"""The block pool: every block of one engine, free, in use or cached.
 
-Owns the hash on each block, the prefix index and the free queue with its reference
-counts. Knows nothing of requests: callers name blocks.
+    BlockPool       gives blocks away, shares them, finds them by content, and takes them back
+    PinnedBlocks    references held by prefixes that agents' sessions retain between two turns
+    TransferRefs    references held by copies that a KV connector has under way
 
-A block is in one of three states:
+The pool owns the hash of each block and the prefix index; the free queue owns the reference counts
+and the order of eviction. Callers name blocks; the pool does not know requests. A block is in one
+of three states:
 
     in use      reference count ≥ 1, not in the free queue, with or without hash
-    cached      reference count 0, in the free queue, with hash: may be found or overwritten
+    cached      reference count 0, in the free queue, with hash: can be found or overwritten
     free        reference count 0, in the free queue, no hash
 """
 
@@ -14,43 +17,39 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import FreeQueue
+from engine_core.kv_cache.free_queue import EVICTION_POLICIES, FreeBlockQueue
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.prefix_index import PrefixIndex
 
-# References on blocks that jobs have between two turns, and how many could be taken back.
-#
-#     block 7    a table, a pin       in use all the same: giving up the pin frees nothing
-#     block 8    a pin, a pin         alone: free once both are given up
-#     block 9    a pin                alone
-#
-# Owns the count of pins by block, and the number of blocks that nothing but pins references, which
-# is kept up to date whenever a reference comes or goes. Knows neither jobs nor times.
-
 
 class PinnedBlocks:
-    """Of one pool, which tells of its references while there are pins.
+    """References of retained prefixes, and how many blocks would be free without them.
 
-    counts: pins by block; read only. num_alone: blocks that only pins keep out of the free queue.
+        block 7    a block table, a pin     in use anyway: unpinning it frees nothing
+        block 8    a pin, a pin             reclaimable: free once both are unpinned
+        block 9    a pin                    reclaimable
+
+    counts: pins by block; the caller must not change it. num_reclaimable: blocks that only pins
+    keep out of the free queue. The pool reports every change of a reference while there are pins.
     """
 
-    __slots__ = ("_ref_counts", "counts", "num_alone")
+    __slots__ = ("_ref_counts", "counts", "num_reclaimable")
 
     def __init__(self, ref_counts: list[int]) -> None:
         """ref_counts: the pool's own list."""
         self._ref_counts = ref_counts
         self.counts: dict[int, int] = {}
-        self.num_alone = 0
+        self.num_reclaimable = 0
 
-    def add(self, blocks: Sequence[int]) -> None:
-        """Pins of blocks that are referenced already; their references are about to grow."""
+    def before_pin(self, blocks: Sequence[int]) -> None:
+        """Count pins of blocks that are in use; the caller references the blocks after this."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             assert ref_counts[block] > 0, f"block {block} is pinned and free"
             counts[block] = counts.get(block, 0) + 1
 
-    def remove(self, blocks: Iterable[int]) -> None:
-        """Pins are given up; the references of their blocks are about to fall."""
+    def before_unpin(self, blocks: Iterable[int]) -> None:
+        """Uncount pins; the caller drops the references after this."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
@@ -59,42 +58,44 @@ class PinnedBlocks:
                 counts[block] = count - 1
             else:
                 del counts[block]
-                self.num_alone -= ref_counts[block] == 1
+                self.num_reclaimable -= ref_counts[block] == 1
 
     def before_touch(self, blocks: Iterable[int]) -> None:
-        """Somebody else is about to reference blocks."""
+        """Update the count before references other than pins are added to blocks."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
             if count and ref_counts[block] == count:
-                self.num_alone -= 1
+                self.num_reclaimable -= 1
 
     def after_release(self, blocks: Iterable[int]) -> None:
-        """Somebody else has given up a reference on blocks."""
+        """Update the count after references other than pins were dropped from blocks."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
             if count and ref_counts[block] == count:
-                self.num_alone += 1
+                self.num_reclaimable += 1
 
     def is_available(self, block: int) -> bool:
-        """It is free, or would be without pins."""
+        """Return whether a block is free, or would be without pins."""
         return self._ref_counts[block] == self.counts.get(block, 0)
 
-    def tables(self) -> list[list[int]]:
-        """All pins, each block at most once in a list: as the tables of sequences are."""
-        return tables_of(self.counts)
+    def reference_tables(self) -> list[list[int]]:
+        """Return all pins in the form of block tables: each block at most once in a list."""
+        return reference_tables(self.counts)
 
     def violations(self) -> list[str]:
-        """Where the counts disagree; takes time in proportion to the pinned blocks."""
-        num_alone = sum(map(self.is_available, self.counts))
-        if num_alone == self.num_alone:
+        """Return where the counts disagree; takes time in proportion to the pinned blocks."""
+        num_reclaimable = sum(map(self.is_available, self.counts))
+        if num_reclaimable == self.num_reclaimable:
             return []
-        return [f"pins: {num_alone} blocks are only pinned, {self.num_alone} are recorded"]
+        return [
+            f"pins: {num_reclaimable} blocks are only pinned, {self.num_reclaimable} are recorded"
+        ]
 
 
-def tables_of(counts: Mapping[int, int]) -> list[list[int]]:
-    """So many references by block, each block at most once in a list."""
+def reference_tables(counts: Mapping[int, int]) -> list[list[int]]:
+    """Return as many references of each block as counted, each block at most once in a list."""
     tables: list[list[int]] = []
     level = 0
     while blocks := [block for block, count in counts.items() if count > level]:
@@ -104,25 +105,25 @@ def tables_of(counts: Mapping[int, int]) -> list[list[int]]:
 
 
 class HashedTokens(Protocol):
-    """What the blocks of a sequence hold.
+    """The content of a sequence's blocks: a request, or what a test puts in its place.
 
-    all_token_ids: of the whole sequence. block_hashes: of its full blocks.
+    all_token_ids: tokens of the whole sequence. block_hashes: hashes of its full blocks.
     """
 
     all_token_ids: list[int]
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Brought up to date when read."""
+        """Computed as far as needed when read."""
 
 
 class BlockPool:
-    """Hands out, shares, caches and takes back blocks 1 … num_blocks - 1.
+    """Gives away, shares, caches and takes back blocks 1 … num_blocks - 1.
 
-    num_blocks counts the null block. `ref_counts` (the free queue's own list) and
-    `hashes` have one entry per block; a block's hash is its key in the index, which
-    names its group too. `pinned`: the references that jobs have between two turns.
-    `shared`: 1 for each block whose content was found by somebody it was not computed for.
+    num_blocks counts the null block. ref_counts (the free queue's own list) and hashes have one
+    entry per block; a block's hash is its key in the index, which includes its group. pinned:
+    references of retained prefixes. shared: 1 for each block whose content was found by another
+    session than the one that computed it.
     """
 
     __slots__ = (
@@ -136,13 +137,13 @@ class BlockPool:
         "shared",
     )
 
-    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool, eviction_policy: str = "lru") -> None:
         """Raises ValueError for a pool without a usable block."""
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self.free_queue = FreeQueue(num_blocks)
+        self.free_queue: FreeBlockQueue = EVICTION_POLICIES[eviction_policy](num_blocks)
         self.index = PrefixIndex()
         self.ref_counts = self.free_queue.ref_counts
         self.hashes: list[bytes | None] = [None] * num_blocks
@@ -151,13 +152,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that get_new_blocks can give."""
+        """Number of blocks in the free queue."""
         return self.free_queue.num_free
 
     @property
     def num_available(self) -> int:
-        """Those, and the ones that are in use only for pins."""
-        return self.free_queue.num_free + self.pinned.num_alone
+        """Number of blocks that are free, or would be without pins."""
+        return self.free_queue.num_free + self.pinned.num_reclaimable
 
     @property
     def usage(self) -> float:
@@ -165,9 +166,9 @@ class BlockPool:
         return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
 
     def get_new_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks, overwriting what was retired, then the least recently freed content.
+        """Take `count` blocks from the front of the free queue and evict their content.
 
-        Raises ValueError, changing nothing, when fewer are free.
+        Raises ValueError, changing nothing, if fewer are free.
         """
         queue, hashes = self.free_queue, self.hashes
         blocks = [queue.popleft()] if count == 1 else queue.popleft_n(count)
@@ -177,86 +178,83 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Reference blocks once more; those that were free stop being so."""
+        """Reference blocks once more; free ones leave the free queue."""
         if self.pinned.counts:
             self.pinned.before_touch(blocks)
         self.free_queue.touch(blocks)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each; those without any become free in this order."""
+        """Drop one reference of each block; those without any become free in this order."""
         self._release(blocks)
         if self.pinned.counts:
             self.pinned.after_release(blocks)
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Reference blocks that are in use once more, for a job; no null blocks."""
-        self.pinned.add(blocks)
+        """Reference blocks in use once more, for a retained prefix; null blocks are not allowed."""
+        self.pinned.before_pin(blocks)
         self.free_queue.touch(blocks)
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Drop references taken by `pin`; blocks without any become free in this order."""
-        self.pinned.remove(blocks)
+        self.pinned.before_unpin(blocks)
         self._release(blocks)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
-        """Others than those they were computed for have found these; without hash: left alone."""
+        """Note that another session than the one that computed these blocks has found them."""
         for block in blocks:
             if self.hashes[block] is not None:
                 self.shared[block] = 1
 
     def evict_first(self, blocks: Sequence[int]) -> None:
-        """Evict these first: those that are free move to the front of the queue.
+        """Move free blocks to the front of the free queue, the last one first; not shared ones.
 
-        The last one of them first of all; shared ones stay where they are. Until then they can be
-        found. Nothing changes while the next block to be given away has no content.
+        They can still be found until they are overwritten. Does nothing while the block at the
+        front has no content, because then no content is evicted next.
         """
         queue = self.free_queue
-        if self.hashes[queue.next_of[NULL_BLOCK]] is not None:
+        if self.hashes[queue.peek()] is not None:
             queue.move_to_front([block for block in reversed(blocks) if not self.shared[block]])
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free now, or would be without pins."""
+        """Return how many of these blocks are free, or would be without pins."""
         ref_counts = self.ref_counts
         if self.pinned.counts:
             is_available = self.pinned.is_available
             return len([block for block in blocks if block != NULL_BLOCK and is_available(block)])
         return len([block for block in blocks if not ref_counts[block] and block != NULL_BLOCK])
 
-    def cache_full_block(self, block: int, block_hash: bytes) -> None:
-        """Make a full block, which has no hash yet, findable under this one."""
+    def cache_full_block(self, block: int, key: bytes) -> None:
+        """Make a full block, which has no hash yet, findable under this key."""
         assert block != NULL_BLOCK, "the null block has no content"
         assert self.hashes[block] is None, f"block {block} has a hash already"
-        self.hashes[block] = block_hash
-        self.index.insert(block_hash, block)
+        self.hashes[block] = key
+        self.index.insert(key, block)
 
     def cache_full_blocks(
         self, table: list[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
     ) -> None:
-        """Make the blocks [first, end) of a sequence's table findable."""
+        """Make the blocks [first, end) of a block table findable."""
         block_hashes = content.block_hashes
         for index in range(first, end):
             self.cache_full_block(table[index], keys.key(block_hashes, index))
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Make these blocks unfindable, because their content is wrong.
-
-        References stay. Blocks without a hash are left alone.
-        """
+        """Make blocks unfindable, because their content is wrong; references stay."""
         for block in blocks:
             if self.hashes[block] is not None:
                 self._evict(block)
 
-    def forget(self, block_hash: bytes) -> None:
-        """Uncache every block with this content."""
-        while (block := self.index.get(block_hash)) is not None:
+    def uncache_key(self, key: bytes) -> None:
+        """Make every block with this content unfindable."""
+        while (block := self.index.get(key)) is not None:
             self.uncache([block])
 
-    def reset_prefix_cache(self, num_held: int = 0) -> bool:
+    def reset_prefix_cache(self, num_transferred: int = 0) -> bool:
         """Forget all content; False, changing nothing, while any block is in use.
 
-        num_held: blocks in use only for being copied, which does not ask what they are found by.
+        num_transferred: blocks that are in use only by a copy, which do not count.
         """
-        if self.num_free + num_held != self.num_blocks - 1:
+        if self.num_free + num_transferred != self.num_blocks - 1:
             return False
         self.index.clear()
         self.hashes = [None] * self.num_blocks
@@ -267,30 +265,26 @@ class BlockPool:
         self.free_queue.release(blocks)
 
     def _evict(self, block: int) -> None:
-        block_hash = self.hashes[block]
-        assert block_hash is not None
-        self.index.remove(block_hash, block)
+        key = self.hashes[block]
+        assert key is not None
+        self.index.remove(key, block)
         self.hashes[block] = None
         self.shared[block] = 0
 
 
-# References on blocks that no table has: those of copies that are under way.
-#
-# A copy out of a block, or into it, is not to find somebody else's content there. So whoever
-# copies holds the block meanwhile, whatever becomes of the request it was filled for.
-#
-# Owns the count of such references by block. Knows nothing of who took them.
-
-
 class TransferRefs:
-    """Holds on the blocks of one pool; null blocks are passed over."""
+    """References on blocks that a KV connector copies from or into.
+
+    They keep a block out of the free queue until its copy has ended, whatever becomes of the
+    request that it was filled for. Null blocks are ignored.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._counts: dict[int, int] = {}
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Reference blocks once more each."""
+        """Reference each block once more."""
         self._pool.touch(block_ids)
         counts = self._counts
         for block in block_ids:
@@ -298,7 +292,7 @@ class TransferRefs:
                 counts[block] = counts.get(block, 0) + 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up references taken by `hold`, last block first; free ones stay findable."""
+        """Drop references taken by `hold`, last block first."""
         counts = self._counts
         for block in block_ids:
             if block == NULL_BLOCK:
@@ -312,24 +306,24 @@ class TransferRefs:
         self._pool.free_blocks(block_ids[::-1])
 
     def release_all(self) -> None:
-        """Nothing is copied any more."""
-        for table in self.tables():
+        """Drop all references: no copy is under way any more."""
+        for table in self.reference_tables():
             self._pool.free_blocks(table)
         self._counts.clear()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are held, whoever else references them."""
+        """Number of blocks with such a reference."""
         return len(self._counts)
 
     @property
     def blocks(self) -> Collection[int]:
-        """Those blocks, each once."""
+        """Blocks with such a reference, each once."""
         return self._counts.keys()
 
     @property
     def num_alone(self) -> int:
-        """Blocks that would be free, or only pinned, but for holds."""
+        """Number of blocks that would be free, or only pinned, without these references."""
         ref_counts, pins = self._pool.ref_counts, self._pool.pinned.counts
         return sum(
             1
@@ -337,6 +331,6 @@ class TransferRefs:
             if ref_counts[block] == count + pins.get(block, 0)
         )
 
-    def tables(self) -> list[list[int]]:
-        """All references, each block at most once in a list: as the tables of sequences are."""
-        return tables_of(self._counts)
+    def reference_tables(self) -> list[list[int]]:
+        """Return all references in the form of block tables: each block at most once in a list."""
+        return reference_tables(self._counts)

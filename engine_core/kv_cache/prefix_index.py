@@ -1,7 +1,6 @@
-"""The prefix index: which blocks hold the KV of which prefix.
+"""The prefix index: a map from block hashes to the blocks with that content.
 
-Owns the map from block hash to blocks. Knows nothing of tokens, requests or
-reference counts.
+Tokens, requests and reference counts are unknown here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,11 +8,10 @@ from itertools import chain
 
 
 class PrefixIndex:
-    """Block hash to the blocks with that content.
+    """A map from block hash to blocks; a lookup returns the block that was inserted first.
 
-    Two requests may compute the same prefix side by side; tables are append-only,
-    so both blocks stay, and a lookup gets the one inserted first. The others are
-    kept apart, which leaves the common lookup a single dictionary access.
+    Two requests may compute the same prefix at the same time. Block tables are append-only, so
+    both blocks stay. Duplicates have a dictionary of their own, so a lookup is one access.
     """
 
     __slots__ = ("_duplicates", "_first")
@@ -23,18 +21,18 @@ class PrefixIndex:
         self._duplicates: dict[bytes, dict[int, None]] = {}
 
     def insert(self, block_hash: bytes, block: int) -> None:
-        """Record that a block holds this content."""
+        """Add a block with this content."""
         if block_hash in self._first:
             self._duplicates.setdefault(block_hash, {})[block] = None
         else:
             self._first[block_hash] = block
 
     def get(self, block_hash: bytes) -> int | None:
-        """The block inserted first of those with this content."""
+        """Return the block with this content that was inserted first; None if there is none."""
         return self._first.get(block_hash)
 
     def longest_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the leading hashes that are all present.
+        """Return the blocks of the leading hashes up to the first one that is missing.
 
         A hash covers everything before it, so the first miss ends the search.
         """
@@ -48,7 +46,7 @@ class PrefixIndex:
         return blocks
 
     def remove(self, block_hash: bytes, block: int) -> None:
-        """Forget that a block holds this content; raises KeyError if it was not recorded."""
+        """Remove a block with this content; raises KeyError if it is not in the index."""
         others = self._duplicates.get(block_hash)
         if others is None:
             if self._first[block_hash] != block:
@@ -63,21 +61,21 @@ class PrefixIndex:
             del self._duplicates[block_hash]
 
     def blocks(self) -> Iterator[int]:
-        """Every recorded block, in no order."""
+        """Return all blocks, in no order."""
         return chain(self._first.values(), *self._duplicates.values())
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._first.clear()
         self._duplicates.clear()
 
     def items(self) -> Iterator[tuple[bytes, int]]:
-        """Every recorded (hash, block), duplicates included."""
+        """Yield every (hash, block), including duplicates."""
         yield from self._first.items()
         for block_hash, others in self._duplicates.items():
             for block in others:
                 yield block_hash, block
 
     def __len__(self) -> int:
-        """Number of different hashes."""
+        """Return the number of different hashes."""
         return len(self._first)

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from engine_core.kv_cache.block import BlockIds
 from engine_core.request import Request
 from proto.config import ServeConfig
+from proto.kv_connector import KVConnectorOutput, Payload
 from proto.kv_events import KVEvent
-from proto.kv_transfer import KVConnectorOutput, Payload
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats

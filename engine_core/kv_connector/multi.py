@@ -19,11 +19,17 @@ from engine_core.kv_connector.base import (
 )
 from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.request import Request
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    KVConnectorOutput,
+    MultiReport,
+    MultiStep,
+    Payload,
+    pack,
+    unpack,
+)
 from proto.kv_events import KVEvent
-from proto.kv_multi import children_of
-from proto.kv_stacked import MultiReport, MultiStep
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
+from proto.kv_transfer_config import KVTransferConfig, child_configs
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats
 
@@ -36,7 +42,7 @@ class MultiScheduler:
         self._holds = context.holds
         self._num_ranks = context.num_ranks
         self.children: list[SchedulerConnector] = [
-            create_scheduler_connector(each, context) for each in children_of(config)
+            create_scheduler_connector(each, context) for each in child_configs(config)
         ]
         self._poll = select.epoll()
         self._by_descriptor = {each.fileno(): each for each in self.children if each.fileno() >= 0}

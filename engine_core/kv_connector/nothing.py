@@ -7,8 +7,8 @@ from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_connector.base import NO_MATCH, Match
 from engine_core.request import Request
 from proto.event_fd import NO_DESCRIPTOR
+from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.kv_events import KVEvent
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats
 

@@ -14,11 +14,18 @@ from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerContext
 from engine_core.kv_connector.nothing import NoConnector
 from engine_core.request import Request
 from proto.errors import ConfigError
-from proto.kv_stacked import SharedStorageReport, SharedStorageStep
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    KVConnectorOutput,
+    Payload,
+    SharedStorageReport,
+    SharedStorageStep,
+    pack,
+    unpack,
+)
+from proto.kv_media import shared_storage_file, shared_storage_folder, shared_storage_hash
 from proto.kv_transfer_config import FIELD, KVTransferConfig
 from proto.scheduler_output import SchedulerOutput
-from proto.shared_storage import file_name, folder_of, hash_of
 
 
 class SharedStorageScheduler(NoConnector):
@@ -39,7 +46,7 @@ class SharedStorageScheduler(NoConnector):
         self._config = config
         self._context = context
         self._num_ranks = context.num_ranks
-        self._present = self._found_in(folder_of(config, context.fingerprint))
+        self._present = self._found_in(shared_storage_folder(config, context.fingerprint))
         self._stored_by: dict[bytes, int] = {}
         self._requests: dict[int, Request] = {}
         self._num_offered: dict[int, int] = {}
@@ -145,10 +152,10 @@ class SharedStorageScheduler(NoConnector):
     def _found_in(self, folder: str) -> set[bytes]:
         """Blocks of which there is a file of every rank."""
         names = set(os.listdir(folder))
-        hashes = {each for each in map(hash_of, names) if each}
+        hashes = {each for each in map(shared_storage_hash, names) if each}
         ranks = range(self._num_ranks)
         return {
             each
             for each in hashes
-            if all(file_name(each, rank, self._num_ranks) in names for rank in ranks)
+            if all(shared_storage_file(each, rank, self._num_ranks) in names for rank in ranks)
         }

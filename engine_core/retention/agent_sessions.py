@@ -233,7 +233,7 @@ class AgentSessions:
         """Whether what it found is of others; from now on its prompt is its job's own."""
         job = self._jobs.get(request.agent.job)
         if request.num_cached_tokens > (job.num_own_tokens if job is not None else 0):
-            self._kv_cache.mark_found(request)
+            self._kv_cache.mark_shared_prefix(request)
         if job is not None:
             job.num_own_tokens = max(job.num_own_tokens, request.num_tokens)
 

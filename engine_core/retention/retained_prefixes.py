@@ -5,7 +5,7 @@
                         └──── time is over, room is lacking, newer turn ─────┴─▶ it runs: given up
 
 Retained prefixes never keep a request from running: the KV cache counts blocks that nothing else
-references as free, and reclaims as many as it lacks when it hands them out (`give_back`). The
+references as free, and reclaims as many as it lacks when it hands them out (`reclaim_blocks`). The
 prefixes that are worth least are cut first, each from its end, so that the rest is still the
 beginning of a prompt. Where layers have sliding windows a prefix is dropped as a whole: the blocks
 that its windows have passed are gone, so no shorter prefix of it could be found.
@@ -161,7 +161,7 @@ class RetainedPrefixes:
         self, kv_cache: KVCacheManager, limits: RetentionLimits, observer: SchedulerObserver
     ) -> None:
         self._pool = kv_cache.pool
-        self._whole = kv_cache.has_windows
+        self._whole = not kv_cache.is_downward_closed
         self._block_size = kv_cache.block_size
         self._limits = limits
         self._observer = observer
@@ -172,7 +172,7 @@ class RetainedPrefixes:
         self._num_made = 0
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         self._changed: dict[str, None] = {}
-        kv_cache.reserve = self
+        kv_cache.reclaimable = self
 
     def pop_changed(self) -> list[str]:
         """Jobs that got a retained prefix, or lost theirs, since the last call."""
@@ -303,7 +303,7 @@ class RetainedPrefixes:
             self.num_expired += 1
             self._end(pin, EXPIRED)
 
-    def give_back(self, num_blocks: int) -> None:
+    def reclaim_blocks(self, num_blocks: int) -> None:
         """Free so many blocks more; there must be as many that only pins reference."""
         pool = self._pool
         wanted = pool.num_free + num_blocks

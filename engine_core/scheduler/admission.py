@@ -151,7 +151,7 @@ class WholeSequence:
         kv_cache = self._kv_cache
         return min(
             kv_cache.num_blocks_needed(request, num_missing, computed),
-            kv_cache.most_blocks(request.num_tokens),
+            kv_cache.max_blocks(request.num_tokens),
         )
 
 
@@ -236,7 +236,7 @@ class AdmissionPass:
         self._fairness = fairness
         self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
-        self._remembers = not rules and not kv_transfer.connected and not kv_cache.has_windows
+        self._remembers = not rules and not kv_transfer.connected and kv_cache.is_downward_closed
 
     @property
     def num_free_seats(self) -> int:

@@ -182,5 +182,5 @@ class BeamGroups:
         row.num_computed_tokens = 0
         row.take_over(source)
         if row.status is RequestStatus.RUNNING:
-            row.num_computed_tokens = self._kv_cache.branch(row, source, source.num_tokens)
+            row.num_computed_tokens = self._kv_cache.fork_blocks(row, source, source.num_tokens)
             self._forced_tokens.replace(row)

@@ -35,8 +35,8 @@ from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.kv_events import KVEvent
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
 # Requests whose KV is loaded within their first step: not known to be there before its result.
@@ -230,7 +230,7 @@ class KVTransferManager:
         num_missing = request.num_tokens - candidate.num_computed_tokens
         needed = min(
             kv_cache.num_blocks_needed(request, num_missing, candidate.computed),
-            kv_cache.most_blocks(request.num_tokens),
+            kv_cache.max_blocks(request.num_tokens),
         )
         for load in self._loads.values():
             needed += self._blocks_to_come(load.request)
@@ -293,7 +293,7 @@ class KVTransferManager:
         kv_cache, waiting = self._kv_cache, self._waiting
         if not waiting.num_ready or not kv_cache.transfer_refs.num_alone:
             return False
-        return kv_cache.most_blocks(waiting.peek().num_tokens) > kv_cache.num_free_blocks
+        return kv_cache.max_blocks(waiting.peek().num_tokens) > kv_cache.num_free_blocks
 
     def complete(self, output: SchedulerOutput) -> SchedulerOutput:
         """A step is decided: add what the connector has to say about it."""
@@ -352,7 +352,7 @@ class KVTransferManager:
         kv_cache.pool.uncache([block for block in bad if 0 < block < kv_cache.pool.num_blocks])
         ended = []
         for request in requests:
-            num_sound = kv_cache.num_sound_tokens(request, bad)
+            num_sound = kv_cache.num_valid_tokens(request, bad)
             if num_sound is None and self._unconfirmed.has_lost(request, bad):
                 num_sound = 0
             elif num_sound is None or num_sound >= request.num_computed_tokens:
@@ -402,7 +402,7 @@ class KVTransferManager:
 
         Also of one that is over: by then its blocks may be found, and be on every medium.
         """
-        self._kv_cache.forget(request)
+        self._kv_cache.uncache_content(request)
         self.connector.withdraw(request)
 
     def drop_loads(self) -> None:
@@ -458,7 +458,7 @@ class KVTransferManager:
         Not there where there are windows: which blocks a token sees, those behind the end of a
         block say.
         """
-        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
@@ -469,7 +469,7 @@ class KVTransferManager:
         num_missing = request.num_tokens - request.num_computed_tokens
         return min(
             self._kv_cache.num_blocks_needed(request, num_missing),
-            self._kv_cache.most_blocks(request.num_tokens),
+            self._kv_cache.max_blocks(request.num_tokens),
         )
 
     def _notify_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:

@@ -108,7 +108,7 @@ class OutputBuilder:
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
             finished_seq_ids=finished,
             preempted_seq_ids=[request.seq_id for request in plan.preempted],
-            block_copies=self._kv_cache.take_block_copies(),
+            block_copies=self._kv_cache.pop_block_copies(),
             constrained_seq_ids=(
                 [] if self._constraints is None else self._constraints.constrained_seq_ids(plan)
             ),

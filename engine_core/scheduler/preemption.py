@@ -248,7 +248,7 @@ class Preemption:
         index = index_of(self._running, victim)
         del self._running[index]
         if index < num_visited and plan.withdraw(victim):
-            self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+            self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
         self._requeue(victim, plan.now)
         plan.preempted.append(victim)
         return index
@@ -257,7 +257,7 @@ class Preemption:
         """Preempt this running request, which may be in the plan already."""
         del self._running[index_of(self._running, victim)]
         if plan.withdraw(victim):
-            self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+            self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
         self._requeue(victim, plan.now)
         plan.preempted.append(victim)
 
@@ -303,7 +303,7 @@ def start_over(
     for request in requests:
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-    kv_cache.take_block_copies()  # of steps that will not be computed
+    kv_cache.pop_block_copies()  # of steps that will not be computed
     forgotten = kv_cache.reset_prefix_cache()
     assert forgotten, "somebody who neither runs nor rests holds blocks"
 

@@ -297,7 +297,7 @@ class SiblingForks:
             if self._has_prompt(source):
                 num_shared = _num_common_tokens(request, source)
                 if num_shared > longest.num_tokens:
-                    fork = self._kv_cache.fork(source, num_shared)
+                    fork = self._kv_cache.find_fork(source, num_shared)
                     longest = fork if fork.num_tokens else longest
         return longest
 

@@ -38,7 +38,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
@@ -377,7 +377,7 @@ class Scheduler:
 
     def take_stats(self) -> SchedulerStats:
         """Gauges of now, and deltas since the last call."""
-        queries, hits = self._kv_cache.take_prefix_cache_stats()
+        queries, hits = self._kv_cache.pop_prefix_cache_stats()
         external_queries, external_hits = self.kv_transfer.take_stats()
         job_seconds, tool_seconds = self.agent_sessions.take_seconds()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.take_counts()
@@ -389,7 +389,7 @@ class Scheduler:
             prefix_cache_queries=queries,
             prefix_cache_hits=hits,
             num_scheduled_tokens=self._num_scheduled_tokens,
-            kv_evictions=self._kv_cache.take_evictions(),
+            kv_evictions=self._kv_cache.pop_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
             num_corrupted=self._result_pass.take_num_corrupted(),
             num_queued_reqs=len(self.queue_limits),

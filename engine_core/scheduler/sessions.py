@@ -159,7 +159,7 @@ class Sessions:
             return
         following = request.next_turn(self._scheduler.next_seq_id())
         following.num_computed_tokens = min(request.num_computed_tokens, following.num_tokens)
-        self._kv_cache.hand_over(request, following, following.num_tokens)
+        self._kv_cache.hand_over_blocks(request, following, following.num_tokens)
         session.request, session.finish_reason = following, request.status.finish_reason
         self._ended.append(session)
 

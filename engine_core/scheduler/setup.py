@@ -63,7 +63,7 @@ from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
-from proto.kv_transfer import LoadFailurePolicy
+from proto.kv_connector import LoadFailurePolicy
 
 if TYPE_CHECKING:
     from engine_core.scheduler.scheduler import Scheduler

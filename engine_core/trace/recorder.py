@@ -104,7 +104,7 @@ class Recorder:
         kv_cache, queue = self._kv_cache, self._queue
         if self._is_stale:
             self._look_again()
-        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_alone
+        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_reclaimable
         num_cached, num_held = self.census.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready

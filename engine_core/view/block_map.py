@@ -38,7 +38,7 @@ def block_states(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> tuple[
     tables = [
         (numbers[seq_id], table)
         for group in kv_cache.groups
-        for seq_id, table in group.tables().items()
+        for seq_id, table in group.block_tables().items()
     ]
     tables.sort(key=lambda each: -each[0])
     held = _array(chain.from_iterable(table for _, table in tables))

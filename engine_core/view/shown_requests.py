@@ -57,9 +57,9 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
 def blocks_held(kv_cache: KVCacheManager) -> Mapping[int, int]:
     """Blocks in the tables of each request that has some, by seq_id, without the null block."""
     held: dict[int, int] = {}
-    has_windows = kv_cache.has_windows
+    has_windows = not kv_cache.is_downward_closed
     for group in kv_cache.groups:
-        for seq_id, table in group.tables().items():
+        for seq_id, table in group.block_tables().items():
             number = len(table) - (table.count(NULL_BLOCK) if has_windows else 0)
             held[seq_id] = held.get(seq_id, 0) + number
     return held

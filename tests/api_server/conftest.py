@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from api_server.app import create_app
 from api_server.app_state import AppState
-from api_server.engine_client import FromEngine
+from api_server.engine.engine_client import FromEngine
 from api_server.server import Server, make_app_state, make_server
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.engine_io import FinishReason

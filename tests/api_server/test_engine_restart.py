@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from api_server import engine_client
-from api_server.session import TurnInput, generate
+from api_server.engine import engine_client
+from api_server.engine.session import TurnInput, generate
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo, InternalRequestError
 from proto.sampling_params import SamplingParams

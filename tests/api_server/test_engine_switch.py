@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from api_server.engine_connection import FromEngine
-from api_server.engine_switch import EngineSwitch
+from api_server.engine.engine_connection import FromEngine
+from api_server.lifecycle.engine_switch import EngineSwitch
 from proto.config import ModelConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import NewEngine, NextEngine, NextReady, OldEngineIdle, Switched

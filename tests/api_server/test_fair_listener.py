@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from api_server import fair_listener
-from api_server.fair_listener import FairListener
+from api_server.http import fair_listener
+from api_server.http.fair_listener import FairListener
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from proto.stats import METRIC_BYTES
 

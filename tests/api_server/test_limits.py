@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from api_server.errors import error_body
-from api_server.http_protocol import MAX_HEADERS
+from api_server.http.http_protocol import MAX_HEADERS
 from api_server.routes.common import MAX_BODY_BYTES, MAX_DEPTH
 from proto.errors import RequestError
 from tests.api_server.test_bad_bodies import raw_exchange

@@ -6,8 +6,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from api_server import openapi
 from api_server.app import create_app
+from api_server.http import openapi
 from api_server.routes import admin
 from proto.config import FrontEndConfig
 from tests.api_server.test_bad_requests import BAD_FIELDS

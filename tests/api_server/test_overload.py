@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from api_server import engine_client
+from api_server.engine import engine_client
 from proto import sockets
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason, FirstTokenInfo

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
-from api_server.stream import Choice, RequestStream, StreamNotifier, Timeline
+from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.stop_strings import stop_matcher
 from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo

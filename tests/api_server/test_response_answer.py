@@ -12,7 +12,7 @@ from api_server.protocol.responses.answer import ResponsesAnswer
 from api_server.protocol.responses.items import messages_of
 from api_server.protocol.responses.request import in_client_names, parse_request
 from api_server.protocol.responses.tools import OfferedTools
-from api_server.stream import Delta, Usage
+from api_server.request_stream import Delta, Usage
 from proto.errors import InvalidRequestError
 from tests.api_server.test_responses import decoded
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from api_server.engine.session import TurnInput, generate
 from api_server.errors import NotAvailableError
-from api_server.session import TurnInput, generate
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
 from proto.sampling_params import SamplingParams

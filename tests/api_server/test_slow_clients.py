@@ -8,9 +8,9 @@ import socket
 import httpx
 import pytest
 
-from api_server import http_protocol
-from api_server import stream as unsent
-from api_server.stream import SendBuffer
+from api_server import request_stream as unsent
+from api_server.http import http_protocol
+from api_server.request_stream import SendBuffer
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
 

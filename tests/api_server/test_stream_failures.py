@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from api_server.http_protocol import ChunkWriter
+from api_server.http.http_protocol import ChunkWriter
 from api_server.protocol.completions import CompletionAnswer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from api_server.stream import StreamNotifier
+from api_server.request_stream import StreamNotifier
 
 
 async def turns(number: int = 3) -> None:

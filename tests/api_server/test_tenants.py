@@ -2,7 +2,7 @@
 
 import pytest
 
-from api_server.tenants import DEFAULT_TENANT, MAX_TENANT_CHARACTERS, TENANT_HEADER
+from api_server.http.tenants import DEFAULT_TENANT, MAX_TENANT_CHARACTERS, TENANT_HEADER
 from proto.config import FrontEndConfig
 
 PATHS = {

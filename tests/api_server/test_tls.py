@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api_server.http_protocol import MAX_HEADER_BYTES
+from api_server.http.http_protocol import MAX_HEADER_BYTES
 from proto.config import FrontEndConfig
 from tests.fakes.certificates import Authority, Pair, needs_openssl
 

@@ -40,7 +40,7 @@ def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
     flags = ("--enable-fault-injection", "--dtype", "float32")
     with Daemon(*flags, environment=faults) as daemon, ThreadPoolExecutor() as pool:
         poison = pool.submit(complete, daemon)
-        assert eventually(lambda: "it is started again" in daemon.text, 60)
+        assert eventually(lambda: "it is restarted" in daemon.text, 60)
         innocent = pool.submit(complete, daemon, "Once upon a time")
         assert poison.result().status_code == 500
         assert "crashed 5 times" in poison.result().json()["error"]["message"]

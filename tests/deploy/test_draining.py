@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from deploy.supervisor.shutdown import Draining, NotDraining
+from deploy.supervisor.shutdown import RequestDrain
 from proto.lifecycle import DrainProgress
 
 
@@ -10,10 +10,10 @@ from proto.lifecycle import DrainProgress
 class Notices:
     lines: list[str] = field(default_factory=list)
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         raise AssertionError("a drain has no progress")
 
-    def notice(self, message: str, who: str = "tokend") -> None:
+    def notice(self, message: str, process: str = "tokend") -> None:
         self.lines.append(message)
 
 
@@ -23,51 +23,45 @@ class Case:
     def __init__(self) -> None:
         self.now = 100.0
         self.notices = Notices()
-        self.draining = Draining(range(2), 30.0, self.notices, lambda: self.now)
+        self.draining = RequestDrain(range(2), 30.0, self.notices, lambda: self.now)
 
     def note(self, index: int, number: int) -> None:
-        self.draining.note(DrainProgress(index, number))
+        self.draining.note_progress(DrainProgress(index, number))
 
 
-def test_an_idle_daemon_waits_for_the_word_of_every_front_end() -> None:
+def test_a_drain_waits_for_the_report_of_every_front_end() -> None:
     case = Case()
-    assert not case.draining.over
+    assert not case.draining.done
     case.note(0, 0)
-    assert not case.draining.over
+    assert not case.draining.done
     case.note(1, 0)
-    assert case.draining.over
-    case.draining.report_left()
+    assert case.draining.done
+    case.draining.report_unfinished()
     assert case.notices.lines == []
 
 
-def test_requests_are_told_of_once_and_waited_for() -> None:
+def test_open_requests_are_reported_once_and_awaited() -> None:
     case = Case()
     case.note(0, 3)
     assert case.notices.lines == [], "the other one has not said anything"
     case.note(1, 1)
     assert case.notices.lines == [
-        "4 requests under way may finish within 30 s, new ones are refused; "
+        "4 requests in flight may finish within 30 s, new ones are refused; "
         "a second signal aborts them"
     ]
     case.note(1, 0)
-    assert not case.draining.over
+    assert not case.draining.done
     case.note(0, 0)
-    assert case.draining.over
+    assert case.draining.done
     assert len(case.notices.lines) == 1
 
 
-def test_the_time_ends_it_whoever_has_not_spoken() -> None:
+def test_a_drain_is_done_when_its_time_is_up() -> None:
     case = Case()
     case.note(0, 1)
     case.now += 29.0
-    assert (case.draining.over, case.draining.seconds_left()) == (False, 1.0)
+    assert (case.draining.done, case.draining.seconds_left()) == (False, 1.0)
     case.now += 1.0
-    assert case.draining.over
-    case.draining.report_left()
+    assert case.draining.done
+    case.draining.report_unfinished()
     assert case.notices.lines == ["1 request not finished: aborted"]
-
-
-def test_who_does_not_drain_is_never_done() -> None:
-    idle = NotDraining()
-    idle.note(DrainProgress(0, 0))
-    assert (idle.begun, idle.over, idle.seconds_left()) == (False, False, None)

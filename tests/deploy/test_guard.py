@@ -1,9 +1,9 @@
-"""The watchdog over children that are only pretended: who is asked, told and taken away."""
+"""The watchdog over fake processes: pings, removals and reports of health."""
 
 import signal
 from typing import Any
 
-from deploy.supervisor.hang_detector import Limits
+from deploy.supervisor.hang_detector import HangLimits
 from deploy.supervisor.watchdog import Watchdog
 from proto.config import ReliabilityConfig
 from proto.lifecycle import (
@@ -18,6 +18,7 @@ from proto.lifecycle import (
     process_name,
 )
 from tests.deploy.test_recovery import Case
+from tests.fakes import boots
 
 STEP = 8.0
 
@@ -26,7 +27,7 @@ class Child:
     """answers: what it says to a Ping; None where it hangs."""
 
     exit_status = None
-    last_words = None
+    fatal_error = None
 
     def __init__(self, role: Role, index: int = 0, generation: int = 1) -> None:
         self.role, self.index, self.generation, self.pid = role, index, generation, 7
@@ -37,16 +38,16 @@ class Child:
         self.num_answered = 0
         self.answer: Any = Alive()
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self.heard.append(message)
 
     def has_ended(self) -> bool:
         return self.gone
 
-    def show_stacks(self) -> None:
+    def dump_stacks(self) -> None:
         self.got.append("stacks")
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self.got.append(number.name)
 
     def of(self, kind: type) -> list[Any]:
@@ -54,23 +55,21 @@ class Child:
 
 
 class Daemon:
-    """Two workers, the engine, two front ends; `reasons` are somebody else's."""
+    """Two workers, the engine, two front ends."""
 
     def __init__(self) -> None:
         self.case = Case()
-        self.reasons: list[NotReady] = []
-        self.guard = Watchdog(
-            Limits.of(ReliabilityConfig(step_timeout=STEP)),
+        self.watchdog = Watchdog(
+            HangLimits.of(ReliabilityConfig(step_timeout=STEP)),
             self.case.epochs,
             self.case.recovery,
             self.case.notices,
-            [lambda: self.reasons],
             lambda: self.case.now,
         )
         self.children: list[Any] = [Child("worker", 0), Child("worker", 1), Child("engine_core")]
         self.children += [Child("api_server", 0), Child("api_server", 1)]
         self.engine.answer = EngineAlive(1, 100, ready=True)
-        self.cut_off: list[Child] = []
+        self.hung: list[Child] = []
 
     @property
     def engine(self) -> Child:
@@ -80,19 +79,20 @@ class Daemon:
         end = self.case.now + seconds
         while self.case.now < end:
             self.turn()
-            self.case.now = min(end, self.case.now + self.guard.seconds_to_next())
+            self.case.now = min(end, self.case.now + self.watchdog.seconds_to_next_check())
         self.turn()
 
     def turn(self) -> None:
         for child in self.children:
             if len(child.of(Ping)) > child.num_answered and child.answer is not None:
                 child.num_answered += 1
-                self.guard.hear(child, child.answer)
-        self.guard.turn(self.children, self.let_go)
-
-    def let_go(self, hung: Any) -> None:
-        assert hung.got == [], "first the others hear of it"
-        self.cut_off.append(hung)
+                self.watchdog.note_message(child, child.answer)
+        for hung in self.watchdog.find_hung(self.children):
+            assert hung.got == [], "the others disconnect first"
+            self.hung.append(hung)
+            self.watchdog.begin_removal(hung)
+        self.watchdog.continue_removals()
+        self.watchdog.report_health(self.children)
 
     def reasons_told(self) -> list[str]:
         """Why requests should not come, as a front end knows it."""
@@ -114,11 +114,11 @@ def test_of_two_workers_that_owe_a_step_the_one_that_waits_is_not_taken_away() -
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (0, 1), ready=True, has_work=True)
     daemon.wait(1.5)
-    daemon.guard.hear(daemon.children[0], WaitingForRanks(0))
+    daemon.watchdog.note_message(daemon.children[0], WaitingForRanks(0))
     daemon.wait(1.5 * STEP)
     (line,) = daemon.case.notices.lines
     assert line.startswith("worker 1: (pid 7) hangs, no completed step for 8.")
-    assert daemon.cut_off == [daemon.children[1]]
+    assert daemon.hung == [daemon.children[1]]
     assert daemon.children[0].got == []
 
 
@@ -132,22 +132,22 @@ def test_an_engine_that_hangs_is_cut_off_before_anything_is_done_to_it() -> None
     assert daemon.case.notices.lines[0].startswith(
         "engine 0: (pid 7) hangs, no sign of life for 8."
     )
-    assert daemon.cut_off == [daemon.engine]
+    assert daemon.hung == [daemon.engine]
     daemon.wait(1.0)
     assert daemon.engine.got == ["stacks", "SIGKILL"]
     assert daemon.reasons_told() == ["engine 0 hangs and is killed"]
     daemon.wait(5 * STEP)
     assert len(daemon.case.notices.lines) == 1, "one verdict is enough"
-    assert not daemon.guard.copes, "it cannot be ended"
+    assert not daemon.watchdog.can_recover, "it cannot be ended"
     daemon.engine.gone = True
-    assert daemon.guard.copes
+    assert daemon.watchdog.can_recover
 
 
 def test_of_two_workers_the_one_that_hangs_is_taken_away() -> None:
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
     daemon.wait(STEP + 4)
-    assert daemon.cut_off == [daemon.children[1]]
+    assert daemon.hung == [daemon.children[1]]
     assert [each.got for each in daemon.children[:2]] == [[], ["stacks", "SIGKILL"]]
 
 
@@ -156,7 +156,7 @@ def test_workers_that_the_engine_has_not_heard_of_yet_owe_nothing() -> None:
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
     daemon.case.epochs.new_workers()
     daemon.wait(2 * STEP)
-    assert daemon.cut_off == []
+    assert daemon.hung == []
 
 
 def beside_another(daemon: Daemon) -> list[Child]:
@@ -164,7 +164,7 @@ def beside_another(daemon: Daemon) -> list[Child]:
     daemon.wait(1.0)
     old = [daemon.engine, daemon.children[0]]
     epochs = daemon.case.epochs
-    epochs.adopt(epochs.sibling(epochs.model))
+    epochs.switch_to(epochs.next_generation(epochs.model))
     new = [Child("worker", index, epochs.generation) for index in range(2)]
     engine = Child("engine_core", 0, epochs.generation)
     engine.answer = EngineAlive(epochs.worker_epoch, 100, ready=True)
@@ -178,11 +178,11 @@ def test_an_engine_that_is_left_is_taken_away_as_any_other() -> None:
     engine, _ = beside_another(daemon)
     engine.answer = None
     daemon.wait(STEP + 4)
-    assert daemon.cut_off == [engine]
+    assert daemon.hung == [engine]
     assert engine.got == ["stacks", "SIGKILL"]
     assert daemon.reasons_told() == []
     daemon.wait(5 * STEP)
-    assert daemon.cut_off == [engine]
+    assert daemon.hung == [engine]
 
 
 def test_a_worker_that_is_left_is_judged_by_its_own_engine() -> None:
@@ -190,7 +190,7 @@ def test_a_worker_that_is_left_is_judged_by_its_own_engine() -> None:
     engine, worker = beside_another(daemon)
     engine.answer = EngineAlive(1, 100, (0,), True, True)
     daemon.wait(STEP + 4)
-    assert daemon.cut_off == [worker]
+    assert daemon.hung == [worker]
 
 
 def test_the_engine_of_now_is_watched_beside_one_that_is_left() -> None:
@@ -201,7 +201,7 @@ def test_the_engine_of_now_is_watched_beside_one_that_is_left() -> None:
     daemon.wait(STEP)
     assert daemon.reasons_told() == ["engine 0: no sign of life"]
     daemon.wait(4.0)
-    assert daemon.cut_off == [daemon.children[-1]]
+    assert daemon.hung == [daemon.children[-1]]
 
 
 def test_of_those_who_were_asked_to_end_nothing_is_expected() -> None:
@@ -210,20 +210,21 @@ def test_of_those_who_were_asked_to_end_nothing_is_expected() -> None:
     engine.answer = None
     daemon.children = daemon.children[3:]
     daemon.wait(600 + STEP)
-    assert daemon.cut_off == []
+    assert daemon.hung == []
 
 
 def test_front_ends_hear_what_is_amiss_once_and_new_ones_what_there_is() -> None:
     daemon = Daemon()
     daemon.turn()
     assert daemon.children[3].of(HealthStatus) == [], "there was nothing to say"
-    daemon.reasons = [NotReady("draining", 5.0)]
+    daemon.case.die(2)
     daemon.wait(STEP)
     daemon.children[4] = Child("api_server", 1)
     daemon.wait(STEP)
-    told = [HealthStatus((NotReady("draining", 5.0),))]
+    told = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0),))]
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == told
-    daemon.reasons = []
+    daemon.case.due(0, 1, 3, 4)
+    daemon.case.recovery.note_message(boots.engine_ready(epoch=daemon.case.epochs.epoch))
     daemon.wait(STEP)
     assert daemon.children[3].of(HealthStatus) == [*told, HealthStatus()]
 
@@ -235,10 +236,10 @@ def test_what_the_dead_have_said_does_not_count_for_those_who_follow() -> None:
     new.answer = None
     daemon.children[3] = new
     daemon.turn()
-    daemon.guard.hear(old, Alive())
+    daemon.watchdog.note_message(old, Alive())
     daemon.wait(STEP)
     assert len(new.of(Ping)) == 1
     assert daemon.case.notices.lines == [], "it starts"
-    daemon.guard.hear(new, FrontEndReady(0))
+    daemon.watchdog.note_message(new, FrontEndReady(0))
     daemon.wait(3 * STEP)
     assert daemon.case.notices.lines[0].startswith("api 0: (pid 7) hangs, no sign of life")

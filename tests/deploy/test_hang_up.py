@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.supervisor.signals import HangUp
+from deploy.supervisor.signals import HangupPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +17,23 @@ def as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("handler", "before", "after", "meaning"),
+    ("handler", "before", "after", "action"),
     [
         (signal.SIG_DFL, False, False, "reload"),
         (signal.SIG_DFL, True, True, "reload"),
-        (signal.SIG_DFL, True, False, "end"),
-        (signal.SIG_IGN, True, False, "nothing"),
+        (signal.SIG_DFL, True, False, "stop"),
+        (signal.SIG_IGN, True, False, "ignore"),
         (signal.SIG_IGN, False, False, "reload"),
     ],
 )
-def test_what_a_hang_up_means(
-    handler: signal.Handlers, before: bool, after: bool, meaning: str
+def test_a_hangup_reloads_stops_or_is_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+    handler: signal.Handlers,
+    before: bool,
+    after: bool,
+    action: str,
 ) -> None:
     signal.signal(signal.SIGHUP, handler)
     answers = iter([before, after])
-    assert HangUp(lambda: next(answers, after)).meaning() == meaning
+    monkeypatch.setattr("deploy.supervisor.signals.has_terminal", lambda: next(answers, after))
+    assert HangupPolicy().action() == action

@@ -4,7 +4,12 @@ import math
 
 import pytest
 
-from deploy.supervisor.hang_detector import FIRST_STEPS, FIRST_STEPS_FACTOR, HangDetector, Limits
+from deploy.supervisor.hang_detector import (
+    FIRST_STEPS,
+    FIRST_STEPS_FACTOR,
+    HangDetector,
+    HangLimits,
+)
 from proto.config import ReliabilityConfig
 from proto.lifecycle import EngineAlive, Role
 
@@ -25,10 +30,10 @@ class Watch:
 
     def __init__(self, **reliability: float) -> None:
         self.now = 1000.0
-        self.limits = Limits.of(ReliabilityConfig(**reliability))
+        self.limits = HangLimits.of(ReliabilityConfig(**reliability))
         self.detector = HangDetector(self.limits, lambda: self.now)
         for each in (WORKER, SECOND, ENGINE, FRONT_END):
-            self.detector.begin(each)
+            self.detector.watch(each)
         self.silent: set[tuple[Role, int]] = set()
         self.worker_epoch = 1
         self.report = EngineAlive(1, WARM, ready=True)
@@ -41,12 +46,12 @@ class Watch:
         self.report = EngineAlive(self.worker_epoch, num_steps, awaits, **fields)
 
     def look(self) -> None:
-        for each in self.detector.take_questions():
+        for each in self.detector.pop_due_pings():
             self.asked += 1
             if each not in self.silent:
                 self.detector.note_answer(each)
                 if each == ENGINE:
-                    self.detector.note_engine(self.report, self.worker_epoch)
+                    self.detector.note_engine_report(self.report, self.worker_epoch)
 
     def wait(self, seconds: float) -> None:
         """Look as often as one has to."""
@@ -56,7 +61,7 @@ class Watch:
             self.look()
 
     def hung(self) -> list[tuple[Role, int]]:
-        return [each.process for each in self.detector.hangs()]
+        return [each.process for each in self.detector.find_hangs()]
 
     def time_to_hang(self, limit: float) -> float:
         """Seconds until there is a verdict."""
@@ -79,8 +84,8 @@ def test_a_worker_that_owes_a_step_is_blamed_and_not_the_engine_that_waits() -> 
     watch = Watch()
     watch.say(WARM, 1)
     assert STEP <= watch.time_to_hang(STEP) <= STEP + 2 * watch.limits.interval
-    (hang,) = watch.detector.hangs()
-    assert (hang.process, hang.what) == (SECOND, "no completed step")
+    (hang,) = watch.detector.find_hangs()
+    assert (hang.process, hang.missing) == (SECOND, "no completed step")
     assert hang.seconds >= STEP
     assert hang.since == pytest.approx(watch.now - hang.seconds, abs=watch.limits.interval)
 
@@ -101,7 +106,7 @@ def test_who_waits_for_others_is_not_blamed_beside_one_who_does_not() -> None:
     assert watch.time_to_hang(STEP) >= STEP - 2 * watch.limits.interval
     assert watch.hung() == [SECOND]
     assert [each.what for each in watch.detector.not_ready()] == ["worker 1: no completed step"]
-    watch.detector.condemn(SECOND)
+    watch.detector.ignore(SECOND)
     watch.wait(STEP)
     assert watch.hung() == []
 
@@ -152,12 +157,12 @@ def test_first_steps_may_take_longer_and_so_may_a_meeting_after_the_engine_died(
 def test_loading_has_its_own_limit_from_the_last_sign() -> None:
     watch = Watch()
     for each in (WORKER, SECOND):
-        watch.detector.end(each)
-        watch.detector.begin(each)
+        watch.detector.unwatch(each)
+        watch.detector.watch(each)
     watch.worker_epoch = 2
     watch.say(0, 0, 1, ready=False)
     watch.wait(START - 100)
-    watch.detector.note_sign(WORKER)
+    watch.detector.note_message(WORKER)
     assert 90 <= watch.time_to_hang(START) <= 100 + 2 * watch.limits.interval
     assert watch.hung() == [SECOND]
     watch.wait(START)
@@ -170,8 +175,8 @@ def test_an_engine_that_is_silent_is_blamed_and_not_the_worker_of_which_it_spoke
     watch.wait(2 * watch.limits.interval)
     watch.silent.add(ENGINE)
     watch.time_to_hang(STEP)
-    (hang,) = watch.detector.hangs()
-    assert (hang.process, hang.what) == (ENGINE, "no sign of life")
+    (hang,) = watch.detector.find_hangs()
+    assert (hang.process, hang.missing) == (ENGINE, "no sign of life")
     watch.wait(10 * STEP)
     assert watch.hung() == [ENGINE]
 
@@ -180,15 +185,15 @@ def test_an_engine_with_work_that_nobody_computes_is_blamed() -> None:
     watch = Watch()
     watch.say(WARM, has_work=True)
     assert STEP <= watch.time_to_hang(STEP) <= STEP + 2 * watch.limits.interval
-    (hang,) = watch.detector.hangs()
-    assert (hang.process, hang.what) == (ENGINE, "work but no step")
+    (hang,) = watch.detector.find_hangs()
+    assert (hang.process, hang.missing) == (ENGINE, "work but no step")
 
 
 def test_silence_while_it_starts_is_measured_by_the_limit_of_a_start() -> None:
     watch = Watch()
-    watch.detector.end(ENGINE)
+    watch.detector.unwatch(ENGINE)
     watch.silent.add(ENGINE)
-    watch.detector.begin(ENGINE)
+    watch.detector.watch(ENGINE)
     assert START <= watch.time_to_hang(START) <= START + 2 * watch.limits.interval
 
 
@@ -221,11 +226,11 @@ def test_nothing_is_expected_of_one_that_is_condemned() -> None:
     watch = Watch()
     watch.say(WARM, 0)
     watch.time_to_hang(STEP)
-    watch.detector.condemn(WORKER)
+    watch.detector.ignore(WORKER)
     assert watch.hung() == []
     assert watch.detector.not_ready() == []
-    watch.detector.end(WORKER)
-    watch.detector.begin(WORKER)
+    watch.detector.unwatch(WORKER)
+    watch.detector.watch(WORKER)
     assert watch.hung() == []
 
 
@@ -252,14 +257,14 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
 
 @pytest.mark.parametrize("step_timeout", [0.5, 3.0, 60.0])
 def test_it_is_asked_often_enough_and_not_too_often(step_timeout: float) -> None:
-    limits = Limits.of(ReliabilityConfig(step_timeout=step_timeout))
+    limits = HangLimits.of(ReliabilityConfig(step_timeout=step_timeout))
     assert limits.interval <= min(5.0, step_timeout / 8)
     assert limits.interval >= 0.05
 
 
 def test_limits_that_are_off() -> None:
     watch = Watch(step_timeout=0.0, start_timeout=0.0)
-    assert watch.limits == Limits(math.inf, math.inf, math.inf)
+    assert watch.limits == HangLimits(math.inf, math.inf, math.inf)
     watch.say(WARM, 0, 1)
     watch.silent |= {ENGINE, FRONT_END}
     watch.wait(100_000)

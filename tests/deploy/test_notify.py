@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.display import PlainDisplay
+from deploy.display import Display
 from deploy.environment import HostEnvironment
-from deploy.supervisor.notify import NoServiceManager, NotifyingDisplay, notifier_for
+from deploy.supervisor.notify import SystemdNotifier
 
 LIMIT_SECONDS = 10.0
 
@@ -60,24 +60,24 @@ class FakeClock:
 
 
 def test_the_life_of_a_daemon(manager: Manager) -> None:
-    notifier = notifier_for({"NOTIFY_SOCKET": manager.address})
-    notifier.starting("loading\nREADY=1")
+    notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address})
+    notifier.report_starting("loading\nREADY=1")
     assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
-    notifier.ready("serving")
+    notifier.report_ready("serving")
     assert manager.hears() == ["READY=1", "STATUS=serving"]
-    notifier.reloading()
+    notifier.report_reloading()
     reloading, clock, more_time, status = manager.hears()
     assert (reloading, status) == ("RELOADING=1", "STATUS=reloading")
     microseconds = int(clock.removeprefix("MONOTONIC_USEC="))
     assert abs(microseconds / 1e6 - time.clock_gettime(time.CLOCK_MONOTONIC)) < LIMIT_SECONDS
     assert more_time == "EXTEND_TIMEOUT_USEC=300000000"
-    notifier.reloaded()
+    notifier.report_reloaded()
     assert manager.hears() == ["READY=1", "STATUS=serving"]
-    notifier.stopping(34.0)
+    notifier.report_stopping(34.0)
     assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
-    notifier.beat(True)
+    notifier.send_heartbeat(True)
     assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
-    assert notifier.seconds_to_next_beat() is None
+    assert notifier.seconds_to_next_heartbeat() is None
 
 
 def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
@@ -87,16 +87,16 @@ def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
         "WATCHDOG_USEC": "30000000",
         "WATCHDOG_PID": str(os.getpid()),
     }
-    notifier = notifier_for(variables, clock)
-    assert notifier.seconds_to_next_beat() == 0.0
-    notifier.beat(True)
+    notifier = SystemdNotifier(variables, clock)
+    assert notifier.seconds_to_next_heartbeat() == 0.0
+    notifier.send_heartbeat(True)
     assert manager.hears() == ["WATCHDOG=1"]
     clock.now += 5.0
-    notifier.beat(True)
+    notifier.send_heartbeat(True)
     assert manager.hears_no_more()
-    assert notifier.seconds_to_next_beat() == pytest.approx(10.0)
+    assert notifier.seconds_to_next_heartbeat() == pytest.approx(10.0)
     clock.now += 10.0
-    notifier.beat(True)
+    notifier.send_heartbeat(True)
     assert manager.hears() == ["WATCHDOG=1"]
 
 
@@ -105,49 +105,48 @@ def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
     [{"WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}, {"WATCHDOG_USEC": "soon"}, {}],
 )
 def test_a_heartbeat_that_is_not_asked_of_us(manager: Manager, watchdog: dict[str, str]) -> None:
-    notifier = notifier_for({"NOTIFY_SOCKET": manager.address, **watchdog})
-    notifier.beat(True)
+    notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address, **watchdog})
+    notifier.send_heartbeat(True)
     assert manager.hears_no_more()
-    assert notifier.seconds_to_next_beat() is None
+    assert notifier.seconds_to_next_heartbeat() is None
 
 
 def test_of_a_daemon_that_cannot_mend_itself_the_manager_hears_nothing(manager: Manager) -> None:
     clock = FakeClock()
     told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "30000000"}
-    notifier = notifier_for(told, clock)
-    notifier.beat(False)
+    notifier = SystemdNotifier(told, clock)
+    notifier.send_heartbeat(False)
     assert manager.hears_no_more()
-    assert notifier.seconds_to_next_beat() == pytest.approx(15.0), "or the loop would spin"
+    assert notifier.seconds_to_next_heartbeat() == pytest.approx(15.0), "or the loop would spin"
     clock.now += 15.0
-    notifier.beat(True)
+    notifier.send_heartbeat(True)
     assert manager.hears() == ["WATCHDOG=1"]
 
 
 @pytest.mark.parametrize("address", [None, "", "vsock:2:1234", "notify"])
-def test_nobody_listens(address: str | None) -> None:
+def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     variables = {} if address is None else {"NOTIFY_SOCKET": address}
-    notifier = notifier_for({**variables, "WATCHDOG_USEC": "1000000"})
-    assert isinstance(notifier, NoServiceManager)
-    notifier.starting("x")
-    notifier.ready("x")
-    notifier.reloading()
-    notifier.reloaded()
-    notifier.beat(True)
-    notifier.stopping(1.0)
-    assert notifier.seconds_to_next_beat() is None
+    notifier = SystemdNotifier({**variables, "WATCHDOG_USEC": "1000000"})
+    notifier.report_starting("x")
+    notifier.report_ready("x")
+    notifier.report_reloading()
+    notifier.report_reloaded()
+    notifier.send_heartbeat(True)
+    notifier.report_stopping(1.0)
+    assert notifier.seconds_to_next_heartbeat() is None
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    notifier = notifier_for({"NOTIFY_SOCKET": str(tmp_path / "gone")})
-    notifier.ready("serving")
-    notifier.stopping(1.0)
+    notifier = SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    notifier.report_ready("serving")
+    notifier.report_stopping(1.0)
 
 
 def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
     clock, shown = FakeClock(), io.StringIO()
-    notifier = notifier_for({"NOTIFY_SOCKET": manager.address})
-    display = NotifyingDisplay(PlainDisplay(shown), notifier, clock)
+    notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address}, clock)
+    display = Display(shown, notifier)
     for fraction in (0.0, 0.1, 0.2):
         display.progress("loading", fraction, "worker 0")
     assert manager.hears()[-1] == "STATUS=worker 0: loading 0%"

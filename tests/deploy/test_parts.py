@@ -1,4 +1,4 @@
-"""The supervisor's parts, each alone: ending, obituary, readiness, environment, socket, display."""
+"""Parts of the supervisor: shutdown, exit report, readiness, environment, socket, display."""
 
 import io
 import json
@@ -11,13 +11,12 @@ from io import StringIO
 
 import pytest
 
-from deploy.display import PlainDisplay, open_display
+from deploy.display import Display, open_display
 from deploy.environment import HostEnvironment
 from deploy.supervisor import exit_report
-from deploy.supervisor import readiness as ready
-from deploy.supervisor.launch import listen, url_of
+from deploy.supervisor.launch import Launch, Readiness, listen, ready_message, url_of
 from deploy.supervisor.processes import child_environment
-from deploy.supervisor.shutdown import Ending, ShutdownLimits
+from deploy.supervisor.shutdown import ShutdownLimits, ShutdownSequence
 from deploy.supervisor.signals import SignalInbox
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ErrorInfo, ModelError
@@ -37,11 +36,11 @@ from tests.fakes import boots
 
 @dataclass
 class FakeChild:
-    """What Ending and obituary look at."""
+    """The attributes that ShutdownSequence and exit_report read."""
 
     role: Role = "worker"
     exit_status: int | None = None
-    last_words: ErrorInfo | None = None
+    fatal_error: ErrorInfo | None = None
     pid: int = 77
     got: list[str] = field(default_factory=list)
 
@@ -49,74 +48,74 @@ class FakeChild:
     def name(self) -> str:
         return process_name(self.role, 0)
 
-    def ask_to_end(self) -> None:
+    def request_shutdown(self) -> None:
         self.got.append("asked")
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self.got.append(number.name)
 
 
-class TestEnding:
+class TestShutdownSequence:
     def test_asks_then_insists_then_forces(self) -> None:
         now = [100.0]
         child = FakeChild()
-        ending = Ending([child], ShutdownLimits(2.0, 4.0), lambda: now[0])
-        ending.press()
+        shutdown = ShutdownSequence([child], ShutdownLimits(2.0, 4.0), lambda: now[0])
+        shutdown.send_due_signals()
         assert child.got == ["asked"]
-        assert ending.seconds_to_next_step() == pytest.approx(2.0)
+        assert shutdown.seconds_to_next_signal() == pytest.approx(2.0)
         now[0] = 102.0
-        ending.press()
+        shutdown.send_due_signals()
         assert child.got == ["asked", "SIGTERM"]
-        assert ending.seconds_to_next_step() == pytest.approx(2.0)
+        assert shutdown.seconds_to_next_signal() == pytest.approx(2.0)
         now[0] = 105.0
-        ending.press()
+        shutdown.send_due_signals()
         assert child.got == ["asked", "SIGTERM", "SIGKILL"]
-        assert ending.seconds_to_next_step() is None
+        assert shutdown.seconds_to_next_signal() is None
 
     def test_force_skips_the_steps(self) -> None:
         child = FakeChild()
-        ending = Ending([child], ShutdownLimits(2.0, 4.0), lambda: 0.0)
-        ending.force()
+        shutdown = ShutdownSequence([child], ShutdownLimits(2.0, 4.0), lambda: 0.0)
+        shutdown.kill_all()
         assert child.got == ["asked", "SIGKILL"]
-        assert ending.seconds_to_next_step() is None
+        assert shutdown.seconds_to_next_signal() is None
 
     def test_knows_which_ends_it_caused(self) -> None:
-        ending = Ending([], ShutdownLimits(2.0, 4.0), lambda: 0.0)
-        assert ending.caused(0)
-        assert not ending.caused(-signal.SIGKILL)
-        ending.force()
-        assert ending.caused(-signal.SIGKILL)
-        assert not ending.caused(-signal.SIGSEGV)
-        assert not ending.caused(1)
+        shutdown = ShutdownSequence([], ShutdownLimits(2.0, 4.0), lambda: 0.0)
+        assert shutdown.has_caused(0)
+        assert not shutdown.has_caused(-signal.SIGKILL)
+        shutdown.kill_all()
+        assert shutdown.has_caused(-signal.SIGKILL)
+        assert not shutdown.has_caused(-signal.SIGSEGV)
+        assert not shutdown.has_caused(1)
 
 
-class TestObituary:
+class TestExitReport:
     def test_a_signal_is_the_cause_of_errors(self) -> None:
         killed = FakeChild("worker", exit_status=-9)
-        gave_up = FakeChild("engine_core", last_words=describe(RuntimeError("worker is gone")))
-        assert exit_report.culprit_of([gave_up, killed]) is killed
+        gave_up = FakeChild("engine_core", fatal_error=describe(RuntimeError("worker is gone")))
+        assert exit_report.first_cause([gave_up, killed]) is killed
 
     def test_a_word_is_the_cause_of_silence(self) -> None:
         silent = FakeChild("worker", exit_status=1)
-        failed = FakeChild("engine_core", exit_status=1, last_words=describe(ValueError("x")))
-        assert exit_report.culprit_of([silent, failed]) is failed
+        failed = FakeChild("engine_core", exit_status=1, fatal_error=describe(ValueError("x")))
+        assert exit_report.first_cause([silent, failed]) is failed
 
     def test_among_equals_the_nearest_to_the_device(self) -> None:
         each = [FakeChild(role, exit_status=-9) for role in ("api_server", "engine_core", "worker")]
-        assert exit_report.culprit_of(each).role == "worker"
+        assert exit_report.first_cause(each).role == "worker"
 
     def test_names_role_process_and_signal(self) -> None:
-        text = exit_report.render(FakeChild("engine_core", exit_status=-11), "while serving")
+        text = exit_report.exit_report(FakeChild("engine_core", exit_status=-11), "while serving")
         assert "engine 0 (pid 77) was killed by SIGSEGV while serving" in text
 
     def test_shows_the_traceback(self) -> None:
         info = ErrorInfo("internal", "ValueError: x", traceback="Traceback:\n  line\n")
-        text = exit_report.render(FakeChild(exit_status=1, last_words=info), "while starting")
+        text = exit_report.exit_report(FakeChild(exit_status=1, fatal_error=info), "while starting")
         assert "failed with ValueError: x while starting" in text
         assert "  Traceback:\n    line\n" in text
 
     def test_a_real_time_signal_has_a_number(self) -> None:
-        assert exit_report.manner(FakeChild(exit_status=-40)) == "was killed by signal 40"
+        assert exit_report.describe_exit(FakeChild(exit_status=-40)) == "was killed by signal 40"
 
     @pytest.mark.parametrize("error", [ModelError("no such rope"), ConfigError("no such rope")])
     def test_errors_that_the_user_can_mend(self, error: Exception) -> None:
@@ -137,12 +136,12 @@ ENGINE_READY = boots.engine_ready(
 
 class TestReady:
     def test_waits_for_engine_and_every_front_end(self) -> None:
-        readiness = ready.Readiness(1, range(2))
+        readiness = Readiness(range(2))
         one = FrontEndReady(1, (StartPhase("imports", 0.5),))
         for message in (one, ENGINE_READY, one):
-            readiness.note(message)
+            readiness.note_ready(message)
             assert not readiness.complete
-        readiness.note(FrontEndReady(0))
+        readiness.note_ready(FrontEndReady(0))
         assert readiness.complete
         assert readiness.engine is ENGINE_READY
         assert readiness.starts == (
@@ -157,12 +156,15 @@ class TestReady:
             frontend=FrontEndConfig(api_key="hush"),
         )
         url = "http://127.0.0.1:81"
-        readiness = ready.Readiness(1, range(1))
-        readiness.note(ENGINE_READY)
-        readiness.note(FrontEndReady(0, (StartPhase("imports", 0.8), StartPhase("engine", 1.25))))
+        readiness = Readiness(range(1))
+        readiness.note_ready(ENGINE_READY)
+        readiness.note_ready(
+            FrontEndReady(0, (StartPhase("imports", 0.8), StartPhase("engine", 1.25)))
+        )
         clock = PhaseClock(time.monotonic() - 3.2)
         clock.end("command")
-        text = ready.render(url, config, boots.model(name="file"), readiness, clock)
+        launch = Launch(config, boots.model(name="file"), (), url, {}, {}, (), clock)
+        text = ready_message(launch, readiness)
         assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
         assert "weights: packed 92 MiB + bf16 257 MiB, 3.2 s)" in text
         assert re.search(
@@ -255,11 +257,11 @@ class TestListening:
 def test_signals_are_something_to_read() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with SignalInbox([signal.SIGUSR1]) as inbox:
-        assert inbox.take() == []
+        assert inbox.receive() == []
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
-        assert inbox.take() == [signal.SIGUSR1, signal.SIGUSR1]
-        assert inbox.take() == []
+        assert inbox.receive() == [signal.SIGUSR1, signal.SIGUSR1]
+        assert inbox.receive() == []
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -267,7 +269,7 @@ class TestDisplay:
     def test_a_line_when_something_else_begins(self) -> None:
         stream = io.StringIO()
         display = open_display(stream)
-        assert isinstance(display, PlainDisplay)
+        assert isinstance(display, Display)
         for fraction in (0.0, 0.5, 1.0):
             display.progress("loading", fraction, "worker 0")
         display.progress("warming up", None, "worker 0")

@@ -29,10 +29,10 @@ class Recorder:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         self.heard.append(what)
 
-    def notice(self, message: str, who: str = "tokend") -> None:
+    def notice(self, message: str, process: str = "tokend") -> None:
         self.heard.append(message)
 
 
@@ -66,9 +66,7 @@ def test_a_gguf_file(
     tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prepared here: the import of transformers is shared with other tests of this process."""
-    monkeypatch.setattr(
-        store, "_run", lambda work, around, reporter: preparing_process.prepare(work, silent)
-    )
+    monkeypatch.setattr(store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent))
     path = tmp_path / "tiny.gguf"
     weights = write_gguf(
         path, extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
@@ -261,7 +259,7 @@ def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:length])
-    assert "cut short" in gguf_refusal(path)
+    assert "truncated" in gguf_refusal(path)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -302,7 +300,7 @@ def test_a_safetensors_file_that_is_cut_short(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "ends beyond the file" in folder_refusal(tmp_path)
     weights.write_bytes(weights.read_bytes()[:20])
-    assert "cut short" in folder_refusal(tmp_path)
+    assert "truncated" in folder_refusal(tmp_path)
 
 
 def test_a_safetensors_header_that_lies(tmp_path: Path) -> None:

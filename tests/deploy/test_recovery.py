@@ -33,7 +33,7 @@ class Process:
     role: Role
     index: int = 0
     exit_status: int | None = -signal.SIGKILL
-    last_words: ErrorInfo | None = None
+    fatal_error: ErrorInfo | None = None
     pid: int = 77
 
     @property
@@ -57,18 +57,18 @@ class Case:
         self.recovery = Recovery(self.epochs, budget, self.notices, 2, lambda: self.now)
         self.processes = [Process("worker", 0), Process("worker", 1), Process("engine_core")]
         self.processes += [Process("api_server", 0), Process("api_server", 1)]
-        self.first = [self.epochs.boot(each.role, each.index) for each in self.processes]
+        self.first = [self.epochs.make_boot(each.role, each.index) for each in self.processes]
 
     def die(self, number: int, **how: object) -> bool:
         """Whether there is to be another one."""
         dead = Process(self.processes[number].role, self.processes[number].index, **how)
-        if not self.recovery.can_replace(dead):
+        if not self.recovery.can_restart(dead):
             return False
         self.recovery.note_death(dead)
         return True
 
     def due(self, *running: int):
-        return self.recovery.take_due([self.processes[number] for number in running])
+        return self.recovery.pop_due_restarts([self.processes[number] for number in running])
 
 
 def test_the_first_ones_meet_in_the_first_epoch() -> None:
@@ -80,13 +80,13 @@ def test_the_first_ones_meet_in_the_first_epoch() -> None:
 
 def test_a_worker_dies_with_those_that_compute_with_it() -> None:
     case = Case()
-    assert not case.recovery.must_go("worker")
+    assert not case.recovery.must_kill("worker")
     assert case.die(1)
-    assert case.recovery.must_go("worker")
+    assert case.recovery.must_kill("worker")
     assert case.due(0, 2, 3, 4) == [], "the other one still lives"
     assert case.die(0), "it was killed here: that is no further death"
     (succession,) = case.due(2, 3, 4)
-    assert succession.told == [
+    assert succession.announcements == [
         ("engine_core", NewWorkers(2)),
         ("api_server", Restarted("worker")),
     ]
@@ -95,54 +95,54 @@ def test_a_worker_dies_with_those_that_compute_with_it() -> None:
         ("worker", 1, 1),
     ]
     assert {(each.epoch, each.worker_epoch) for each in succession.boots} == {(1, 2)}
-    assert not case.recovery.must_go("worker")
+    assert not case.recovery.must_kill("worker")
     case.now += 3
-    case.recovery.note(WorkersReady(1))
+    case.recovery.note_message(WorkersReady(1))
     assert len(case.notices.lines) == 1
-    case.recovery.note(WorkersReady(2))
+    case.recovery.note_message(WorkersReady(2))
     assert case.notices.lines == [
-        "worker 1: (pid 77) was killed by SIGKILL; it is started again",
+        "worker 1: (pid 77) was killed by SIGKILL; it is restarted",
         "worker 0: is back after 3.0 s",
     ]
 
 
 def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() -> None:
     case = Case()
-    case.recovery.note(ProtocolViolation("worker", 1, 1, "it babbles"))
-    assert case.recovery.must_go("worker")
-    assert not case.recovery.must_go("engine_core")
+    case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it babbles"))
+    assert case.recovery.must_kill("worker")
+    assert not case.recovery.must_kill("engine_core")
     assert case.due(0, 1, 2, 3, 4) == []
     assert case.die(1)
     assert case.die(0)
     (succession,) = case.due(2, 3, 4)
     assert [each.index for each in succession.boots] == [0, 1]
-    assert not case.recovery.must_go("worker"), "those who follow are others"
-    case.recovery.note(ProtocolViolation("worker", 1, 1, "it is late"))
-    assert not case.recovery.must_go("worker")
+    assert not case.recovery.must_kill("worker"), "those who follow are others"
+    case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it is late"))
+    assert not case.recovery.must_kill("worker")
     assert case.notices.lines == [
         "worker 1: sent an invalid message and is killed: it babbles",
-        "worker 1: (pid 77) was killed by SIGKILL; it is started again",
+        "worker 1: (pid 77) was killed by SIGKILL; it is restarted",
     ]
 
 
 def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
     case = Case()
-    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "it babbles"))
-    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "another front end says so"))
-    assert case.recovery.must_go("engine_core")
-    assert not case.recovery.must_go("worker")
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "another front end says so"))
+    assert case.recovery.must_kill("engine_core")
+    assert not case.recovery.must_kill("worker")
     assert case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
     assert succession.boots[0].role == "engine_core"
-    assert not case.recovery.must_go("engine_core")
+    assert not case.recovery.must_kill("engine_core")
 
 
 def test_who_is_not_to_be_trusted_again_and_again_ends_the_daemon() -> None:
     case = Case(max_restarts=1)
-    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it babbles"))
     assert case.die(2)
     case.due(0, 1, 3, 4)
-    case.recovery.note(ProtocolViolation("engine_core", 0, 2, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 2, "it babbles"))
     assert not case.die(2)
 
 
@@ -150,12 +150,12 @@ def test_an_engine_is_given_what_there_is() -> None:
     case = Case()
     case.die(4)
     (succession,) = case.due(0, 1, 2, 3)
-    assert succession.told[0] == ("engine_core", NewFrontEnd(1, 1))
-    case.recovery.note(FrontEndReady(1))
-    case.recovery.note(Paused("freeze"))
+    assert succession.announcements[0] == ("engine_core", NewFrontEnd(1, 1))
+    case.recovery.note_message(FrontEndReady(1))
+    case.recovery.note_message(Paused("freeze"))
     case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
-    assert succession.told == [
+    assert succession.announcements == [
         ("worker", NewEngine(2, 2)),
         ("api_server", NewEngine(2, 2)),
         ("api_server", Restarted("engine_core")),
@@ -164,7 +164,7 @@ def test_an_engine_is_given_what_there_is() -> None:
     assert (boot.epoch, boot.worker_epoch, boot.incarnation) == (2, 2, 1)
     assert (boot.front_ends, boot.pause_mode) == ((0, 1), "freeze")
     case.now += 1.5
-    case.recovery.note(boots.engine_ready(epoch=2))
+    case.recovery.note_message(boots.engine_ready(epoch=2))
     assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
 
 
@@ -175,26 +175,26 @@ def test_the_engine_comes_first_and_later_numbers_count() -> None:
     case.die(2)
     engine, workers = case.due(3, 4)
     assert engine.boots[0].worker_epoch == 2
-    assert workers.told[0] == ("engine_core", NewWorkers(3))
+    assert workers.announcements[0] == ("engine_core", NewWorkers(3))
     assert {(each.epoch, each.worker_epoch) for each in workers.boots} == {(2, 3)}
 
 
 def test_the_others_hear_of_one_that_hangs_before_it_is_dead_and_only_then() -> None:
     case = Case()
     worker = case.processes[1]
-    assert case.recovery.cut_off(worker) == [("engine_core", NewWorkers(2))]
-    assert case.recovery.cut_off(case.processes[0]) == [], "they compute together"
-    assert not case.recovery.must_go("worker")
+    assert case.recovery.disconnect(worker) == [("engine_core", NewWorkers(2))]
+    assert case.recovery.disconnect(case.processes[0]) == [], "they compute together"
+    assert not case.recovery.must_kill("worker")
     assert case.due(0, 2, 3, 4) == []
     assert case.die(1)
-    assert case.recovery.must_go("worker")
+    assert case.recovery.must_kill("worker")
     assert case.die(0)
     (succession,) = case.due(2, 3, 4)
-    assert succession.told == [("api_server", Restarted("worker", hung=True))]
+    assert succession.announcements == [("api_server", Restarted("worker", hung=True))]
     assert {each.worker_epoch for each in succession.boots} == {2}
     assert case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
-    assert ("api_server", Restarted("engine_core")) in succession.told
+    assert ("api_server", Restarted("engine_core")) in succession.announcements
 
 
 def test_a_front_end_hears_at_birth_how_many_of_its_lives_hung() -> None:
@@ -202,28 +202,28 @@ def test_a_front_end_hears_at_birth_how_many_of_its_lives_hung() -> None:
     case = Case()
     for hangs, num_hung in ((True, 1), (False, 1), (True, 2)):
         if hangs:
-            case.recovery.cut_off(case.processes[3])
+            case.recovery.disconnect(case.processes[3])
         assert case.die(3)
         case.now += 60
         (succession,) = case.due(0, 1, 2, 4)
         (boot,) = succession.boots
         assert boot.num_hung == num_hung
-        case.recovery.note(FrontEndReady(boot.index))
+        case.recovery.note_message(FrontEndReady(boot.index))
 
 
 def test_who_dies_between_a_hang_and_its_end_changes_the_numbers_of_both() -> None:
     """The engine hangs, a worker dies of itself, then the engine is killed."""
     case = Case()
     message = NewEngine(2, 2)
-    told = case.recovery.cut_off(case.processes[2])
+    told = case.recovery.disconnect(case.processes[2])
     assert told == [("worker", message), ("api_server", message)]
     case.die(0)
     case.die(1)
     (workers,) = case.due(2, 3, 4)
-    assert workers.told[0] == ("engine_core", NewWorkers(3))
+    assert workers.announcements[0] == ("engine_core", NewWorkers(3))
     case.die(2)
     (engine,) = case.due(0, 1, 3, 4)
-    assert engine.told == [("api_server", Restarted("engine_core", hung=True))]
+    assert engine.announcements == [("api_server", Restarted("engine_core", hung=True))]
     for boot in (*workers.boots, *engine.boots):
         assert (boot.epoch, boot.worker_epoch) == (2, 3)
 
@@ -236,7 +236,7 @@ def test_what_requests_wait_for_is_a_reason_not_to_come() -> None:
     assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0)]
     case.due(0, 1, 3, 4)
     assert len(case.recovery.not_ready()) == 1
-    case.recovery.note(boots.engine_ready(epoch=2))
+    case.recovery.note_message(boots.engine_ready(epoch=2))
     assert case.recovery.not_ready() == []
     case.die(3)
     assert case.recovery.not_ready() == [], "clients of a front end find another one"
@@ -247,10 +247,10 @@ def test_in_a_row_they_come_later_and_later_and_at_last_not_at_all() -> None:
     waits = []
     for _ in range(7):
         assert case.die(2)
-        waits.append(case.recovery.seconds_to_next())
+        waits.append(case.recovery.seconds_to_next_restart())
         case.now += waits[-1]
         assert len(case.due(0, 1, 3, 4)) == 1
-        assert case.recovery.seconds_to_next() is None
+        assert case.recovery.seconds_to_next_restart() is None
     assert waits == [0, 0, 0.25, 0.5, 1, 2, 4]
     assert not case.die(2)
     assert case.notices.lines[-1] == "tokend: 7 restarts have not led to one completed step"
@@ -262,9 +262,9 @@ def test_a_step_of_those_who_are_there_renews_the_budget(worker_epoch: int) -> N
     case = Case(max_restarts=3)
     for _ in range(3):
         assert case.die(2)
-        case.now += case.recovery.seconds_to_next()
+        case.now += case.recovery.seconds_to_next_restart()
         case.due(0, 1, 3, 4)
-    case.recovery.note(Heartbeat(worker_epoch, 100))
+    case.recovery.note_message(Heartbeat(worker_epoch, 100))
     assert case.die(2) is (worker_epoch == 4)
 
 
@@ -280,12 +280,12 @@ def test_what_happened_long_ago_does_not_count() -> None:
 
 def test_what_the_user_must_mend_first_is_not_tried_again() -> None:
     error = describe(ModelError("config.json: no"))
-    assert not Case().die(0, exit_status=1, last_words=error)
+    assert not Case().die(0, exit_status=1, fatal_error=error)
 
 
 def test_the_traceback_is_shown() -> None:
     case = Case()
-    case.die(0, exit_status=1, last_words=ErrorInfo("internal", "ValueError: x", traceback="T\n"))
+    case.die(0, exit_status=1, fatal_error=ErrorInfo("internal", "ValueError: x", traceback="T\n"))
     assert case.notices.lines == [
-        "worker 0: (pid 77) failed with ValueError: x; it is started again\n  T"
+        "worker 0: (pid 77) failed with ValueError: x; it is restarted\n  T"
     ]

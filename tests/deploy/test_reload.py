@@ -27,7 +27,7 @@ def test_side_by_side() -> None:
     case = Case()
     case.ask()
     assert case.told == [NextEngine(2, NEW, in_place=False)]
-    assert roles(case.members(2)) == ["worker", "worker", "engine_core"]
+    assert roles(case.of_generation(2)) == ["worker", "worker", "engine_core"]
     assert case.epochs.epoch == 1, "the engine of now is the old one"
     case.say(NextReady(1, 2))
     assert len(case.told) == 1
@@ -38,10 +38,10 @@ def test_side_by_side() -> None:
     case.say(Switched(0, 2))
     assert case.ended == [("", False)]
     assert (case.epochs.epoch, case.epochs.generation, case.epochs.model) == (2, 2, NEW)
-    assert not any(case.reload.is_of_now(each) for each in case.members(1))
-    assert all(case.reload.is_of_now(each) for each in case.members(2) + case.front_ends)
+    assert not any(case.epochs.is_current(each) for each in case.of_generation(1))
+    assert all(case.epochs.is_current(each) for each in case.of_generation(2) + case.front_ends)
     case.say(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
-    assert not any(each.asked for each in case.members(1)), "somebody still needs them"
+    assert not any(each.asked for each in case.of_generation(1)), "somebody still needs them"
     case.say(OldEngineIdle(1, 1))
     case.end(1)
     assert roles(case.running) == ["worker", "worker", "engine_core"]
@@ -56,18 +56,18 @@ def test_who_does_not_end_is_made_to() -> None:
     case.switch(2)
     case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.now += 3.0
-    case.reload.press()
-    assert {tuple(each.signals) for each in case.members(1)} == {(signal.SIGTERM,)}
-    assert case.reload.seconds_left() == 1.0
+    case.reload.advance()
+    assert {tuple(each.signals) for each in case.of_generation(1)} == {(signal.SIGTERM,)}
+    assert case.reload.seconds_to_next_step() == 1.0
     case.now += 1.0
-    case.reload.press()
-    assert case.members(1)[0].signals[-1] == signal.SIGKILL
+    case.reload.advance()
+    assert case.of_generation(1)[0].signals[-1] == signal.SIGKILL
 
 
 def test_what_cannot_start_changes_nothing() -> None:
     case = Case()
     case.ask()
-    worker = case.members(2)[0]
+    worker = case.of_generation(2)[0]
     assert case.die(worker, ModelError("config.json: no"))
     assert case.ended == [("config.json: no", False)]
     assert case.told[-1] == DropEngine(2)
@@ -82,7 +82,7 @@ def test_what_cannot_start_changes_nothing() -> None:
 def test_an_unexpected_death_is_told_with_its_traceback() -> None:
     case = Case()
     case.ask()
-    case.die(case.members(2)[2], ValueError("x"))
+    case.die(case.of_generation(2)[2], ValueError("x"))
     ((problem, _),) = case.ended
     first, *others = problem.splitlines()
     assert first == "engine 0 (pid 77) failed with ValueError: x"
@@ -94,7 +94,7 @@ def test_what_a_front_end_cannot_read_changes_nothing() -> None:
     case.ask()
     case.say(NextReady(0, 2), NextReady(1, 2, describe(ModelError("tokenizer.json: no"))))
     assert case.ended == [("tokenizer.json: no", False)]
-    assert all(each.asked for each in case.members(2))
+    assert all(each.asked for each in case.of_generation(2))
 
 
 def test_what_is_not_to_be_trusted_changes_nothing() -> None:
@@ -112,9 +112,9 @@ def test_what_is_never_ready_is_given_up() -> None:
     case = Case()
     case.ask()
     case.say(NextReady(0, 2))
-    assert case.reload.seconds_left() == 600.0
+    assert case.reload.seconds_to_next_step() == 600.0
     case.now += 600.0
-    case.reload.press()
+    case.reload.advance()
     assert case.ended == [("it was not ready after 600 s", False)]
 
 
@@ -130,16 +130,16 @@ def test_a_death_before_the_switch_puts_it_off(dies: str) -> None:
     """That of the present generation or of a front end; it is tried again when all are back."""
     case = Case()
     case.ask()
-    dead = case.front_ends[1] if dies == "front end" else case.members(1)[2]
+    dead = case.front_ends[1] if dies == "front end" else case.of_generation(1)[2]
     assert not case.die(dead), "it is for the recovery to replace it"
     case.recovery.note_death(dead)
     assert case.ended == [(f"{dead.name} died meanwhile", True)]
     case.end(2)
     assert case.num_begun == 1
-    case.recovery.take_due(case.members(1))
+    case.recovery.pop_due_restarts(case.of_generation(1))
     back = FrontEndReady(1) if dies == "front end" else EngineReady(1, 3, 1, 1, 1, 1, "x")
-    case.recovery.note(back)
-    case.reload.press()
+    case.recovery.note_message(back)
+    case.reload.advance()
     assert case.num_begun == 2
 
 
@@ -150,12 +150,12 @@ def test_a_pause_before_the_switch_puts_it_off() -> None:
     case.say(Paused(None))
     assert case.ended == [], "that is nothing new"
     case.say(paused := Paused("finish_running"))
-    case.recovery.note(paused)
+    case.recovery.note_message(paused)
     assert case.ended == [("the engine was paused or resumed meanwhile", True)]
     case.end(2)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW
-    case.reload.press()
+    case.reload.advance()
     assert [each.pause_mode for each in case.boots[-3:]] == ["finish_running"] * 3
     case.say(paused)
     case.switch(3)
@@ -165,7 +165,7 @@ def test_a_pause_before_the_switch_puts_it_off() -> None:
 def test_a_frozen_engine_is_not_left_but_replaced() -> None:
     """It would never finish what it has."""
     case = Case("side-by-side")
-    case.recovery.note(Paused("freeze"))
+    case.recovery.note_message(Paused("freeze"))
     case.ask()
     assert case.told == [NextEngine(2, NEW, in_place=True)]
 
@@ -174,13 +174,13 @@ def test_one_that_is_asked_for_while_somebody_is_missing_waits() -> None:
     case = Case()
     dead = case.front_ends[0]
     case.recovery.note_death(dead)
-    case.reload.ask()
-    case.reload.press()
+    case.reload.request()
+    case.reload.advance()
     assert case.reasons == ["a reload follows when all processes are back"]
     assert case.num_begun == 0
-    case.recovery.take_due([])
-    case.recovery.note(FrontEndReady(0))
-    case.reload.press()
+    case.recovery.pop_due_restarts([])
+    case.recovery.note_message(FrontEndReady(0))
+    case.reload.advance()
     assert case.num_begun == 1
 
 
@@ -188,37 +188,37 @@ def test_one_that_hangs_is_missing_before_it_is_dead() -> None:
     """Its place in the generation of now has other numbers already."""
     case = Case()
     hung = next(each for each in case.running if each.role == "engine_core")
-    case.recovery.cut_off(hung)
-    case.reload.ask()
+    case.recovery.disconnect(hung)
+    case.reload.request()
     assert case.reasons
     assert not case.num_begun
-    case.reload.press()
+    case.reload.advance()
     assert not case.num_begun
 
 
 def test_a_death_while_the_model_is_prepared_only_delays_it() -> None:
     case = Case()
-    case.reload.ask()
-    case.reload.press()
+    case.reload.request()
+    case.reload.advance()
     case.recovery.note_death(case.front_ends[0])
     case.preparations[0].outcome = NEW
-    case.reload.press()
+    case.reload.advance()
     assert (case.told, case.preparations) == ([], [])
-    case.recovery.take_due([])
-    case.recovery.note(FrontEndReady(0))
-    case.reload.press()
+    case.recovery.pop_due_restarts([])
+    case.recovery.note_message(FrontEndReady(0))
+    case.reload.advance()
     assert case.told == [NextEngine(2, NEW, in_place=False)]
 
 
 def test_nobody_is_missing_when_it_switches() -> None:
     case = Case()
     case.ask()
-    case.recovery.note_death(case.members(1)[0])
+    case.recovery.note_death(case.of_generation(1)[0])
     case.say(NextReady(0, 2), NextReady(1, 2))
     assert SwitchEngine(2) not in case.told
-    case.recovery.take_due([])
-    case.recovery.note(WorkersReady(case.epochs.worker_epoch))
-    case.reload.press()
+    case.recovery.pop_due_restarts([])
+    case.recovery.note_message(WorkersReady(case.epochs.worker_epoch))
+    case.reload.advance()
     assert case.told[-1] == SwitchEngine(2)
 
 
@@ -233,11 +233,11 @@ def test_the_memory_decides(room: bool) -> None:
 def test_one_more_follows_and_not_two() -> None:
     case = Case()
     case.ask()
-    case.reload.ask()
-    case.reload.ask()
+    case.reload.request()
+    case.reload.request()
     assert case.reasons == [
-        "a reload is under way: another one follows it",
-        "a reload is under way and another one follows it already",
+        "a reload is in progress: another one follows it",
+        "a reload is in progress and another one follows it already",
     ]
     case.switch(2)
     assert case.ended == [("", True)]
@@ -245,7 +245,7 @@ def test_one_more_follows_and_not_two() -> None:
     case.end(1)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW
-    case.reload.press()
+    case.reload.advance()
     case.switch(3)
     assert case.ended[1:] == [("", False)]
 
@@ -254,19 +254,19 @@ def test_one_more_follows_and_not_two() -> None:
 def test_at_the_end_nothing_is_begun_and_nothing_needed_is_given_up(moment: str) -> None:
     case = Case()
     if moment != "idle":
-        case.reload.ask()
-        case.reload.press()
+        case.reload.request()
+        case.reload.advance()
     if moment in ("meeting", "leaving"):
         case.preparations[0].outcome = NEW
-        case.reload.press()
+        case.reload.advance()
     if moment == "leaving":
         case.switch(2)
-    case.reload.give_up("the end")
-    case.reload.ask()
-    case.reload.press()
+    case.reload.cancel("the end")
+    case.reload.request()
+    case.reload.advance()
     problems = {"preparing": [("the end", False)], "meeting": [("the end", False)]}
     assert case.ended == problems.get(moment, [("", False)] if moment == "leaving" else [])
     assert case.preparations == []
-    assert not any(each.asked for each in case.members(1))
-    assert all(each.asked for each in case.members(2)) is (moment != "leaving")
+    assert not any(each.asked for each in case.of_generation(1))
+    assert all(each.asked for each in case.of_generation(2)) is (moment != "leaving")
     assert case.reasons == ["the daemon is about to end: there is no reload"]

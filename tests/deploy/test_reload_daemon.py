@@ -69,9 +69,9 @@ def test_the_old_ones_stay_until_their_requests_have_ended(begin: Start) -> None
     daemon, before = being_left(begin)
     assert all(child.is_running() for child in before.values())
     hang_up(daemon)
-    daemon.wait_for("tokend: a reload is under way: another one follows it")
+    daemon.wait_for("tokend: a reload is in progress: another one follows it")
     hang_up(daemon)
-    daemon.wait_for("tokend: a reload is under way and another one follows it already")
+    daemon.wait_for("tokend: a reload is in progress and another one follows it already")
     assert daemon.text.count(BEGUN) == 1
     before["api_server"].send_signal(signal.SIGUSR2)
     daemon.wait_for("api 0: heard SwitchEngine(epoch=3)")
@@ -87,7 +87,7 @@ def test_an_engine_that_cannot_start_changes_nothing(begin: Start) -> None:
     hang_up(daemon)
     daemon.wait_for(FAILED + MOEBIUS, "api 0: heard DropEngine(epoch=2)")
     assert pids(daemon) == before
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     ends_well(daemon)
 
 
@@ -107,7 +107,7 @@ def test_the_old_engine_dies_before_its_requests_have_ended(begin: Start) -> Non
     before["engine_core"].kill()
     daemon.wait_for("api 0: heard DropEngine(epoch=1)")
     assert_all_but_the_front_end_are_new(daemon, before)
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     before["api_server"].send_signal(signal.SIGUSR2)
     ends_well(daemon)
 
@@ -130,7 +130,7 @@ def test_one_of_the_old_hangs_before_its_requests_have_ended(
     places = [daemon.text.index(each) for each in (verdict, dropped, "fake_process.py")]
     assert places == sorted(places)
     assert daemon.text.count(dropped) == 1
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     assert "HealthStatus" not in daemon.text, "the engine of now was ready all the time"
     before["api_server"].send_signal(signal.SIGUSR2)
     ends_well(daemon)
@@ -186,7 +186,7 @@ def test_in_place_the_old_ones_end_before_the_new_ones_start(begin: Start) -> No
     after = pids(daemon)
     assert after["api_server"] == before["api_server"]
     assert {after["worker"], after["engine_core"]}.isdisjoint(before.values())
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     ends_well(daemon)
 
 
@@ -198,14 +198,14 @@ def test_in_place_what_cannot_start_is_replaced_by_what_was(begin: Start) -> Non
     daemon.wait_for("api 0: heard NewEngine(epoch=3, worker_epoch=3, died=False)")
     daemon.wait_for("engine 0: life 2, epochs 3 and 3")
     assert pids(daemon)["api_server"] == before["api_server"]
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     ends_well(daemon)
 
 
 def test_a_daemon_that_drains_is_not_reloaded(begin: Start) -> None:
     daemon = begin("api_server=busy")
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("2 requests under way")
+    daemon.wait_for("2 requests in flight")
     hang_up(daemon)
     daemon.wait_for("the daemon is about to end: there is no reload")
     daemon.children()["api_server"].send_signal(signal.SIGUSR2)

@@ -1,12 +1,13 @@
-"""When a second generation fits beside the first: on a made-up machine."""
+"""When two generations fit the memory, with a fake /proc."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from deploy.reload.actions import ProcessActions
+from deploy.reload.actions import ReloadActions
 from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
 from proto.host_resources import resident_memory
 from proto.sockets import Poller
@@ -32,12 +33,11 @@ def machine(root: Path, free: int) -> Path:
     return root
 
 
-def actions(root: Path, config: ServeConfig) -> ProcessActions:
+def actions(root: Path, config: ServeConfig) -> ReloadActions:
     engine = boots.engine_ready(kv_cache_bytes=POOL)
-    running = [Worker(7), Worker(8, "api_server")]
-    return ProcessActions(
-        running, lambda boot: None, Poller(), config, (), {}, lambda: engine, set(), root
-    )
+    children = SimpleNamespace(running=[Worker(7), Worker(8, "api_server")])
+    launch, readiness = SimpleNamespace(config=config), SimpleNamespace(engine=engine)
+    return ReloadActions(launch, children, Poller(), readiness, root)
 
 
 @pytest.mark.parametrize(
@@ -48,31 +48,27 @@ def actions(root: Path, config: ServeConfig) -> ProcessActions:
         (CacheConfig(), RESIDENT + 2 * POOL),
     ],
 )
-def test_it_fits_where_as_much_is_free_as_is_taken(
+def test_two_generations_fit_if_free_memory_is_at_least_what_is_in_use(
     tmp_path: Path, cache: CacheConfig, needed: int
 ) -> None:
     """A pool that takes half of what is free needs twice its size."""
     config = ServeConfig(cache=cache)
-    assert actions(machine(tmp_path / "enough", needed), config).fits()
-    assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).fits()
+    assert actions(machine(tmp_path / "enough", needed), config).two_generations_fit()
+    assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).two_generations_fit()
 
 
-def test_nobody_knows_what_a_gpu_has_free(tmp_path: Path) -> None:
+def test_free_memory_of_a_gpu_is_unknown(tmp_path: Path) -> None:
     config = ServeConfig(device=DeviceConfig(device="cuda"))
-    assert not actions(machine(tmp_path, 1 << 50), config).fits()
+    assert not actions(machine(tmp_path, 1 << 50), config).two_generations_fit()
 
 
 def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
     root = machine(tmp_path, 1 << 50)
-    assert actions(root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))).fits()
+    assert actions(
+        root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))
+    ).two_generations_fit()
     fixed = CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557")
-    assert not actions(root, ServeConfig(cache=fixed)).fits()
-
-
-def test_the_members_of_a_generation_are_engine_and_workers(tmp_path: Path) -> None:
-    found = actions(machine(tmp_path, 0), ServeConfig())
-    assert [each.pid for each in found.members(1)] == [7]
-    assert found.members(2) == []
+    assert not actions(root, ServeConfig(cache=fixed)).two_generations_fit()
 
 
 def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ def test_in_place() -> None:
     case = Case("in-place")
     case.ask()
     assert case.told == [NextEngine(2, NEW, in_place=True)]
-    assert case.members(2) == []
+    assert case.of_generation(2) == []
     case.switch(2)
     assert case.told[1:] == [NewEngine(2, 2, died=False)]
     assert case.ended == []
     case.end(1)
-    assert roles(case.members(2)) == ["worker", "worker", "engine_core"]
+    assert roles(case.of_generation(2)) == ["worker", "worker", "engine_core"]
     case.say(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
     assert case.told[-1] == SwitchEngine(2)
     assert case.ended == [("", False)]
-    assert not case.die(case.members(2)[0]), "from now on a death is one like any other"
+    assert not case.die(case.of_generation(2)[0]), "from now on a death is one like any other"
 
 
 def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
@@ -28,28 +28,28 @@ def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
     case.ask()
     case.switch(2)
     case.end(1)
-    worker, other, engine = case.members(2)
+    worker, other, engine = case.of_generation(2)
     assert case.die(worker, ModelError("no weights"))
     assert case.ended == [("no weights", False)]
     assert case.told[-2:] == [DropEngine(2), NewEngine(3, 3, died=False)]
     assert (other.asked, engine.asked) == (True, True)
     case.end(2)
-    assert roles(case.members(3)) == ["worker", "worker", "engine_core"]
+    assert roles(case.of_generation(3)) == ["worker", "worker", "engine_core"]
     assert (case.epochs.model, case.epochs.generation) == (boots.model(), 3)
-    assert not case.die(case.members(3)[0]), "there is nothing else to go back to"
+    assert not case.die(case.of_generation(3)[0]), "there is nothing else to go back to"
 
 
 def test_in_place_what_starts_is_the_affair_of_the_reload() -> None:
     case = Case("in-place")
     before = next(each for each in case.running if each.role == "engine_core")
-    assert not case.reload.owns(before)
+    assert not case.reload.handles_death_of(before)
     case.ask()
     case.switch(2)
-    assert case.reload.owns(before), "it makes room"
+    assert case.reload.handles_death_of(before), "it makes room"
     case.end(1)
     coming = next(each for each in case.running if each.role == "engine_core")
-    assert case.reload.owns(coming)
-    assert case.reload.is_of_now(coming)
-    assert not case.reload.owns(case.front_ends[0])
+    assert case.reload.handles_death_of(coming)
+    assert case.epochs.is_current(coming)
+    assert not case.reload.handles_death_of(case.front_ends[0])
     case.say(EngineReady(1, 2, 128, 64, 16, 256, "fake"))
-    assert not case.reload.owns(coming)
+    assert not case.reload.handles_death_of(coming)

@@ -32,14 +32,14 @@ def test_a_front_end_that_dies_while_it_switches_is_born_with_the_new_engine() -
     case.say(Switched(0, 2))
     assert not case.die(case.front_ends[1])
     assert case.ended == [("", False)]
-    assert case.epochs.boot("api_server", 1).epoch == 2
+    assert case.epochs.make_boot("api_server", 1).epoch == 2
 
 
 def test_the_old_engine_dies_while_front_ends_switch() -> None:
     case = Case()
     case.ask()
     case.say(NextReady(0, 2), NextReady(1, 2))
-    assert case.die(case.members(1)[2])
+    assert case.die(case.of_generation(1)[2])
     assert case.told[-2:] == [SwitchEngine(2), DropEngine(1)]
     assert case.ended == [("", False)]
 
@@ -48,7 +48,7 @@ def test_with_a_front_end_its_requests_have_left() -> None:
     case = switched()
     case.say(OldEngineIdle(0, 1))
     assert not case.die(case.front_ends[1])
-    assert all(each.asked for each in case.members(1))
+    assert all(each.asked for each in case.of_generation(1))
 
 
 def heard(case: Case) -> dict[tuple[str, int], list[Message]]:
@@ -69,7 +69,7 @@ def test_a_pause_that_was_on_its_way_at_the_switch_reaches_the_engine_of_now() -
     case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.say(Paused("finish_running"))
     assert heard(case)["engine_core", 2] == [Paused("finish_running")]
-    assert case.epochs.boot("engine_core", 0).pause_mode == "finish_running"
+    assert case.epochs.make_boot("engine_core", 0).pause_mode == "finish_running"
 
 
 def test_a_pause_that_was_on_its_way_when_an_engine_made_room_is_born_with_the_next() -> None:
@@ -83,7 +83,7 @@ def test_a_pause_that_was_on_its_way_when_an_engine_made_room_is_born_with_the_n
 
 def test_an_engine_that_dies_while_it_is_left_is_not_replaced() -> None:
     case = switched()
-    assert case.die(case.members(1)[2])
+    assert case.die(case.of_generation(1)[2])
     assert case.told[-1] == DropEngine(1)
     case.end(1)
     case.ask()
@@ -92,16 +92,16 @@ def test_an_engine_that_dies_while_it_is_left_is_not_replaced() -> None:
 
 def test_the_engine_of_now_is_the_affair_of_others() -> None:
     case = switched()
-    assert not case.die(case.members(2)[2])
+    assert not case.die(case.of_generation(2)[2])
     assert case.told[-1] == SwitchEngine(2)
 
 
 def test_whoever_hangs_is_cut_off_and_its_requests_go_on_before_it_is_dead() -> None:
     for hung in range(3):
         case = switched()
-        assert case.reload.cut_off(case.members(1)[hung])
+        assert case.reload.disconnect(case.of_generation(1)[hung])
         assert case.told[-1] == DropEngine(1)
-        assert all(case.reload.is_ending(each) for each in case.members(1))
+        assert all(case.reload.is_stopping(each) for each in case.of_generation(1))
         case.end(1)
         assert case.told.count(DropEngine(1)) == 1
         case.ask()
@@ -110,10 +110,10 @@ def test_whoever_hangs_is_cut_off_and_its_requests_go_on_before_it_is_dead() -> 
 
 def test_a_hang_elsewhere_is_the_affair_of_others() -> None:
     case = switched()
-    for hung in (*case.members(2), case.front_ends[0]):
-        assert not case.reload.cut_off(hung)
+    for hung in (*case.of_generation(2), case.front_ends[0]):
+        assert not case.reload.disconnect(hung)
     assert case.told[-1] == SwitchEngine(2)
-    assert not any(case.reload.is_ending(each) for each in case.running)
+    assert not any(case.reload.is_stopping(each) for each in case.running)
 
 
 @pytest.mark.parametrize("role", ["engine_core", "worker"])
@@ -126,4 +126,4 @@ def test_one_that_is_not_to_be_trusted_is_left_at_once(
     case.say(ProtocolViolation(role, 0, 1, "it babbles"))
     assert case.told[-1] == DropEngine(1)
     case.end(1)
-    assert all(not each.asked for each in case.members(2))
+    assert all(not each.asked for each in case.of_generation(2))

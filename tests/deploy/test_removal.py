@@ -1,10 +1,10 @@
-"""How a hanging process is taken away: what is done to it, and when."""
+"""The signals to a hung process, on a fake clock."""
 
 import signal
 
 import pytest
 
-from deploy.supervisor.watchdog import CUT_OFF_SECONDS, STACKS_SECONDS, Removal
+from deploy.supervisor.watchdog import DISCONNECT_SECONDS, STACKS_SECONDS, HungProcessRemoval
 
 
 class Process:
@@ -17,39 +17,39 @@ class Process:
     def has_ended(self) -> bool:
         return self.gone
 
-    def show_stacks(self) -> None:
+    def dump_stacks(self) -> None:
         self.got.append("stacks")
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self.got.append(number.name)
 
 
-def test_it_is_left_alone_until_it_is_cut_off_then_shown_then_killed_within_a_second() -> None:
+def test_a_hung_process_prints_its_stacks_and_is_killed_within_a_second() -> None:
     now, process = [100.0], Process()
-    removal = Removal(process, lambda: now[0])
-    removal.press()
+    removal = HungProcessRemoval(process, lambda: now[0])
+    removal.send_due_signals()
     assert process.got == []
-    assert removal.seconds_to_next_step() == pytest.approx(CUT_OFF_SECONDS)
-    now[0] += CUT_OFF_SECONDS
-    removal.press()
-    removal.press()
+    assert removal.seconds_to_next_signal() == pytest.approx(DISCONNECT_SECONDS)
+    now[0] += DISCONNECT_SECONDS
+    removal.send_due_signals()
+    removal.send_due_signals()
     assert process.got == ["stacks"]
-    assert removal.seconds_to_next_step() == pytest.approx(STACKS_SECONDS)
+    assert removal.seconds_to_next_signal() == pytest.approx(STACKS_SECONDS)
     now[0] = 101.0
-    removal.press()
+    removal.send_due_signals()
     assert process.got == ["stacks", "SIGKILL"]
-    assert removal.seconds_to_next_step() is None
+    assert removal.seconds_to_next_signal() is None
     assert not removal.done
     process.gone = True
     assert removal.done
 
 
-def test_whom_not_even_that_ends_is_overdue() -> None:
+def test_a_process_that_survives_sigkill_is_stuck() -> None:
     now, process = [100.0], Process()
-    removal = Removal(process, lambda: now[0])
+    removal = HungProcessRemoval(process, lambda: now[0])
     now[0] += 5
-    assert not removal.overdue
+    assert not removal.stuck
     now[0] += 6
-    assert removal.overdue
+    assert removal.stuck
     process.gone = True
-    assert not removal.overdue
+    assert not removal.stuck

@@ -54,9 +54,9 @@ def test_front_ends_count_in_rows_of_the_same_memory() -> None:
             metrics_fd=descriptor,
         )
         epochs = EpochCounter(template, ())
-        assert epochs.boot("engine_core", 0).metrics_fd is None
+        assert epochs.make_boot("engine_core", 0).metrics_fd is None
         for index in (1, 0, 1):
-            boot = epochs.boot("api_server", index)
+            boot = epochs.make_boot("api_server", index)
             child = Child(boot, [sys.executable, "-c", COUNT], os.environ)
             child.wait()
             assert child.exit_status == 0

@@ -40,7 +40,8 @@ def test_who_is_killed_is_started_again_alone(
     pid = before[role].pid
     os.kill(pid, number)
     daemon.wait_for(f"{TITLES[role]}: is back after", *HEARD[role])
-    assert f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is started" in daemon.text
+    line = f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is restarted"
+    assert line in daemon.text
     after = daemon.children()
     assert after[role].pid != pid
     assert others_than(role, after) == others_than(role, before)
@@ -121,14 +122,14 @@ def test_a_worker_that_the_engine_does_not_trust_is_replaced(
     engine.send_signal(signal.SIGALRM)
     daemon.wait_for(
         "worker 0: sent an invalid message and is killed: it babbles",
-        "was killed by SIGKILL; it is started again",
+        "was killed by SIGKILL; it is restarted",
         "worker 0: life 1, epochs 1 and 2",
         "worker 0: is back after",
     )
     engine.send_signal(signal.SIGALRM)  # of the epoch that is over
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0
-    assert daemon.text.count("is started again") == 1
+    assert daemon.text.count("is restarted") == 1
     assert "engine 0: life" not in daemon.text
 
 

@@ -12,7 +12,7 @@ def test_a_first_signal_waits_for_requests(start: Start) -> None:
     url = daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("api 0: heard Drain()", "2 requests under way may finish within 30 s")
+    daemon.wait_for("api 0: heard Drain()", "2 requests in flight may finish within 30 s")
     assert "engine 0: heard Drain()" not in daemon.text
     port = int(url.rsplit(":", 1)[1])
     socket.create_connection(("127.0.0.1", port)).close()
@@ -27,7 +27,7 @@ def test_a_second_signal_aborts_them_and_a_third_kills(start: Start) -> None:
     daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("2 requests under way")
+    daemon.wait_for("2 requests in flight")
     time.sleep(ECHO_SECONDS)
     daemon.process.send_signal(signal.SIGTERM)
     daemon.wait_for("2 requests not finished: aborted")
@@ -44,7 +44,7 @@ def test_requests_that_take_too_long_are_aborted(start: Start) -> None:
     daemon.wait_ready()
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0
-    assert "2 requests under way may finish within 0.2 s" in daemon.text
+    assert "2 requests in flight may finish within 0.2 s" in daemon.text
     assert "2 requests not finished: aborted" in daemon.text
 
 
@@ -55,7 +55,7 @@ def test_who_dies_while_the_daemon_drains_is_started_again(
     daemon = start("api_server=busy")
     daemon.wait_ready()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("2 requests under way")
+    daemon.wait_for("2 requests in flight")
     daemon.children()["engine_core"].kill()
     daemon.wait_for("engine 0: is back after")
     daemon.children()["api_server"].kill()

@@ -44,7 +44,7 @@ def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
         daemon.text,
         f"{TITLES[role]}: (pid {pid}) hangs, {what} for ",
         heard,
-        f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is started again",
+        f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is restarted",
         f"{TITLES[role]}: life 1, ",
     )
     if role == "api_server":
@@ -69,7 +69,7 @@ def test_who_hangs_while_requests_finish_is_started_again(start: Start) -> None:
     daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("2 requests under way")
+    daemon.wait_for("2 requests in flight")
     children["engine_core"].suspend()
     daemon.wait_for("engine 0: (pid", "hangs, no sign of life", "engine 0: is back after")
     children["api_server"].send_signal(signal.SIGUSR2)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from api_server.engine_client import EngineClient, FromEngine
+from api_server.engine.engine_client import EngineClient, FromEngine
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
 from deploy.supervisor.processes import child_environment

@@ -91,10 +91,10 @@ class Reference:
 class Quiet:
     """A reporter that nobody reads."""
 
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         """Ignored."""
 
-    def notice(self, message: str, who: str = "tokend") -> None:
+    def notice(self, message: str, process: str = "tokend") -> None:
         """Ignored."""
 
 

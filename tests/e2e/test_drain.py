@@ -46,7 +46,7 @@ def test_sigterm_lets_streams_finish_with_their_tokens_and_refuses_others() -> N
     expected = asyncio.run(undisturbed(daemon.url, BODIES))
     asyncio.run(drained(daemon, expected))
     assert daemon.wait_exit() == 0, daemon.text
-    assert "4 requests under way may finish" in daemon.text
+    assert "4 requests in flight may finish" in daemon.text
 
 
 def test_what_takes_too_long_is_aborted_and_never_looks_complete() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proto.kv_media import HEADER_BYTES, parse_file_name, remote_address, remote_settings
+from proto.kv_media import HEADER_BYTES, parse_file_name
+from proto.kv_transfer_config import remote_address, remote_settings
 from proto.redis_client import RedisConnection
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.bench.servers import Line
+from deploy.bench.servers import PrintedLine
 from deploy.bench.startup import phases
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
@@ -54,7 +54,7 @@ def test_the_start_is_told_phase_by_phase(daemon: Daemon) -> None:
     """Each process begins within the time that is told of all, and ends in it."""
     told = re.search(r"started in ([\d.]+) s: (.+)", daemon.text)
     assert told is not None
-    found = phases([Line(0.0, told[0])])
+    found = phases([PrintedLine(0.0, told[0])])
     who = {name.partition(": ")[0] for name in found if ": " in name}
     assert who == {"worker 0", "engine 0", "api 0"}
     before = found["command"] + found["model"]
@@ -125,7 +125,7 @@ def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
     processes = daemon.processes()
     daemon.process.send_signal(signal.SIGABRT)
     assert daemon.wait_exit() == -signal.SIGABRT
-    assert re.search(r"deploy/supervisor/supervisor.py.* in _watch", daemon.text)
+    assert re.search(r"deploy/supervisor/supervisor.py.* in _run_loop", daemon.text)
     assert_nothing_left(daemon, processes)
 
 

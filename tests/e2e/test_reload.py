@@ -61,14 +61,14 @@ async def half_way(
     await asyncio.gather(*running)
 
 
-def children_of(daemon: Daemon) -> set[int]:
+def child_configs(daemon: Daemon) -> set[int]:
     """Of each role, with as many workers as the settings want."""
     return {each.pid for each in psutil.Process(daemon.process.pid).children()}
 
 
 def is_settled(daemon: Daemon, front_end: psutil.Process, old: set[int]) -> bool:
     """The front end is the old one, all others are new, and as many as before."""
-    children = children_of(daemon)
+    children = child_configs(daemon)
     return len(children) == len(old) and children & old == {front_end.pid}
 
 
@@ -89,11 +89,11 @@ def test_side_by_side(daemon: Daemon, expected: list[Stream], dies: bool) -> Non
                     before["engine_core"].kill()
             return streams
 
-    before, old = daemon.processes(), children_of(daemon)
+    before, old = daemon.processes(), child_configs(daemon)
     for was, now in zip(expected, asyncio.run(reload()), strict=True):
         assert_same(was, now)
     assert eventually(lambda: is_settled(daemon, before["api_server"], old))
-    assert "it is started again" not in daemon.text
+    assert "it is restarted" not in daemon.text
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
 
@@ -111,11 +111,11 @@ def test_in_place(expected: list[Stream]) -> None:
             return [*streams, await late]
 
     with Daemon(*SMALL, "--reload-strategy", "in-place") as daemon:
-        before, old = daemon.processes(), children_of(daemon)
+        before, old = daemon.processes(), child_configs(daemon)
         for was, now in zip([*expected, expected[0]], asyncio.run(reload()), strict=True):
             assert_same(was, now)
         assert eventually(lambda: is_settled(daemon, before["api_server"], old))
-        assert "it is started again" not in daemon.text
+        assert "it is restarted" not in daemon.text
 
 
 def test_files_that_have_changed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from api_server.session import TurnInput, TurnOutput, generate
+from api_server.engine.session import TurnInput, TurnOutput, generate
 from proto.config import CacheConfig, ModelConfig, ServeConfig
 from proto.sampling_params import SamplingParams
 from tests.e2e.engine_and_worker import EngineAndWorker

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from api_server.engine_client import OpenRequest
+from api_server.engine.engine_client import OpenRequest
 from engine_core.request import RequestStatus
 from engine_core.scheduler.crash_isolation import TRIALS
 from proto.config import SchedulerConfig

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from engine_core.kv_cache.coordinator import blocks_of_request, longest_request
+from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.pool_plan import plan_pool, weight_memory
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
@@ -75,10 +75,10 @@ def test_a_pool_without_one_usable_block_is_refused_with_both_numbers():
 def test_blocks_of_a_request(windows, num_blocks):
     """HY-20: 16,384 tokens, at most 1,024 of them in a step."""
     groups = [KVGroup(window) for window in windows]
-    assert blocks_of_request(groups, 16384, 16, 1024) == num_blocks
+    assert max_blocks_of_request(groups, 16384, 16, 1024) == num_blocks
     # One that is shorter than the window needs no more than full attention would.
-    assert blocks_of_request(groups, 100, 16, 1024) == 7 * len(windows)
-    assert blocks_of_request(groups, 16384, 16, None) == 1024 * len(windows)
+    assert max_blocks_of_request(groups, 100, 16, 1024) == 7 * len(windows)
+    assert max_blocks_of_request(groups, 16384, 16, None) == 1024 * len(windows)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 5])
@@ -88,15 +88,15 @@ def test_a_window_group_holds_as_many_blocks_as_a_step_can_touch(block_size):
             len({token // block_size for token in range(start, start + window - 1 + chunk)})
             for start in range(block_size)
         )
-        assert blocks_of_request([KVGroup(window)], 1000, block_size, chunk) == most
+        assert max_blocks_of_request([KVGroup(window)], 1000, block_size, chunk) == most
 
 
 def test_the_longest_request_is_the_last_one_that_fits():
     groups = [KVGroup(None), KVGroup(512), KVGroup(512)]
     for num_usable in range(3, 400):
         longest = longest_request(groups, num_usable, 16, 256, 10_000)
-        assert blocks_of_request(groups, longest, 16, 256) <= num_usable
-        assert blocks_of_request(groups, longest + 1, 16, 256) > num_usable
+        assert max_blocks_of_request(groups, longest, 16, 256) <= num_usable
+        assert max_blocks_of_request(groups, longest + 1, 16, 256) > num_usable
     assert longest_request(groups, 100_000, 16, 256, 10_000) == 10_000
     assert longest_request([KVGroup(512)], 49, 16, 256, 1_000_000) == 1_000_000
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deploy.supervisor.hang_detector import HangDetector, Limits
+from deploy.supervisor.hang_detector import HangDetector, HangLimits
 from engine_core.supervisor_io import HealthReport, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
@@ -108,17 +108,17 @@ def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang()
     assert vitals.report() == EngineAlive(1, 9, (0, 1), True, False, 4)
 
     now = 0.0
-    detector = HangDetector(Limits(start=100.0, first_steps=30.0, step=10.0), lambda: now)
+    detector = HangDetector(HangLimits(start=100.0, first_steps=30.0, step=10.0), lambda: now)
     for rank in range(2):
-        detector.begin(("worker", rank))
+        detector.watch(("worker", rank))
     for seconds in range(20):
         now = float(seconds)
         if seconds == 8:
             workers.num_reports += 1  # of another copy: they move
-        detector.note_engine(vitals.report(), 1)
+        detector.note_engine_report(vitals.report(), 1)
         if seconds < 19:
-            assert detector.hangs() == []
-    assert {hang.process for hang in detector.hangs()} == {("worker", 0), ("worker", 1)}
+            assert detector.find_hangs() == []
+    assert {hang.process for hang in detector.find_hangs()} == {("worker", 0), ("worker", 1)}
 
     rig.lose_workers()
     rig.finishes = lambda job: True

@@ -28,7 +28,7 @@ from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
-from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
+from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
@@ -46,6 +46,7 @@ class EngineHarness:
     in_flight: steps that were sent and whose results have not been taken in; with
     async_scheduling one stays there while the next is scheduled.
     step_seconds: what the workers say of a step; 0 is nothing.
+    windows: what the model reads of each KV group. groups: other kinds of groups than attention.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EngineHarness:
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
+        groups: Sequence[KVGroup] | None = None,
         gates: Sequence[AdmissionGate] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +76,7 @@ class EngineHarness:
             block_size,
             enable_prefix_caching,
             b"f" * 32,
-            groups=[KVGroup(window) for window in windows],
+            groups=groups or [KVGroup(window) for window in windows],
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
             observers=observers,
         )

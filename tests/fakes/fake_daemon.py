@@ -13,9 +13,8 @@ from pathlib import Path
 
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
-from deploy.supervisor import readiness as ready
 from deploy.supervisor.launch import Launch, listen, url_of
-from deploy.supervisor.notify import NotifyingDisplay, notifier_for
+from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.shutdown import ON_REQUEST, ShutdownLimits
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import to_json_line
@@ -49,24 +48,26 @@ def main(run_parent: str, choices: list[str]) -> int:
         weights_sha256="0" * 64,
     )
     listener = listen("127.0.0.1", 0)
-    url = url_of(listener)
 
-    around = HostEnvironment.of(os.environ)
-    notifier = notifier_for(around.service_manager)
-    display = NotifyingDisplay(open_display(sys.stderr), notifier)
-
-    clock = PhaseClock(time.monotonic())
-
-    def announce(readiness: ready.Readiness) -> None:
-        print(ready.render(url, config, model, readiness, clock), flush=True)
-        notifier.ready(f"serving {model.name} at {url}")
+    environment = HostEnvironment.of(os.environ)
+    notifier = SystemdNotifier(environment.service_manager)
+    display = open_display(sys.stderr, "text", notifier)
 
     commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}
     script = "sys.exit('tokend: the model is broken')" if broken else "print(sys.argv[1])"
     prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(model).decode())
-    launch = Launch(config, model, (listener,), around.variables, commands, prepare)
-    patience = ShutdownLimits(seconds / 2, seconds)
-    return Supervisor(launch, run_parent, display, announce, notifier, patience).run()
+    launch = Launch(
+        config=config,
+        model=model,
+        listeners=(listener,),
+        url=url_of(listener),
+        variables=environment.variables,
+        commands=commands,
+        prepare_command=prepare,
+        clock=PhaseClock(time.monotonic()),
+    )
+    limits = ShutdownLimits(seconds / 2, seconds)
+    return Supervisor(launch, run_parent, display, notifier, limits).run()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
 def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
     """In a worker: the disk's own copies, behind gates."""
     from proto.kv_events import DEVICE_MEDIUM
-    from proto.kv_media import DISK, disk_settings, media_folder
+    from proto.kv_media import DISK, media_folder
+    from proto.kv_transfer_config import disk_settings
     from worker.kv_connector.offload.disk_medium import DiskMedium
     from worker.kv_connector.offload.transfer_queue import MediumError, TransferQueue
 

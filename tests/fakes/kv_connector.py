@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine_core.kv_connector.base import NO_MATCH, Match
 from engine_core.kv_connector.nothing import NoConnector
 from engine_core.request import Request
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput
+from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput
 from tests.fakes.paged_runner import PagedRunner, Row
 
 JUNK = b"not loaded"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_connector import DeviceBlocks, TransferJob
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler, TransferResult
 from worker.kv_layout import kv_layout

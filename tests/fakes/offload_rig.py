@@ -18,8 +18,17 @@ from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput
-from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, LoadFailurePolicy, pack, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    FinishedJob,
+    KVConnectorOutput,
+    LoadFailurePolicy,
+    OffloadMetadata,
+    OffloadReport,
+    TransferJob,
+    pack,
+    unpack,
+)
 from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from proto.scheduler_output import SchedulerOutput
@@ -217,4 +226,4 @@ class OffloadRig(EngineHarness):
         super().assert_at_rest()
         assert not self.half.under_way
         assert not self.half.put_off
-        assert len(self.kv_cache.transfer_refs.tables()) == 0
+        assert len(self.kv_cache.transfer_refs.reference_tables()) == 0

@@ -14,7 +14,7 @@ Tables = list[list[int]]
 """Block ids per group."""
 
 
-def most_blocks(
+def max_blocks(
     windows: Sequence[int | None], block_size: int, num_tokens: int, longest_chunk: int
 ) -> int:
     """The bound on what a request holds: a window and a chunk, wherever in a block they begin."""

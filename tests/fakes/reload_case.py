@@ -1,4 +1,4 @@
-"""A reload over processes that are only pretended, on a fake clock."""
+"""A reload over fake processes, on a fake clock."""
 
 import signal
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Process:
     index: int
     generation: int
     exit_status: int | None = None
-    last_words: ErrorInfo | None = None
+    fatal_error: ErrorInfo | None = None
     pid: int = 77
     asked: bool = False
     signals: list[signal.Signals] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Process:
     def name(self) -> str:
         return process_name(self.role, self.index)
 
-    def ask_to_end(self) -> None:
+    def request_shutdown(self) -> None:
         self.asked = True
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.heard.append(message)
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
 
@@ -87,9 +87,9 @@ class Case:
         self.boots: list[ProcessBoot] = []
         self.front_ends = [Process("api_server", each, 1) for each in range(2)]
         for role, index in (("worker", 0), ("worker", 1), ("engine_core", 0)):
-            self.start(self.epochs.boot(role, index))
+            self.start(self.epochs.make_boot(role, index))
         for each in range(2):
-            self.epochs.boot("api_server", each)
+            self.epochs.make_boot("api_server", each)
         self.told: list[Message] = []
         self.ended: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
@@ -97,19 +97,19 @@ class Case:
         self.preparations: list[Preparation] = []
         self.has_room = True
         self.reload = Reload(
-            self.epochs, self.recovery, self, self, strategy, 2, 2, lambda: self.now
+            self.epochs, self.recovery, self, self, self, strategy, 2, 2, lambda: self.now
         )
 
     # what is done to processes
 
-    def prepare(self) -> Preparation:
+    def start_preparation(self) -> Preparation:
         self.preparations.append(Preparation())
         return self.preparations[-1]
 
-    def let_go(self, preparation: Preparation) -> None:
+    def end_preparation(self, preparation: Preparation) -> None:
         self.preparations.remove(preparation)
 
-    def fits(self) -> bool:
+    def two_generations_fit(self) -> bool:
         return self.has_room
 
     def start(self, boot: ProcessBoot) -> None:
@@ -117,36 +117,36 @@ class Case:
         self.boots.append(boot)
         self.running.append(Process(boot.role, boot.index, boot.generation))
 
-    def members(self, generation: int) -> list[Process]:
+    def of_generation(self, generation: int) -> list[Process]:
         return [each for each in self.running if each.generation == generation]
 
-    def tell_front_ends(self, message: Message) -> None:
+    def send_to_front_ends(self, message: Message) -> None:
         self.told.append(message)
 
     # who hears of it
 
-    def reload_begins(self) -> None:
+    def report_begin(self) -> None:
         self.num_begun += 1
 
-    def reload_waits(self, reason: str) -> None:
+    def report_delay(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    def reload_ends(self, problem: str, seconds: float, *, another: bool) -> None:
-        self.ended.append((problem, another))
+    def report_end(self, error: str, seconds: float, *, another: bool) -> None:
+        self.ended.append((error, another))
 
     # what happens
 
     def ask(self, outcome: PreparedModel | ModelError = NEW) -> None:
         """Up to the meeting."""
-        self.reload.ask()
-        self.reload.press()
+        self.reload.request()
+        self.reload.advance()
         self.preparations[0].outcome = outcome
-        self.reload.press()
+        self.reload.advance()
 
     def say(self, *messages: Message) -> None:
         for each in messages:
-            self.reload.note(each)
-        self.reload.press()
+            self.reload.note_message(each)
+        self.reload.advance()
 
     def switch(self, epoch: int) -> None:
         self.say(NextReady(0, epoch), NextReady(1, epoch))
@@ -157,14 +157,14 @@ class Case:
         if dead in self.running:
             self.running.remove(dead)
         dead.exit_status = -9 if error is None else 1
-        dead.last_words = None if error is None else describe(error)
+        dead.fatal_error = None if error is None else describe(error)
         owned = self.reload.note_death(dead)
-        self.reload.press()
+        self.reload.advance()
         return owned
 
     def end(self, generation: int) -> None:
         """Everybody of it does as asked."""
-        for each in self.members(generation):
+        for each in self.of_generation(generation):
             assert each.asked
             assert self.die(each)
 

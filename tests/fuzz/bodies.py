@@ -17,7 +17,7 @@ from typing import Any, Final
 from hypothesis import strategies as st
 
 from api_server.app import create_app
-from api_server.engine_client import FromEngine
+from api_server.engine.engine_client import FromEngine
 from api_server.protocol.agents import AgentHintFields
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from hypothesis import strategies as st
 
-from api_server.engine_client import FromEngine
+from api_server.engine.engine_client import FromEngine
 from engine_core.executor.local import FromWorker
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check

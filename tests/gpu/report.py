@@ -20,7 +20,10 @@ def demand(holds: bool, what: str) -> None:
 
 
 class Report:
-    """The figures of a phase, the targets that they miss and what failed, in `file` as JSON."""
+    """The figures of a phase, the targets that they miss and what failed, in `file` as JSON.
+
+    Everything is in the file before it is printed: a phase may be ended at any time.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -32,20 +35,20 @@ class Report:
     def figure(self, name: str, value: Any) -> None:
         """Keep and print one more figure."""
         self.figures[name] = value
-        print(f"    {name:32} {shown(value)}", flush=True)
         self._write()
+        print(f"    {name:32} {shown(value)}", flush=True)
 
     def miss(self, what: str) -> None:
         """A target that the figures miss; the phase goes on."""
         self.missed.append(what)
-        print(f"    target missed: {what}", flush=True)
         self._write()
+        print(f"    target missed: {what}", flush=True)
 
     def error(self, what: str) -> None:
         """Something that failed; the phase may go on."""
         self.errors.append(what)
-        print(f"    FAILED: {what}", flush=True)
         self._write()
+        print(f"    FAILED: {what}", flush=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -96,7 +96,7 @@ KV_CACHE = (
     ),
     Fault(
         "fork_of_a_fork_copies_an_empty_block",
-        "engine_core/kv_cache/fork.py",
+        "engine_core/kv_cache/coordinator.py",
         "self._source_of[blocks[0]] = self._source_of.get(tail, tail)",
         "self._source_of[blocks[0]] = tail",
         "A choice or beam that forks from a new fork reads KV that was never written.",
@@ -105,8 +105,8 @@ KV_CACHE = (
     Fault(
         "window_released_one_token_early",
         "engine_core/kv_cache/groups.py",
-        "start, end = sequence.num_passed, (num_computed - self._window + 1) // self.block_size",
-        "start, end = sequence.num_passed, (num_computed - self._window + 2) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 1) // self.block_size",
+        "start, end = sequence.num_skipped, (num_computed - self._window + 2) // self.block_size",
         "Models with a sliding window lose a block that the next token still reads.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
@@ -129,16 +129,17 @@ KV_CACHE = (
     Fault(
         "window_hit_lacks_a_block",
         "engine_core/kv_cache/groups.py",
-        "        wanted = self._num_seen_blocks\n",
-        "        wanted = max(1, self._num_seen_blocks - 1)\n",
+        "        num_needed = self._num_seen_blocks\n",
+        "        num_needed = max(1, self._num_seen_blocks - 1)\n",
         "Models with a sliding window start from a prefix that is not all there.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
     ),
     Fault(
         "pending_copy_not_cancelled",
         "engine_core/kv_cache/manager.py",
-        "        if self._copies.pending:\n"
-        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))\n",
+        "        if self._pending_copies:\n"
+        "            self._pending_copies.cancel("
+        "chain.from_iterable(self.block_ids(request.seq_id)))\n",
         "",
         "The copy for a fork that has ended overwrites the KV of another request.",
         ("tests/engine_core/kv_cache/test_fork.py",),
@@ -447,7 +448,7 @@ WORKER = (
 API_SERVER = (
     Fault(
         "engine_output_of_another_epoch",
-        "api_server/engine_connection.py",
+        "api_server/engine/engine_connection.py",
         "if message.epoch != self.epoch:",
         "if message.epoch > self.epoch:",
         "What a dead engine has sent last is appended to answers of the next one.",
@@ -463,7 +464,7 @@ API_SERVER = (
     ),
     Fault(
         "stop_string_does_not_stop_the_engine",
-        "api_server/engine_client.py",
+        "api_server/engine/engine_client.py",
         '            self._abort(entry, "stop_string", output.choice)\n',
         "            pass\n",
         "The engine computes up to max_tokens for answers that a stop string has ended.",
@@ -488,7 +489,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_tokens_twice",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "return sum(len(choice.token_ids) for choice in self.choices)",
         "return sum(2 * len(choice.token_ids) for choice in self.choices)",
         "completion_tokens in the usage is twice the number of tokens.",
@@ -496,7 +497,7 @@ API_SERVER = (
     ),
     Fault(
         "resumption_repeats_tokens",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "return min(have - output.token_index, len(output.new_token_ids))",
         "return 0",
         "After a restart of the engine a client gets some tokens a second time.",
@@ -504,7 +505,7 @@ API_SERVER = (
     ),
     Fault(
         "prompt_counted_again_after_a_restart",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "        if not self.accepted:\n            self.accepted = True\n",
         "        if True:\n            self.accepted = True\n",
         "The metric vllm:prompt_tokens counts a prompt once more after each engine restart.",
@@ -512,7 +513,7 @@ API_SERVER = (
     ),
     Fault(
         "engine_crash_not_counted",
-        "api_server/engine_client.py",
+        "api_server/engine/engine_client.py",
         "self.crash_count += self.alone or self.crash_count < crashes_until_isolated",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
@@ -552,7 +553,7 @@ API_SERVER = (
     ),
     Fault(
         "api_key_compared_as_prefix",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         "if hmac.compare_digest(given, each.key)]",
         "if each.key.startswith(given)]",
         "The first characters of an API key let a client in.",
@@ -576,7 +577,7 @@ API_SERVER = (
     ),
     Fault(
         "drain_takes_new_requests",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         "        elif app_state.drain_state.closed:\n",
         "        elif False:\n",
         "A daemon that drains takes new requests and aborts them when its time is over.",
@@ -584,7 +585,7 @@ API_SERVER = (
     ),
     Fault(
         "slow_reader_never_ended",
-        "api_server/stream.py",
+        "api_server/request_stream.py",
         "if self.is_blocked and self.num_bytes > self._limit:",
         "if False:",
         "A client that does not read its stream fills the memory of the front end.",
@@ -600,7 +601,7 @@ API_SERVER = (
     ),
     Fault(
         "client_key_is_an_operators",
-        "api_server/middleware.py",
+        "api_server/http/middleware.py",
         'state["is_operator"] = any(each.operator for each in known)',
         'state["is_operator"] = bool(known)',
         "Every client with a key can pause the server and abort requests of others.",
@@ -608,7 +609,7 @@ API_SERVER = (
     ),
     Fault(
         "readiness_ignores_the_supervisor",
-        "api_server/health.py",
+        "api_server/lifecycle/health.py",
         "return [*self._local_reasons(), *reported]",
         "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
@@ -620,8 +621,8 @@ DEPLOY = (
     Fault(
         "restart_not_counted",
         "deploy/supervisor/recovery.py",
-        "        self._spent += 1\n",
-        "        self._spent += 0\n",
+        "        self._num_restarts += 1\n",
+        "        self._num_restarts += 0\n",
         "A daemon whose worker dies at each start restarts it for ever instead of ending.",
         ("tests/deploy/test_recovery.py", "tests/deploy/test_parts.py"),
     ),
@@ -629,8 +630,8 @@ DEPLOY = (
         "heartbeat_of_dead_workers_renews_the_budget",
         "deploy/supervisor/recovery.py",
         "            if message.worker_epoch == self._epochs.worker_epoch:\n"
-        "                self._budget.renew()\n",
-        "            self._budget.renew()\n",
+        "                self._budget.reset()\n",
+        "            self._budget.reset()\n",
         "A daemon whose new workers die at once restarts them for ever.",
         ("tests/deploy/test_recovery.py",),
     ),
@@ -669,9 +670,9 @@ DEPLOY = (
     Fault(
         "drain_does_not_wait",
         "deploy/supervisor/shutdown.py",
-        "return not any(each != 0 for each in self._under_way.values()) or self._timed_out",
-        "return not any(self._under_way.values()) or self._timed_out",
-        "A drain aborts requests at once, before the front ends have said what is under way.",
+        "all_finished = all(number == 0 for number in self._num_open.values())",
+        "all_finished = not any(self._num_open.values())",
+        "A drain aborts requests at once, before the front ends have reported open ones.",
         ("tests/deploy/test_draining.py",),
     ),
     Fault(

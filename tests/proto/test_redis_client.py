@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from proto.errors import ConfigError
-from proto.kv_media import remote_address, remote_settings
+from proto.kv_transfer_config import remote_address, remote_settings
 from proto.redis_client import MISSING, RedisConnection, RemoteRefusalError, RemoteStoreError
 from tests.fakes.kv_media import needs_redis, redis_server
 
@@ -70,7 +70,7 @@ def test_values_of_any_length_go_and_come(tmp_path: Path) -> None:
             value = value[:length]
             assert connection.call(5.0, b"SET", b"a", value) == "OK"
             memory = bytearray(length)
-            connection.begin(5.0)
+            connection.set_deadline(5.0)
             connection.send([[b"GET", b"a"], [b"GET", b"none"], [b"EXISTS", b"a", b"b"]])
             assert connection.reply_into(memoryview(memory)) == length
             assert memory == value
@@ -174,7 +174,7 @@ def test_nonsense_in_place_of_a_value(
     scripted: Callable[..., ScriptedServer], answer: bytes
 ) -> None:
     connection = RedisConnection(address(scripted(b"+PONG\r\n" + answer).url), SHORT)
-    connection.begin(SHORT)
+    connection.set_deadline(SHORT)
     with pytest.raises(RemoteStoreError):
         connection.reply_into(memoryview(bytearray(5)))
 
@@ -215,9 +215,9 @@ def test_what_is_in_the_file_is_not_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"*1\r\n" * 5000, "too many answers within each other"),
-        (b"*16000000\r\n", "an answer of 16000000 parts"),
-        (b"*2\r\n*60000\r\n" + b":1\r\n" * 60000 + b"*60000\r\n", "an answer of 60000 parts"),
+        (b"*1\r\n" * 5000, "too many nested arrays"),
+        (b"*16000000\r\n", "an array of 16000000 elements"),
+        (b"*2\r\n*60000\r\n" + b":1\r\n" * 60000 + b"*60000\r\n", "an array of 60000 elements"),
     ],
     ids=["deep", "long", "long in all"],
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from proto.config import ServeConfig
-from proto.kv_transfer import NO_PAYLOAD, Payload
+from proto.kv_connector import NO_PAYLOAD, Payload
 from worker.kv_cache import KVCache
 
 DEFAULTS: Final = ServeConfig()

@@ -3,10 +3,8 @@
 import select
 from collections.abc import Sequence
 
-from proto.kv_multi import children_of
-from proto.kv_stacked import MultiReport, MultiStep
-from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
+from proto.kv_connector import NO_PAYLOAD, MultiReport, MultiStep, Payload, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig, child_configs
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
@@ -17,7 +15,7 @@ class MultiWorker:
 
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self.children: list[WorkerConnector] = [
-            create_worker_connector(each, context) for each in children_of(config)
+            create_worker_connector(each, context) for each in child_configs(config)
         ]
         self._sending: list[list[int]] = [[] for _ in self.children]
         self._poll = select.epoll()

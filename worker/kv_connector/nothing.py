@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from proto.kv_transfer import NO_PAYLOAD, Payload
+from proto.kv_connector import NO_PAYLOAD, Payload
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished
 

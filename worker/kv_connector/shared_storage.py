@@ -15,10 +15,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from proto.kv_stacked import SharedStorageReport, SharedStorageStep
-from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    Payload,
+    SharedStorageReport,
+    SharedStorageStep,
+    pack,
+    unpack,
+)
+from proto.kv_media import shared_storage_file, shared_storage_folder
 from proto.kv_transfer_config import KVTransferConfig
-from proto.shared_storage import file_name, folder_of
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerContext
 from worker.kv_connector.nothing import NOTHING_FINISHED, NoConnector
@@ -33,7 +39,7 @@ class SharedStorageWorker(NoConnector):
 
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self._context = context
-        self._folder = folder_of(config, context.fingerprint)
+        self._folder = shared_storage_folder(config, context.fingerprint)
         self._step = SharedStorageStep()
         self._invalid: list[int] = []
         self._stored: list[bytes] = []
@@ -80,7 +86,9 @@ class SharedStorageWorker(NoConnector):
 
     def _path(self, block_hash: bytes) -> str:
         context = self._context
-        return os.path.join(self._folder, file_name(block_hash, context.rank, context.num_ranks))
+        return os.path.join(
+            self._folder, shared_storage_file(block_hash, context.rank, context.num_ranks)
+        )
 
     def _load(self, block_hash: bytes, block: int) -> bool:
         memory = self._bytes_of(block)

@@ -10,7 +10,7 @@ to the step, so that nobody takes tokens for good that came of KV that was never
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from proto.kv_transfer import KVConnectorOutput, KVConnectorReport
+from proto.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Poller
 from worker.kv_connector.base import WorkerConnector

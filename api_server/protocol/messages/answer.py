@@ -22,7 +22,7 @@ from api_server.parsers.parts import (
     PartsParser,
     Reasoning,
 )
-from api_server.stream import Delta, Usage
+from api_server.request_stream import Delta, Usage
 from proto.errors import RequestError
 
 Json = dict[str, Any]

@@ -34,7 +34,7 @@ from api_server.protocol.responses.output import (
 )
 from api_server.protocol.responses.request import ResponsesRequest, in_client_names
 from api_server.protocol.responses.tools import OfferedTools
-from api_server.stream import Delta, Usage
+from api_server.request_stream import Delta, Usage
 from api_server.text.logprobs import TextToken, chat_logprobs
 from proto.errors import InvalidRequestError, OverloadedError, RequestError
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Protocol
 
 from api_server.protocol.responses.items import CUSTOM_INPUT
 from api_server.protocol.responses.tools import Tool
-from api_server.stream import Delta
+from api_server.request_stream import Delta
 from api_server.text.logprobs import TextToken
 
 # Events of a stream of /v1/responses on their way: their form and their numbers.

@@ -82,11 +82,11 @@ class OffloadingManager(Protocol):
         ...
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
         """A store is over on all ranks: present from now on, or forgotten.
 
-        given_up: it has no success, but the medium has not failed.
+        cancelled: it has no success, but the medium has not failed.
         """
         ...
 

@@ -24,11 +24,17 @@ from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.kv_connector.offload.store_planner import StorePlanner
 from engine_core.request import Request, RequestStatus
 from proto.event_fd import EventFd
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    KVConnectorOutput,
+    OffloadMetadata,
+    OffloadReport,
+    Payload,
+    pack,
+    unpack,
+)
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
-from proto.kv_offload import OffloadMetadata, OffloadReport
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
-from proto.offload_settings import offload_settings
+from proto.kv_transfer_config import KVTransferConfig, offload_settings
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats
 

@@ -7,7 +7,7 @@ from engine_core.kv_connector.offload.arc import ARCPolicy
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingManager
 from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
 from engine_core.kv_connector.offload.lru import LRUPolicy
-from proto.offload_settings import cpu_settings, wrong
+from proto.kv_transfer_config import cpu_settings, wrong
 
 
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> OffloadingManager:

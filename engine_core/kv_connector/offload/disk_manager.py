@@ -23,17 +23,10 @@ from engine_core.kv_connector.offload.base import (
     PrepareStoreOutput,
 )
 from engine_core.kv_connector.offload.disk_folder import DiskFolder, Found, Removed, Report, Seen
-from proto.breaker import Breaker
+from proto.circuit_breaker import CircuitBreaker
 from proto.errors import ConfigError
-from proto.kv_media import (
-    DISK,
-    HEADER_BYTES,
-    DiskSettings,
-    disk_settings,
-    media_folder,
-    own_folder,
-)
-from proto.kv_transfer_config import FIELD
+from proto.kv_media import DISK, HEADER_BYTES, media_folder, own_folder
+from proto.kv_transfer_config import FIELD, DiskSettings, disk_settings
 
 PATIENCE_SECONDS: Final = 2.0
 """For which requests wait until it is known what is there, after the start of the engine."""
@@ -91,8 +84,8 @@ class DiskOffloadingManager:
         self._ring = context.ring
         self._clock = clock
         self._patient_until = clock() + PATIENCE_SECONDS
-        self._loads = Breaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED, clock)
-        self._stores = Breaker(_RETRY_SECONDS, _FAILED_STORES_ALLOWED, clock)
+        self._loads = CircuitBreaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED, clock)
+        self._stores = CircuitBreaker(_RETRY_SECONDS, _FAILED_STORES_ALLOWED, clock)
         self._impatience = threading.Timer(PATIENCE_SECONDS, context.ring)
         self._impatience.daemon = True
         self._impatience.start()
@@ -119,9 +112,9 @@ class DiskOffloadingManager:
 
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
         if success:
-            self._loads.succeeded()
+            self._loads.record_success()
         else:
-            self._loads.failed()
+            self._loads.record_failure()
         doubted: list[OffloadKey] = []
         bad: list[OffloadKey] = []
         for key in keys:
@@ -154,12 +147,12 @@ class DiskOffloadingManager:
         return PrepareStoreOutput(wanted, [], victims)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
         if success:
-            self._stores.succeeded()
-        elif not given_up:
-            self._stores.failed()
+            self._stores.record_success()
+        elif not cancelled:
+            self._stores.record_failure()
         changed: list[OffloadKey] = []
         bad: list[OffloadKey] = []
         for key in keys:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from engine_core.kv_connector.base import BlockHolds
 from engine_core.kv_connector.offload.base import OffloadKey
-from proto.kv_offload import FinishedJob, TransferJob
+from proto.kv_connector import FinishedJob, TransferJob
 
 
 class Job:
@@ -77,7 +77,7 @@ class JobsInFlight:
         if job is None:
             return None
         job.succeeded &= finished.succeeded
-        job.has_failed |= not (finished.succeeded or finished.given_up)
+        job.has_failed |= not (finished.succeeded or finished.cancelled)
         job.num_bytes += finished.num_bytes
         job.seconds = max(job.seconds, finished.seconds)
         job.num_ranks_left -= 1

@@ -80,7 +80,7 @@ class CPUOffloadingManager:
         return PrepareStoreOutput(new, slots, evicted)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
         stored = []
         for key in keys:

@@ -19,7 +19,7 @@ from engine_core.kv_connector.offload.lookup import (
 )
 from engine_core.kv_connector.offload.requests import Shape, TrackedRequest
 from engine_core.request import Request
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_connector import DeviceBlocks, TransferJob
 
 
 class LoadPlanner:

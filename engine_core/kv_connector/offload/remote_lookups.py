@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from engine_core.kv_connector.offload.base import OffloadKey
-from proto.breaker import Breaker
+from proto.circuit_breaker import CircuitBreaker
 from proto.errors import TokendError
-from proto.kv_media import RemoteAddress, remote_name
+from proto.kv_media import remote_name
+from proto.kv_transfer_config import RemoteAddress
 from proto.redis_client import RedisConnection, RemoteStoreError
 
 logger = logging.getLogger("tokend.kv_media")
@@ -38,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class RemoteLookups:
-    """folder: of this model's blocks. seconds: for an answer. retry_seconds: see Breaker."""
+    """folder: of this model's blocks. seconds: for an answer. retry_seconds: see CircuitBreaker."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class RemoteLookups:
         self._num_ranks = num_ranks
         self._seconds = seconds
         self._ring = ring
-        self._breaker = Breaker(retry_seconds, _FAILURES_ALLOWED)
+        self._breaker = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
         self._changed = threading.Condition()
         self._questions: list[OffloadKey] = []
         self._answers: list[Answer] = []
@@ -149,13 +150,13 @@ class RemoteLookups:
                 self._answer(self._exist(connection, asked))
             elif not clearing and not discarded:
                 connection.call(self._seconds, b"PING")
-            self._breaker.succeeded()
+            self._breaker.record_success()
 
     def _has_work(self) -> bool:
         return bool(self._questions or self._discarded) or self._clearing or self._stopping
 
     def _exist(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> list[Answer]:
-        connection.begin(self._seconds)
+        connection.set_deadline(self._seconds)
         connection.send([[b"EXISTS", *self._names(key)] for key in keys])
         return [Answer(key, connection.reply() == self._num_ranks) for key in keys]
 
@@ -202,7 +203,7 @@ class RemoteLookups:
 
     def _lost(self, error: Exception) -> None:
         """Nobody waits for what cannot be told now."""
-        self._breaker.failed()
+        self._breaker.record_failure()
         if not self._complained:
             self._complained = True
             unexpected = not isinstance(error, TokendError)

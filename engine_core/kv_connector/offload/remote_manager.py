@@ -21,15 +21,9 @@ from engine_core.kv_connector.offload.base import (
     PrepareStoreOutput,
 )
 from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
-from proto.breaker import Breaker
-from proto.kv_media import (
-    HEADER_BYTES,
-    REMOTE,
-    RemoteSettings,
-    media_folder,
-    remote_address,
-    remote_settings,
-)
+from proto.circuit_breaker import CircuitBreaker
+from proto.kv_media import HEADER_BYTES, REMOTE, media_folder
+from proto.kv_transfer_config import RemoteSettings, remote_address, remote_settings
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -68,8 +62,8 @@ class RemoteOffloadingManager:
         self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
         self._events: deque[OffloadingEvent] = deque()
-        self._loads = Breaker(retry_seconds, _FAILURES_ALLOWED, clock)
-        self._stores = Breaker(retry_seconds, _FAILURES_ALLOWED, clock)
+        self._loads = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED, clock)
+        self._stores = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED, clock)
 
     @property
     def usage(self) -> float:
@@ -107,9 +101,9 @@ class RemoteOffloadingManager:
             if not self._loading[key]:
                 del self._loading[key]
         if success:
-            self._loads.succeeded()
+            self._loads.record_success()
             return
-        self._loads.failed()
+        self._loads.record_failure()
         for key in keys:
             self._learn(key, False)
 
@@ -129,7 +123,7 @@ class RemoteOffloadingManager:
         return PrepareStoreOutput(wanted, [], [])
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
         stored = [key for key in keys if key in self._storing]
         self._storing.difference_update(stored)
@@ -138,10 +132,10 @@ class RemoteOffloadingManager:
             stored = [key for key in stored if key not in bad]
             self._discard(list(bad))
         if not success:
-            if not given_up:
-                self._stores.failed()
+            if not cancelled:
+                self._stores.record_failure()
             return
-        self._stores.succeeded()
+        self._stores.record_success()
         for key in stored:
             self._learn(key, True)
         if stored:

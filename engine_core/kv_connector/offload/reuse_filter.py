@@ -64,9 +64,9 @@ class FilterReusedOffloadingManager:
         return self._backing.prepare_store([key for key in keys if self._tracker.check(key)])
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
-        self._backing.complete_store(keys, success=success, given_up=given_up)
+        self._backing.complete_store(keys, success=success, cancelled=cancelled)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         self._backing.discard(keys)

@@ -18,9 +18,7 @@ from engine_core.kv_connector.offload.reuse_filter import (
     ReuseTracker,
 )
 from proto.component import find_class, load_class
-from proto.kv_media import DISK_SPEC, REMOTE_SPEC
-from proto.kv_transfer_config import FIELD
-from proto.offload_settings import CPU_SPEC, OffloadSettings
+from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 
 _HERE: Final = "engine_core.kv_connector.offload"
 MANAGERS: Final = {

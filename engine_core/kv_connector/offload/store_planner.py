@@ -17,7 +17,7 @@ from engine_core.kv_connector.offload.jobs import Job, JobsInFlight
 from engine_core.kv_connector.offload.requests import Shape, TrackedRequest
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.request import Request
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_connector import DeviceBlocks, TransferJob
 
 _TOUCHED_PART: Final = 4
 """A sequence of n blocks is touched after n / 4 more: four keys for every block, however long."""
@@ -80,8 +80,8 @@ class StorePlanner:
 
     def complete(self, job: Job) -> None:
         """All ranks have reported a store."""
-        given_up = not (job.succeeded or job.has_failed)
-        self._manager.complete_store(job.keys, success=job.succeeded, given_up=given_up)
+        cancelled = not (job.succeeded or job.has_failed)
+        self._manager.complete_store(job.keys, success=job.succeeded, cancelled=cancelled)
 
     def withdraw(self, request: Request) -> None:
         """What a request computed cannot be trusted: nobody is to find any of it."""

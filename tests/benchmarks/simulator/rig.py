@@ -22,8 +22,17 @@ from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.file import TraceFile
 from engine_core.trace.recorder import Recorder
 from proto.engine_io import NO_AGENT, AgentHint
-from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    FinishedJob,
+    KVConnectorOutput,
+    OffloadMetadata,
+    OffloadReport,
+    Payload,
+    TransferJob,
+    pack,
+    unpack,
+)
 from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry
 from proto.model_runner_output import ModelRunnerOutput

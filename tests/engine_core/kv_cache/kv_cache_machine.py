@@ -136,7 +136,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         source = self.running[which % len(self.running)]
         num_shared = max(0, source.num_computed_tokens - back)
         shared, tails = self.model.fork(source.seq_id, num_shared)
-        computed = self.manager.fork(source, num_shared)
+        computed = self.manager.find_fork(source, num_shared)
         assert list(computed.block_ids) == shared
         assert list(computed.tails) == tails
         if not computed.num_tokens:
@@ -148,7 +148,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             *(num_shared, min(chunk, len(tail)), 0, shared),
         )
         new_blocks = self.manager.allocate_slots(request, min(chunk, len(tail)), computed)
-        copies = self.manager.take_block_copies()
+        copies = self.manager.pop_block_copies()
         if expected is None:
             assert new_blocks is None
             assert copies == []
@@ -180,8 +180,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             if new:
                 pairs = [(tail, blocks[0]) for tail, blocks in zip(tails, new, strict=True) if tail]
                 break
-        assert self.manager.branch(request, source, computed) == num_shared
-        assert self.manager.take_block_copies() == [block for pair in pairs for block in pair]
+        assert self.manager.fork_blocks(request, source, computed) == num_shared
+        assert self.manager.pop_block_copies() == [block for pair in pairs for block in pair]
         request.num_computed_tokens = num_shared
         if not num_shared:
             self.running.remove(request)
@@ -199,7 +199,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             request.all_token_ids + input_tokens, cache_salt=request.cache_salt
         )
         heir.num_computed_tokens = request.num_tokens
-        self.manager.hand_over(request, heir, request.num_tokens)
+        self.manager.hand_over_blocks(request, heir, request.num_tokens)
         self.model.rename(request.seq_id, heir.seq_id)
         self.running[place] = heir
 
@@ -226,7 +226,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def fail(self, which: int, num_valid: int) -> None:
         """What a request computed from some token on is wrong."""
         request = self.running[which % len(self.running)]
-        self.manager.withdraw(request, num_valid)
+        self.manager.uncache_after(request, num_valid)
         self.model.withdraw(request.seq_id, num_valid)
 
     @precondition(lambda self: self.running)
@@ -287,7 +287,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_tell_what_is_cached(self) -> None:
-        for event in self.log.take():
+        for event in self.log.pop_events():
             self.known.apply(event)
         assert self.known.held == indexed(self.manager.pool.index)
 

@@ -100,7 +100,7 @@ def test_hits_in_the_free_queue_count_against_free_space(kv):
     assert kv.free_order() == order
     assert kv.pool.ref_counts == counts
     assert kv.manager.block_ids(third.seq_id) == [[]]
-    assert kv.manager.take_prefix_cache_stats() == (48 + 96 + 32, 48)
+    assert kv.manager.pop_prefix_cache_stats() == (48 + 96 + 32, 48)
     # One new block less: six hits, three of them free, and two new ones fit.
     assert kv.manager.allocate_slots(third, 32, computed) == [order[:2]]
 
@@ -155,5 +155,5 @@ def test_block_ids_are_a_copy(kv):
 
 def test_what_fits_is_what_the_usable_blocks_hold(kv):
     kv.requests.schedule(kv.requests.make(range(100)))
-    assert kv.manager.most_blocks(160) <= kv.manager.num_usable_blocks
-    assert kv.manager.most_blocks(161) > kv.manager.num_usable_blocks
+    assert kv.manager.max_blocks(160) <= kv.manager.num_usable_blocks
+    assert kv.manager.max_blocks(161) > kv.manager.num_usable_blocks

@@ -32,9 +32,9 @@ def test_the_count_is_the_pools_own_after_anything() -> None:
             elif draw < 0.9 and live:
                 manager.free(live.pop(rng.randrange(len(live))))
             elif draw < 0.95 and live:
-                manager.withdraw(rng.choice(live), 16)
+                manager.uncache_after(rng.choice(live), 16)
             elif live:
-                manager.forget(rng.choice(live))
+                manager.uncache_content(rng.choice(live))
             elif manager.reset_prefix_cache():
                 assert census.num_cached == 0
             assert census.num_cached == truth(manager)

@@ -23,7 +23,7 @@ class Setup:
     def fork(self, source: Request, num_tokens: int, tokens: list[int]) -> Request:
         """A request that begins as a fork and computes the rest."""
         request = self.requests.make(tokens)
-        computed = self.manager.fork(source, num_tokens)
+        computed = self.manager.find_fork(source, num_tokens)
         assert computed.num_tokens == num_tokens
         num_new = request.num_tokens - num_tokens
         assert self.manager.allocate_slots(request, num_new, computed) is not None
@@ -60,22 +60,22 @@ def test_full_blocks_are_shared_and_the_last_one_is_copied(setup, caching):
     assert kv.tables(source) == [[1, 2, 3]]
     assert kv.tables(fork) == [[1, 2, 4]]
     assert kv.pool.ref_counts[1:5] == [2, 2, 1, 1]
-    assert kv.manager.take_block_copies() == [3, 4]
-    assert kv.manager.take_block_copies() == []
+    assert kv.manager.pop_block_copies() == [3, 4]
+    assert kv.manager.pop_block_copies() == []
 
 
 def test_tokens_that_end_with_a_block_need_no_copy(setup):
     kv = setup()
     source = kv.run(TEN)
     assert kv.tables(kv.fork(source, 8, TEN)) == [[1, 2, 4]]
-    assert kv.manager.take_block_copies() == []
+    assert kv.manager.pop_block_copies() == []
 
 
 def test_a_fork_may_begin_far_behind_its_source(setup):
     kv = setup()
     source = kv.run(list(range(19)))
     assert kv.tables(kv.fork(source, 6, [0, 1, 2, 3, 4, 5, 90])) == [[1, 6]]
-    assert kv.manager.take_block_copies() == [2, 6]
+    assert kv.manager.pop_block_copies() == [2, 6]
 
 
 def test_each_of_many_forks_copies_from_the_source(setup):
@@ -83,7 +83,7 @@ def test_each_of_many_forks_copies_from_the_source(setup):
     source = kv.run(TEN)
     for _ in range(3):
         kv.fork(source, 9, TEN)
-    assert kv.manager.take_block_copies() == [3, 4, 3, 5, 3, 6]
+    assert kv.manager.pop_block_copies() == [3, 4, 3, 5, 3, 6]
     assert kv.pool.ref_counts[1:7] == [4, 4, 1, 1, 1, 1]
     assert kv.manager.num_usable_blocks - kv.manager.num_free_blocks == 2 + 4
 
@@ -93,9 +93,9 @@ def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
     kv = setup()
     fork = kv.fork(kv.run(TEN), 9, TEN)
     assert kv.tables(kv.fork(fork, 9, TEN)) == [[1, 2, 5]]
-    assert kv.manager.take_block_copies() == [3, 4, 3, 5]
+    assert kv.manager.pop_block_copies() == [3, 4, 3, 5]
     kv.fork(fork, 9, TEN)
-    assert kv.manager.take_block_copies() == [4, 6]
+    assert kv.manager.pop_block_copies() == [4, 6]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
@@ -134,11 +134,11 @@ def test_a_fork_that_fills_its_copy_can_be_found_when_the_source_is_gone(setup):
 def test_without_room_for_the_copy_nothing_changes(setup):
     kv = setup(4)
     source = kv.run(TEN)
-    computed = kv.manager.fork(source, 9)
+    computed = kv.manager.find_fork(source, 9)
     request = kv.requests.make(TEN)
     assert kv.manager.num_blocks_needed(request, 1, computed) == 1
     assert kv.manager.allocate_slots(request, 1, computed) is None
-    assert kv.manager.take_block_copies() == []
+    assert kv.manager.pop_block_copies() == []
     assert kv.pool.ref_counts == [0, 1, 1, 1]
 
 
@@ -147,7 +147,7 @@ def test_a_fork_is_neither_looked_up_nor_a_hit(setup):
     source = kv.run(TEN)
     kv.fork(source, 8, TEN)
     kv.fork(source, 9, TEN)
-    assert kv.manager.take_prefix_cache_stats() == (10, 0)
+    assert kv.manager.pop_prefix_cache_stats() == (10, 0)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -157,7 +157,7 @@ def test_every_group_shares_and_copies_blocks_of_its_own(setup, caching):
     fork = kv.fork(source, 9, TEN)
     assert kv.tables(source) == [[1, 2, 3], [4, 5, 6]]
     assert kv.tables(fork) == [[1, 2, 7], [4, 5, 8]]
-    assert kv.manager.take_block_copies() == [3, 7, 6, 8]
+    assert kv.manager.pop_block_copies() == [3, 7, 6, 8]
 
 
 def test_a_fork_does_not_hold_what_its_window_has_passed(setup):
@@ -167,7 +167,7 @@ def test_a_fork_does_not_hold_what_its_window_has_passed(setup):
     fork = kv.fork(source, 9, TEN)
     assert kv.tables(source) == [[1, 2, 3]]
     assert kv.tables(fork) == [[0, 2, 4]]
-    assert kv.manager.take_block_copies() == [3, 4]
+    assert kv.manager.pop_block_copies() == [3, 4]
 
 
 def test_what_the_window_of_the_source_has_passed_cannot_be_forked(setup):
@@ -176,12 +176,12 @@ def test_what_the_window_of_the_source_has_passed_cannot_be_forked(setup):
     source = kv.run(TEN)
     for token in (10, 11):
         kv.requests.decode(source, token)
-        assert kv.manager.fork(source, 9).num_tokens == (9 if token == 10 else 0)
+        assert kv.manager.find_fork(source, 9).num_tokens == (9 if token == 10 else 0)
     assert kv.tables(source)[1] == [0, 0, 6]
-    assert kv.manager.fork(source, 9) is NOTHING_COMPUTED
+    assert kv.manager.find_fork(source, 9) is NOTHING_COMPUTED
     fork = kv.fork(source, 11, [*TEN, 10, 99])
     assert kv.tables(fork) == [[1, 2, 7], [0, 0, 8]]
-    assert kv.manager.take_block_copies() == [3, 7, 6, 8]
+    assert kv.manager.pop_block_copies() == [3, 7, 6, 8]
 
 
 def test_a_window_of_one_token_shares_nothing(setup):
@@ -192,15 +192,15 @@ def test_a_window_of_one_token_shares_nothing(setup):
 
 def test_nothing_is_shared_of_no_tokens(setup):
     kv = setup()
-    assert kv.manager.fork(kv.run(TEN), 0) is NOTHING_COMPUTED
+    assert kv.manager.find_fork(kv.run(TEN), 0) is NOTHING_COMPUTED
 
 
 def test_a_branch_begins_before_it_is_scheduled(setup):
     kv = setup()
     source, request = kv.run(TEN), kv.requests.make(TEN)
-    assert kv.manager.branch(request, source, 10) == 10
+    assert kv.manager.fork_blocks(request, source, 10) == 10
     assert kv.tables(request) == [[1, 2, 4]]
-    assert kv.manager.take_block_copies() == [3, 4]
+    assert kv.manager.pop_block_copies() == [3, 4]
     assert kv.pool.ref_counts[1:5] == [2, 2, 1, 1]
 
 
@@ -210,22 +210,22 @@ def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
     kv.run([80])
     assert kv.manager.num_free_blocks == 0
     request = kv.requests.make(TEN)
-    assert kv.manager.branch(request, source, 10) == 8
+    assert kv.manager.fork_blocks(request, source, 10) == 8
     assert kv.tables(request) == [[1, 2]]
-    assert kv.manager.take_block_copies() == []
+    assert kv.manager.pop_block_copies() == []
 
 
 def test_a_branch_of_nothing_holds_nothing(setup):
     kv = setup()
     source, request = kv.run(TEN), kv.requests.make(TEN)
     kv.manager.free(source)
-    assert kv.manager.branch(request, source, 10) == 0
+    assert kv.manager.fork_blocks(request, source, 10) == 0
     assert kv.tables(request) == [[]]
 
 
 def test_a_copy_for_a_branch_that_is_over_is_not_made(setup):
     kv = setup()
     source, request = kv.run(TEN), kv.requests.make(TEN)
-    kv.manager.branch(request, source, 10)
+    kv.manager.fork_blocks(request, source, 10)
     kv.manager.free(request)
-    assert kv.manager.take_block_copies() == []
+    assert kv.manager.pop_block_copies() == []

@@ -5,19 +5,21 @@ from itertools import pairwise
 
 import pytest
 
+from engine_core.kv_cache import integrity
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import FreeQueue
+from engine_core.kv_cache.free_queue import EVICTION_POLICIES, FreeBlockQueue, LRUFreeQueue
+from tests.fakes.kv_requests import Requests, make_manager
 
 
-def reordered(order: list[int]) -> FreeQueue:
+def reordered(order: list[int]) -> LRUFreeQueue:
     """A queue of as many blocks, in this order."""
-    queue = FreeQueue(len(order) + 1)
+    queue = LRUFreeQueue(len(order) + 1)
     queue.popleft_n(len(order))
     queue.release(order)
     return queue
 
 
-def assert_order(queue: FreeQueue, order: list[int]) -> None:
+def assert_order(queue: LRUFreeQueue, order: list[int]) -> None:
     assert list(queue) == order
     assert len(queue) == queue.num_free == len(order)
     ring = [NULL_BLOCK, *order, NULL_BLOCK]
@@ -30,19 +32,19 @@ def assert_order(queue: FreeQueue, order: list[int]) -> None:
 
 
 def test_a_queue_of_one_block_is_linked_to_both_ends():
-    queue = FreeQueue(2)
+    queue = LRUFreeQueue(2)
     assert_order(queue, [1])
 
 
 def test_an_empty_queue_is_linked_to_itself():
-    queue = FreeQueue(2)
+    queue = LRUFreeQueue(2)
     queue.popleft()
     assert_order(queue, [])
     assert queue.next_of[NULL_BLOCK] == queue.prev_of[NULL_BLOCK] == NULL_BLOCK
 
 
 def test_pop_touch_and_release_keep_the_order():
-    queue = FreeQueue(6)
+    queue = LRUFreeQueue(6)
     assert queue.popleft() == 1
     assert_order(queue, [2, 3, 4, 5])
     queue.touch([3])
@@ -54,15 +56,15 @@ def test_pop_touch_and_release_keep_the_order():
 
 
 def test_popleft_of_an_empty_queue_is_an_error():
-    queue = FreeQueue(2)
+    queue = LRUFreeQueue(2)
     queue.popleft()
     with pytest.raises(ValueError, match="No free blocks available"):
         queue.popleft()
 
 
 def test_popleft_n_takes_none_when_too_few_are_free():
-    queue = FreeQueue(4)
-    with pytest.raises(ValueError, match="4 wanted, 3 free"):
+    queue = LRUFreeQueue(4)
+    with pytest.raises(ValueError, match="4 needed, 3 free"):
         queue.popleft_n(4)
     assert_order(queue, [1, 2, 3])
 
@@ -76,9 +78,9 @@ def test_popleft_n_gives_blocks_in_order_and_references_them():
         assert_order(queue, left)
 
 
-@pytest.mark.parametrize("take", [FreeQueue.popleft, lambda queue: queue.popleft_n(2)])
+@pytest.mark.parametrize("take", [LRUFreeQueue.popleft, lambda queue: queue.popleft_n(2)])
 def test_a_referenced_block_in_the_queue_is_not_given_away(take):
-    queue = FreeQueue(4)
+    queue = LRUFreeQueue(4)
     queue.ref_counts[1] = 1
     with pytest.raises(AssertionError, match="block 1 was free and referenced"):
         take(queue)
@@ -86,7 +88,7 @@ def test_a_referenced_block_in_the_queue_is_not_given_away(take):
 
 
 def test_release_keeps_the_given_order_behind_what_is_there():
-    queue = FreeQueue(6)
+    queue = LRUFreeQueue(6)
     queue.popleft_n(3)
     queue.release([3, 1, 2])
     assert_order(queue, [4, 5, 3, 1, 2])
@@ -95,7 +97,7 @@ def test_release_keeps_the_given_order_behind_what_is_there():
 
 
 def test_release_leaves_out_what_is_still_referenced():
-    queue = FreeQueue(6)
+    queue = LRUFreeQueue(6)
     queue.popleft_n(4)
     queue.touch([2, 3])
     queue.release([4, 3, 2, 1])
@@ -106,7 +108,7 @@ def test_release_leaves_out_what_is_still_referenced():
 
 @pytest.mark.parametrize("block", [1, 3, 5])
 def test_touch_works_at_both_ends_and_in_the_middle(block):
-    queue = FreeQueue(6)
+    queue = LRUFreeQueue(6)
     queue.touch([block])
     assert_order(queue, [other for other in range(1, 6) if other != block])
 
@@ -124,14 +126,14 @@ def test_touch_works_at_both_ends_and_in_the_middle(block):
 )
 def test_touch_cuts_out_rows_wherever_they_stand(touched, left):
     """`touched` is given first block first, the order in the queue is last block first."""
-    queue = FreeQueue(8)
+    queue = LRUFreeQueue(8)
     queue.touch(touched[::-1])
     assert_order(queue, left)
     assert all(queue.ref_counts[block] == 1 for block in touched)
 
 
 def test_touch_counts_blocks_in_use_and_unlinks_the_others():
-    queue = FreeQueue(7)
+    queue = LRUFreeQueue(7)
     queue.popleft_n(2)
     queue.touch([1, 4, 2, 3, 4])
     assert queue.ref_counts == [0, 2, 2, 1, 2, 0, 0]
@@ -139,7 +141,7 @@ def test_touch_counts_blocks_in_use_and_unlinks_the_others():
 
 
 def test_blocks_are_not_freed_twice():
-    queue = FreeQueue(4)
+    queue = LRUFreeQueue(4)
     with pytest.raises(AssertionError, match="block 2 is freed but not referenced"):
         queue.release([2])
     assert_order(queue, [1, 2, 3])
@@ -152,7 +154,7 @@ def test_blocks_are_not_freed_twice():
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
 def test_the_null_block_is_never_free_nor_counted(num_taken):
     """Also while the queue is empty, when the ring has nothing else."""
-    queue = FreeQueue(4)
+    queue = LRUFreeQueue(4)
     held = queue.popleft_n(num_taken)
     left = list(queue)
     queue.touch([NULL_BLOCK, NULL_BLOCK, *held])
@@ -183,7 +185,7 @@ def test_what_is_advanced_goes_next(advanced, order):
 
 def test_long_random_sequences_agree_with_a_plain_list():
     rng = random.Random(7)
-    queue, free, held = FreeQueue(30), list(range(1, 30)), []
+    queue, free, held = LRUFreeQueue(30), list(range(1, 30)), []
     for _ in range(3_000):
         match rng.randrange(4):
             case 0:
@@ -210,3 +212,69 @@ def test_long_random_sequences_agree_with_a_plain_list():
                 first = [each for each in advanced if each in free]
                 free = first + [each for each in free if each not in first]
         assert_order(queue, free)
+
+
+class LastFreedFirst(FreeBlockQueue):
+    """A stack: the block that was freed last is given away first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    def popleft(self) -> int:
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise ValueError("No free blocks available")
+        popped = [self._free.pop() for _ in range(count)]
+        for block in popped:
+            self.ref_counts[block] = 1
+        self.num_free -= count
+        return popped
+
+    def release(self, blocks):
+        for block in filter(None, blocks):
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                self._free.append(block)
+        self.num_free = len(self._free)
+
+    def touch(self, blocks):
+        for block in filter(None, blocks):
+            if not self.ref_counts[block]:
+                self._free.remove(block)
+            self.ref_counts[block] += 1
+        self.num_free = len(self._free)
+
+    def move_to_front(self, blocks):
+        for block in reversed([block for block in blocks if block in self._free]):
+            self._free.remove(block)
+            self._free.append(block)
+
+    def peek(self) -> int:
+        return self._free[-1] if self._free else NULL_BLOCK
+
+    def __iter__(self):
+        return iter(self._free[::-1])
+
+
+@pytest.mark.interpreted
+def test_another_eviction_order_is_a_class_and_a_line_in_the_registry(monkeypatch):
+    monkeypatch.setitem(EVICTION_POLICIES, "last freed", LastFreedFirst)
+    evicted = {}
+    for policy in ("lru", "last freed"):
+        manager = make_manager(5, block_size=4, eviction_policy=policy)
+        requests = Requests(manager)
+        older, newer = requests.make("abcd|e"), requests.make("efgh|i")
+        for request in (older, newer):
+            requests.schedule(request)
+        for request in (older, newer):
+            manager.free(request)
+            assert integrity.check(manager) == []
+        requests.schedule(requests.make("1234|5"))
+        evicted[policy] = [
+            not manager.get_computed_blocks(requests.make(request.all_token_ids)).num_tokens
+            for request in (older, newer)
+        ]
+    assert evicted == {"lru": [True, False], "last freed": [False, True]}

@@ -7,6 +7,7 @@ from engine_core.kv_cache.coordinator import HybridCoordinator
 from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool
+from proto.lifecycle import KVGroup
 
 NUM_HASHES = 16
 HASH_BLOCK_SIZE = 2
@@ -41,9 +42,9 @@ def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens):
     for number, (window, stride, missing) in enumerate(model):
         keys = GroupKeys(number, stride * HASH_BLOCK_SIZE, HASH_BLOCK_SIZE)
         groups.append(
-            FullAttentionGroup(pool, keys)
+            FullAttentionGroup(pool, keys, KVGroup())
             if window is None
-            else SlidingWindowGroup(pool, keys, window)
+            else SlidingWindowGroup(pool, keys, KVGroup(window))
         )
         tables.append(pool.get_new_blocks(NUM_HASHES // stride))
         for index, block in enumerate(tables[-1]):

@@ -3,12 +3,13 @@
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.coordinator import HybridCoordinator, NoCacheCoordinator
+from engine_core.kv_cache.coordinator import HybridCoordinator, KVCacheCoordinator
 from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request
+from proto.lifecycle import KVGroup
 from tests.fakes.kv_requests import Requests, make_manager
 
 COMMON = [token for block in range(3) for token in [block] * 16]
@@ -61,7 +62,7 @@ def test_groups_are_given_blocks_one_after_another(setup):
     assert kv.requests.schedule_groups(second) == [[13], [14], [15]]
     assert [kv.pool.ref_counts[block] for block in (1, 2, 3, 6, 7, 10, 11)] == [2] * 7
     assert [kv.pool.ref_counts[block] for block in (0, 5, 9)] == [0, 1, 1]
-    assert kv.manager.take_prefix_cache_stats() == (55 + 53, 48)
+    assert kv.manager.pop_prefix_cache_stats() == (55 + 53, 48)
 
 
 FULL, SMALL, LARGE = None, 32, 64
@@ -152,7 +153,7 @@ def test_blocks_outside_the_window_are_given_back_last_one_first(setup):
         assert request.num_computed_tokens == num_computed
         assert kv.requests.decode(request, 9) is not None
         assert kv.requests.table(request)[: num_null + 1].count(0) == num_null
-    group.release_passed(request.seq_id, 8)
+    group.remove_skipped_blocks(request.seq_id, 8)
     held = kv.requests.table(request)[2:4]
     kv.requests.schedule(kv.requests.make([5]))
     request.all_token_ids += [9, 9, 9]
@@ -215,15 +216,15 @@ def test_a_passed_block_can_be_found_until_it_is_overwritten(setup):
 def test_window_search(cached, num_hit):
     """ST-02: a window of two blocks; all but the last two of a hit are null."""
     pool = BlockPool(20, enable_caching=True)
-    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), 4)
+    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), KVGroup(4))
     hashes = [bytes([index]) * 32 for index in range(len(cached))]
     pool.get_new_blocks(len(cached))
     for index, flag in enumerate(cached):
         if flag == "T":
             pool.cache_full_block(index + 1, hashes[index])
     wanted = [0] * (num_hit - 2) + list(range(max(1, num_hit - 1), num_hit + 1))
-    assert group.find_hit(hashes, len(cached) * 2) == wanted
-    assert group.find_hit(hashes, len(cached) * 2 + 1) == wanted
+    assert group.find_longest_hit(hashes, len(cached) * 2) == wanted
+    assert group.find_longest_hit(hashes, len(cached) * 2 + 1) == wanted
 
 
 @pytest.mark.parametrize(("window", "num_seen"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
@@ -241,7 +242,11 @@ def test_cached_blocks_in_the_free_queue_count_as_needed(window):
     """ST-05, ST-06: 20 blocks of tokens, hits that nobody holds."""
     pool = BlockPool(40, enable_caching=True)
     keys = GroupKeys(0, 2, 2)
-    group = FullAttentionGroup(pool, keys) if window is None else SlidingWindowGroup(pool, keys, 8)
+    group = (
+        FullAttentionGroup(pool, keys, KVGroup())
+        if window is None
+        else SlidingWindowGroup(pool, keys, KVGroup(8))
+    )
     free = list(range(1, 11))
 
     def num_needed(num_tokens: int, hits: list[int]) -> int:
@@ -254,33 +259,33 @@ def test_cached_blocks_in_the_free_queue_count_as_needed(window):
     pool.cache_full_block(1, b"x")
     pool.free_blocks(held)
     assert num_needed(4, held) == 2
-    group.attach(7, held)
+    group.attach_blocks(7, held)
     assert num_needed(4, []) == 1
-    assert len(group.extend(7, 4)) == 1
-    assert len(group.table(7)) == 2
+    assert len(group.allocate_blocks(7, 4)) == 1
+    assert len(group.block_table(7)) == 2
 
 
 def test_what_is_predicted_is_what_is_taken():
     """ST-07."""
     pool = BlockPool(40, enable_caching=True)
-    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), 8)
-    group.attach(1, ())
+    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), KVGroup(8))
+    group.attach_blocks(1, ())
     for num_tokens in (4, 8, 12, 16):
         predicted = group.num_new_blocks(1, num_tokens, 0)
-        assert len(group.extend(1, num_tokens)) == predicted == 2
+        assert len(group.allocate_blocks(1, num_tokens)) == predicted == 2
 
 
 def test_blocks_of_different_sizes_end_a_hit_together():
     """HY-08: full attention in blocks of 32, a window of 32 in blocks of 16; hashes of 16."""
     pool = BlockPool(30, enable_caching=True)
-    full = FullAttentionGroup(pool, GroupKeys(0, 32, 16))
-    window = SlidingWindowGroup(pool, GroupKeys(1, 16, 16), 32)
+    full = FullAttentionGroup(pool, GroupKeys(0, 32, 16), KVGroup())
+    window = SlidingWindowGroup(pool, GroupKeys(1, 16, 16), KVGroup(32))
     coordinator = HybridCoordinator([full, window])
     requests = Requests(make_manager(2))
     first = requests.make(range(112))
-    coordinator.attach(1, NOTHING_COMPUTED)
-    assert coordinator.extend(1, 112) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
-    coordinator.register_full_blocks(1, first, 112)
+    coordinator.attach_blocks(1, NOTHING_COMPUTED)
+    assert coordinator.allocate_blocks(1, 112) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+    coordinator.cache_full_blocks(1, first, 112)
     hashes = first.block_hashes
     for max_tokens in (112, 96):
         computed = coordinator.find_longest_hit(hashes, max_tokens)
@@ -310,7 +315,7 @@ def test_groups_are_separate_keys(setup):
 
 def test_without_caching_windows_are_given_back_all_the_same():
     manager = make_manager(8, 2, enable_caching=False, windows=(4, 4))
-    assert isinstance(manager._coordinator, NoCacheCoordinator)
+    assert isinstance(manager._coordinator, KVCacheCoordinator)
     requests = Requests(manager)
     request = requests.make(range(3))
     assert requests.schedule_groups(request) == [[1, 2], [3, 4]]
@@ -353,22 +358,22 @@ def test_what_a_failed_request_computed_is_not_found(setup):
     kv = setup(41, None, 32)
     first = kv.run([*COMMON, 9])
     sharing = kv.run([*COMMON, 8])
-    kv.manager.withdraw(first, 16)
+    kv.manager.uncache_after(first, 16)
     assert len(kv.hit([*COMMON, 7])[0]) == 1
     # Whoever has found them keeps them, and does not offer them again.
     kv.requests.decode(sharing, 7)
     assert len(kv.hit([*COMMON, 7])[0]) == 1
     kv.requests.decode(first, 7)
     assert len(kv.hit([*COMMON, 7])[0]) == 1
-    kv.manager.withdraw(first, 0)
+    kv.manager.uncache_after(first, 0)
     assert kv.hit([*COMMON, 7]) == ()
     kv.manager.free(first)
-    kv.manager.withdraw(first, 0)
+    kv.manager.uncache_after(first, 0)
 
 
 def test_the_most_blocks_of_a_request_are_not_those_of_all_its_tokens():
     manager = make_manager(100, 2, windows=(None, 4), longest_chunk=4)
     request = Requests(manager).make(range(40))
     assert manager.num_blocks_needed(request, 40) == 40
-    assert manager.most_blocks(40) == 20 + 4
-    assert manager.most_blocks(40) <= manager.num_usable_blocks
+    assert manager.max_blocks(40) == 20 + 4
+    assert manager.max_blocks(40) <= manager.num_usable_blocks

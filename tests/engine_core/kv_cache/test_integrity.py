@@ -31,7 +31,7 @@ class Scene:
 
     def table(self) -> list[int]:
         """The first request's table itself."""
-        return self.manager.groups[0].tables()[self.first.seq_id]
+        return self.manager.groups[0].block_tables()[self.first.seq_id]
 
 
 def test_a_healthy_manager_has_no_violations():
@@ -137,13 +137,13 @@ def table_of_a_forgotten_sequence(scene: Scene) -> None:
 
 
 def shortened_table(scene: Scene) -> None:
-    scene.manager.groups[0].tables()[scene.second.seq_id].pop()
+    scene.manager.groups[0].block_tables()[scene.second.seq_id].pop()
 
 
 @pytest.mark.parametrize(
     ("plant", "expected"),
     [
-        (wrong_free_count, "free count: 7 is recorded, 6 blocks are linked"),
+        (wrong_free_count, "free count: 7 is recorded, 6 blocks are queued"),
         (broken_backward_link, "broken link: block 9 follows 8, but says that it follows 7"),
         (broken_forward_link, "broken link: block 10 follows 8, but says that it follows 9"),
         (wrong_tail, "broken link: the free queue ends with block 5, but says that it ends with 6"),

@@ -26,29 +26,29 @@ def test_stored_removed_cleared(num_blocks):
     """BP-07."""
     kv = Setup(num_blocks + 1)
     first = kv.run(range(num_blocks * 16))
-    assert kv.log.take() == [
+    assert kv.log.pop_events() == [
         BlockStored(first.block_hashes, None, list(range(num_blocks * 16)), 16)
     ]
-    assert kv.log.take() == []
+    assert kv.log.pop_events() == []
     kv.manager.free(first)
-    assert kv.log.take() == []
+    assert kv.log.pop_events() == []
     second = kv.run(range(1000, 1000 + num_blocks * 16))
-    assert kv.log.take() == [
+    assert kv.log.pop_events() == [
         *(BlockRemoved(block_hash) for block_hash in reversed(first.block_hashes)),
         BlockStored(second.block_hashes, None, second.prompt_token_ids, 16),
     ]
     kv.manager.free(second)
     assert kv.manager.reset_prefix_cache()
-    assert kv.log.take() == [AllBlocksCleared()]
+    assert kv.log.pop_events() == [AllBlocksCleared()]
 
 
 def test_a_later_block_names_its_parent():
     kv = Setup(11)
     request = kv.run(range(20))
-    kv.log.take()
+    kv.log.pop_events()
     for token in range(20, 32):
         kv.requests.decode(request, token)
-    assert kv.log.take() == [
+    assert kv.log.pop_events() == [
         BlockStored(request.block_hashes[1:], request.block_hashes[0], list(range(16, 32)), 16)
     ]
 
@@ -56,33 +56,33 @@ def test_a_later_block_names_its_parent():
 def test_content_is_gone_with_its_last_block():
     kv = Setup(5)
     twins = [kv.run(range(16)) for _ in range(2)]
-    assert [type(event) for event in kv.log.take()] == [BlockStored] * 2
+    assert [type(event) for event in kv.log.pop_events()] == [BlockStored] * 2
     for request in twins:
         kv.manager.free(request)
     kv.run(range(100, 148))
-    assert BlockRemoved(twins[0].block_hashes[0]) not in kv.log.take()
+    assert BlockRemoved(twins[0].block_hashes[0]) not in kv.log.pop_events()
     kv.run(range(200, 210))
-    assert kv.log.take() == [BlockRemoved(twins[0].block_hashes[0])]
+    assert kv.log.pop_events() == [BlockRemoved(twins[0].block_hashes[0])]
 
 
 def test_groups_are_told_apart():
     kv = Setup(21, None, 32)
     request = kv.run(range(40))
-    stored = kv.log.take()
+    stored = kv.log.pop_events()
     assert [(event.group, event.block_hashes) for event in stored] == [
         (0, request.block_hashes),
         (1, request.block_hashes),
     ]
     kv.manager.pool.uncache(kv.manager.block_ids(request.seq_id)[1][:1])
-    assert kv.log.take() == [BlockRemoved(request.block_hashes[0], 1)]
+    assert kv.log.pop_events() == [BlockRemoved(request.block_hashes[0], 1)]
 
 
-def test_withdrawn_blocks_are_removed():
+def test_uncached_blocks_are_removed():
     kv = Setup(21)
     request = kv.run(range(40))
-    kv.log.take()
-    kv.manager.withdraw(request, 16)
-    assert kv.log.take() == [BlockRemoved(request.block_hashes[1])]
+    kv.log.pop_events()
+    kv.manager.uncache_after(request, 16)
+    assert kv.log.pop_events() == [BlockRemoved(request.block_hashes[1])]
 
 
 def test_a_subscriber_ends_with_what_the_index_holds():
@@ -92,7 +92,7 @@ def test_a_subscriber_ends_with_what_the_index_holds():
         request = kv.run([*range(32), *([number] * (number % 50))])
         kv.requests.decode(request, number)
         kv.manager.free(request)
-        for event in kv.log.take():
+        for event in kv.log.pop_events():
             known.apply(event)
         assert known.held == indexed(kv.manager.pool.index)
     assert known.held

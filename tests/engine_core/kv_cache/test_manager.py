@@ -58,7 +58,7 @@ def test_prompt_logprobs_skip_reading_but_not_writing(kv):
     assert kv.pool.hashes[5:8] == kv.pool.hashes[1:4]
     assert set(kv.pool.ref_counts[1:9]) == {1}
     assert kv.requests.computed(kv.requests.make([*COMMON, 9])).num_tokens == 48
-    assert kv.manager.take_prefix_cache_stats() == (49, 0)
+    assert kv.manager.pop_prefix_cache_stats() == (49, 0)
 
 
 def test_a_salt_separates_prefixes(kv):
@@ -118,7 +118,7 @@ def test_a_preempted_request_finds_its_own_blocks_again(kv):
     assert kv.requests.computed(request).block_ids == ([1, 2],)
     assert kv.requests.schedule(request) == [4]
     assert kv.requests.table(request) == [1, 2, 4]
-    assert kv.manager.take_prefix_cache_stats() == (40, 0)
+    assert kv.manager.pop_prefix_cache_stats() == (40, 0)
 
 
 @pytest.mark.parametrize("small", [10], indirect=True)
@@ -148,14 +148,14 @@ def test_the_prefix_cache_is_reset_only_when_idle(kv):
 
 
 def test_statistics_count_admitted_requests_in_tokens_as_deltas(kv):
-    assert kv.manager.take_prefix_cache_stats() == (0, 0)
+    assert kv.manager.pop_prefix_cache_stats() == (0, 0)
     kv.requests.schedule(kv.requests.make(range(40)))
     request = kv.requests.make(range(50))
     for _ in range(3):
         kv.manager.get_computed_blocks(request)
     kv.requests.schedule(request)
-    assert kv.manager.take_prefix_cache_stats() == (90, 32)
-    assert kv.manager.take_prefix_cache_stats() == (0, 0)
+    assert kv.manager.pop_prefix_cache_stats() == (90, 32)
+    assert kv.manager.pop_prefix_cache_stats() == (0, 0)
 
 
 def test_without_caching_nothing_is_hashed_found_or_counted():
@@ -169,7 +169,7 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
     assert setup.requests.decode(first, 1) == [7]
     assert first.block_hashes == []
     assert set(setup.pool.hashes) == {None}
-    assert setup.manager.take_prefix_cache_stats() == (0, 0)
+    assert setup.manager.pop_prefix_cache_stats() == (0, 0)
     assert integrity.check(setup.manager) == []
 
 
@@ -179,7 +179,7 @@ def test_blocks_that_change_hands_stay_where_they_are(kv):
     free = kv.free_order()
     heir = kv.requests.make([*COMMON, *[3] * 7, *[5] * 10])
     heir.num_computed_tokens = 55
-    kv.manager.hand_over(request, heir, 55)
+    kv.manager.hand_over_blocks(request, heir, 55)
     assert kv.requests.table(request) == []
     assert kv.requests.table(heir) == [1, 2, 3, 4]
     assert kv.free_order() == free
@@ -198,7 +198,7 @@ def test_what_an_heir_will_overwrite_is_not_found_any_more(kv):
     kv.requests.schedule(request)
     heir = kv.requests.make([*COMMON[:47], 9, 9])
     heir.num_computed_tokens = 47
-    kv.manager.hand_over(request, heir, 47)
+    kv.manager.hand_over_blocks(request, heir, 47)
     found = kv.manager.get_computed_blocks(kv.requests.make([*COMMON, 4]))
     assert found.block_ids == ([1, 2],)
     kv.requests.schedule(heir)
@@ -207,6 +207,6 @@ def test_what_an_heir_will_overwrite_is_not_found_any_more(kv):
 
 def test_without_blocks_there_is_nothing_to_hand_over(kv):
     request, heir = kv.requests.make([1, 2]), kv.requests.make([1, 2, 3])
-    kv.manager.hand_over(request, heir, 2)
+    kv.manager.hand_over_blocks(request, heir, 2)
     assert kv.requests.table(heir) == []
     assert kv.requests.schedule(heir) == [1]

@@ -115,7 +115,7 @@ def test_a_busy_life(windows, block_size, num_usable):
     machine = KVCacheMachine()
     machine.start(num_usable=num_usable, block_size=block_size, caching=True, windows=windows)
     done = busy_life(machine, random.Random(len(windows) * block_size), STEPS_EACH)
-    _, num_hit = machine.manager.take_prefix_cache_stats()
+    _, num_hit = machine.manager.pop_prefix_cache_stats()
     print(f"{done.total()} steps, {num_hit} tokens found: {dict(done)}")
     assert done.keys() == WEIGHTS.keys()
     assert num_hit > 100

@@ -36,8 +36,8 @@ def test_content_that_was_never_found_was_idle_all_its_life():
     kv.serve("AAAA|BBBB")
     kv.clock.now += 5
     kv.serve("CCCC|DDDD")
-    assert kv.manager.take_evictions() == [KVEviction(5.0, 5.0)] * 2
-    assert kv.manager.take_evictions() == []
+    assert kv.manager.pop_evictions() == [KVEviction(5.0, 5.0)] * 2
+    assert kv.manager.pop_evictions() == []
 
 
 def test_gaps_lie_between_uses_and_idle_after_the_last():
@@ -48,7 +48,7 @@ def test_gaps_lie_between_uses_and_idle_after_the_last():
         kv.serve("AAAA|x")
     kv.clock.now += 7
     kv.serve("BBBB|CCCC|DDDD")
-    assert KVEviction(12.0, 7.0, [2.0, 3.0]) in kv.manager.take_evictions()
+    assert KVEviction(12.0, 7.0, [2.0, 3.0]) in kv.manager.pop_evictions()
 
 
 def test_what_could_not_be_found_does_not_count():
@@ -56,7 +56,7 @@ def test_what_could_not_be_found_does_not_count():
     kv.serve("AAA")
     kv.serve("BBB")
     kv.serve("CCC")
-    assert kv.manager.take_evictions() == []
+    assert kv.manager.pop_evictions() == []
 
 
 def test_a_reset_and_a_withdrawal_forget():
@@ -65,10 +65,10 @@ def test_a_reset_and_a_withdrawal_forget():
     assert kv.manager.reset_prefix_cache()
     request = kv.requests.make("CCCC|D")
     kv.requests.schedule(request)
-    kv.manager.withdraw(request, 0)
+    kv.manager.uncache_after(request, 0)
     kv.manager.free(request)
     kv.serve("EEEE|FFFF")
-    assert kv.manager.take_evictions() == []
+    assert kv.manager.pop_evictions() == []
 
 
 def test_the_gaps_of_a_block_are_bounded():
@@ -76,7 +76,7 @@ def test_the_gaps_of_a_block_are_bounded():
     for _ in range(MAX_GAPS + 10):
         kv.serve("AAAA|x")
     kv.serve("BBBB|CCCC|DDDD")
-    longest = max(kv.manager.take_evictions(), key=lambda each: len(each.reuse_gaps))
+    longest = max(kv.manager.pop_evictions(), key=lambda each: len(each.reuse_gaps))
     assert len(longest.reuse_gaps) == MAX_GAPS
 
 
@@ -88,7 +88,7 @@ def test_one_block_in_so_many_is_measured(one_in, low, high):
         request = kv.requests.make([number] * 4)
         kv.requests.schedule(request)
         kv.manager.free(request)
-    assert low <= len(kv.manager.take_evictions()) <= high
+    assert low <= len(kv.manager.pop_evictions()) <= high
 
 
 def test_switched_off_nobody_watches_the_pool():
@@ -96,4 +96,4 @@ def test_switched_off_nobody_watches_the_pool():
     assert type(kv.manager.pool) is BlockPool
     kv.serve("AAAA|BBBB")
     kv.serve("CCCC|DDDD")
-    assert kv.manager.take_evictions() == []
+    assert kv.manager.pop_evictions() == []

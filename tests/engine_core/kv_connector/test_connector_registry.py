@@ -10,7 +10,7 @@ from engine_core.kv_connector.base import SchedulerContext
 from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from proto.errors import ConfigError
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from proto.kv_transfer_config import NO_TRANSFER, KVTransferConfig
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from tests.fakes.outside_connector import OutsideScheduler

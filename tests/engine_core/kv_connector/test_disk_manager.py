@@ -530,5 +530,5 @@ def test_stores_that_were_given_up_are_no_failures(disk: Disk) -> None:
     for number in range(1, 10):
         output = manager.prepare_store([key(number)])
         assert output is not None, "the disk is left alone"
-        manager.complete_store(output.keys, success=False, given_up=True)
+        manager.complete_store(output.keys, success=False, cancelled=True)
     assert run(manager, 1) == 0

@@ -11,8 +11,7 @@ from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.nothing import NoConnector
 from proto.errors import ConfigError
 from proto.event_fd import EventFd
-from proto.kv_stacked import MultiReport, MultiStep
-from proto.kv_transfer import KVConnectorOutput, pack, unpack
+from proto.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
 from tests.engine_core.kv_connector.test_connector_registry import context
 from tests.fakes.kv_requests import Setup, make_manager

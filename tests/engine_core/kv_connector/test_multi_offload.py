@@ -13,9 +13,14 @@ from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
-from proto.kv_offload import OffloadMetadata
-from proto.kv_stacked import MultiStep
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, LoadFailurePolicy, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    KVConnectorOutput,
+    LoadFailurePolicy,
+    MultiStep,
+    OffloadMetadata,
+    unpack,
+)
 from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from proto.scheduler_output import SchedulerOutput

@@ -6,7 +6,7 @@ Device blocks of 4 tokens, offloaded blocks of 12.
 import pytest
 
 from engine_core.request import RequestStatus
-from proto.kv_offload import DeviceBlocks
+from proto.kv_connector import DeviceBlocks
 from tests.fakes.offload_rig import OffloadRig, device_of
 from tests.fakes.paged_runner import undisturbed
 

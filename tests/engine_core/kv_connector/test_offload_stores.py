@@ -5,8 +5,7 @@ Device blocks of 4 tokens, offloaded blocks of 12.
 
 import pytest
 
-from proto.kv_offload import DeviceBlocks, FinishedJob, OffloadReport
-from proto.kv_transfer import KVConnectorOutput, pack
+from proto.kv_connector import DeviceBlocks, FinishedJob, KVConnectorOutput, OffloadReport, pack
 from tests.fakes.offload_rig import OffloadRig, device_of
 
 PROMPT = list(range(37))
@@ -185,9 +184,9 @@ def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
     assert len(rig.stores) == 2, "nor when it ends"
 
 
-@pytest.mark.parametrize("given_up", [[True, True], [True, False]])
+@pytest.mark.parametrize("cancelled", [[True, True], [True, False]])
 def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
-    monkeypatch: pytest.MonkeyPatch, given_up: list[bool]
+    monkeypatch: pytest.MonkeyPatch, cancelled: list[bool]
 ) -> None:
     rig = OffloadRig(num_ranks=3, finishes=lambda job: None)
     rig.add_one(PROMPT, 10)
@@ -197,10 +196,10 @@ def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
     monkeypatch.setattr(
         rig.deciding._manager,
         "complete_store",
-        lambda keys, *, success, given_up: told.append((success, given_up)),
+        lambda keys, *, success, cancelled: told.append((success, cancelled)),
     )
-    done = [FinishedJob(store.job_id, False, given_up=each) for each in given_up]
+    done = [FinishedJob(store.job_id, False, cancelled=each) for each in cancelled]
     for each in [FinishedJob(store.job_id, True), *done]:
         report = pack(OffloadReport([each]))
         rig.deciding.update_connector_output(KVConnectorOutput(worker_metadata=report))
-    assert told == [(False, all(given_up))]
+    assert told == [(False, all(cancelled))]

@@ -12,7 +12,8 @@ from engine_core.kv_connector.offload import remote_lookups, remote_manager
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
 from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
 from engine_core.kv_connector.offload.remote_manager import RemoteOffloadingManager, make_manager
-from proto.kv_media import media_folder, remote_address, remote_name, remote_settings
+from proto.kv_media import media_folder, remote_name
+from proto.kv_transfer_config import remote_address, remote_settings
 from proto.redis_client import RedisConnection
 from tests.fakes.kv_media import (
     FINGERPRINT,
@@ -373,7 +374,7 @@ def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
     manager = store.manager(remote_retry_seconds=60)
     for number in range(10):
         assert manager.prepare_store([key(number)]) is not None
-        manager.complete_store([key(number)], success=False, given_up=True)
+        manager.complete_store([key(number)], success=False, cancelled=True)
     assert store.asked(manager, 1) == 0
 
 

@@ -21,7 +21,7 @@ from engine_core.scheduler.hooks import Candidate
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
-from tests.fakes.pool_model import most_blocks
+from tests.fakes.pool_model import max_blocks
 
 FINGERPRINT = b"f" * 32
 """Of `EngineHarness`."""
@@ -134,7 +134,7 @@ class CheckedEngine(EngineHarness):
                 num_held = sum(1 for block in table if block)
                 num_tokens = len(table) * self.block_size
                 seen = max(window, 2)  # a hit ends with a block, also where nothing of it is seen
-                most = most_blocks([seen], self.block_size, num_tokens, self.longest_chunk)
+                most = max_blocks([seen], self.block_size, num_tokens, self.longest_chunk)
                 assert num_held <= most, f"{request!r} keeps what its window has passed: {table}"
 
     def check_references(self) -> None:
@@ -143,7 +143,7 @@ class CheckedEngine(EngineHarness):
         tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
             each.seq_id)]  # fmt: skip
         tables += [
-            *kv_cache.transfer_refs.tables(),
+            *kv_cache.transfer_refs.reference_tables(),
             *(pin.blocks for pin in self.scheduler._retained_prefixes),
         ]
         counts = Counter(block for table in tables for block in table if block)

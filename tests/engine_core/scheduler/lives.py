@@ -20,13 +20,13 @@ from engine_core.request import Request
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS
 from tests.fakes.kv_connector import FakeConnector, FakeLoad
 from tests.fakes.paged_runner import undisturbed
-from tests.fakes.pool_model import most_blocks
+from tests.fakes.pool_model import max_blocks
 
 LONGEST = 48
 """Tokens that a request may have; every pool has room for one such request."""
@@ -76,7 +76,7 @@ class Kind:
             longest = settings["long_prefill_token_threshold"] or LONGEST
             longest = min(longest, settings["max_num_batched_tokens"])
             seen = [window and max(window, 2) for window in windows]
-            least = most_blocks(seen, block_size, LONGEST, longest)
+            least = max_blocks(seen, block_size, LONGEST, longest)
         settings["num_blocks"] = 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5]))
         return settings
 

@@ -60,7 +60,7 @@ def test_the_longest_request_that_the_pool_holds_runs_to_its_end():
     """In a pool that has just the blocks that the largest request may need, and the null block."""
     windows = (None, 40, 40)
     for length in (16, 200, 1000):
-        most = engine_of(windows, max_model_len=length).kv_cache.most_blocks(length)
+        most = engine_of(windows, max_model_len=length).kv_cache.max_blocks(length)
         engine = engine_of(windows, num_blocks=1 + most, max_model_len=length)
         request = engine.add_one([1] * (length // 2), max_tokens=length, ignore_eos=True)
         engine.run()

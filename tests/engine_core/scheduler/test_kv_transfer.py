@@ -12,7 +12,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_connector import KVConnectorOutput
 from tests.engine_core.scheduler.external_kv import (
     WAITS,
     engine_with,

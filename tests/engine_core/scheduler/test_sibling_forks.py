@@ -247,11 +247,11 @@ def test_cached_tokens_are_those_of_the_first():
     engine = engine_of()
     engine.add_one(PROMPT[:9], max_tokens=1)
     engine.run()
-    engine.kv_cache.take_prefix_cache_stats()
+    engine.kv_cache.pop_prefix_cache_stats()
     requests = engine.add(PROMPT, max_tokens=2, n=3)
     engine.run()
     assert [each.num_cached_tokens for each in requests] == [8, 8, 8]
-    assert engine.kv_cache.take_prefix_cache_stats() == (19, 8)
+    assert engine.kv_cache.pop_prefix_cache_stats() == (19, 8)
 
 
 def test_a_preempted_choice_comes_back_as_a_fork():

@@ -147,10 +147,10 @@ def test_subscribers_hear_that_the_cache_is_empty():
     engine = EngineHarness(observers=[log])
     engine.add_one(prompt_of(0, 40), 5)
     engine.step()
-    (stored,) = log.take()
+    (stored,) = log.pop_events()
     assert isinstance(stored, BlockStored)
     engine.lose_workers()
-    assert log.take()[-1] == AllBlocksCleared()
+    assert log.pop_events()[-1] == AllBlocksCleared()
 
 
 def test_a_first_token_is_told_once_and_cached_tokens_are_those_of_the_first_time():

@@ -19,7 +19,7 @@ def truth(kv_cache, numbers):
     pool = kv_cache.pool
     users = {block: set() for block in range(pool.num_blocks)}
     for group in kv_cache.groups:
-        for seq_id, table in group.tables().items():
+        for seq_id, table in group.block_tables().items():
             for block in table:
                 users[block].add(numbers[seq_id])
     found = [(RESERVED, 0)]
@@ -66,7 +66,7 @@ class ShownLife(Life):
         cells = spread(runs)
         assert cells == truth(kv_cache, numbers)
         for seq_id, number in numbers.items():
-            tables = [table for group in kv_cache.groups for table in [group.table(seq_id)]]
+            tables = [table for group in kv_cache.groups for table in [group.block_table(seq_id)]]
             assert held[seq_id] == sum(block != 0 for table in tables for block in table)
             assert held[seq_id] >= sum(owner == number for _, owner in cells)
         self.states |= {state for state, _ in cells}

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from proto.kv_stacked import MultiStep
-from proto.kv_transfer import KVConnectorOutput, KVConnectorReport, pack
+from proto.kv_connector import KVConnectorOutput, KVConnectorReport, MultiStep, pack
 from proto.kv_transfer_config import KVTransferConfig
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Poller

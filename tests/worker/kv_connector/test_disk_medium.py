@@ -258,7 +258,7 @@ def test_stores_that_somebody_waits_for_are_given_up_at_once(
     rank.cache.buffer.zero_()  # as a step might, from here on
     results = rank.store.get_finished()
     assert [each.job_id for each in results if not each.succeeded] == [writing, queued]
-    assert all(each.given_up for each in results), "the medium may be as good as ever"
+    assert all(each.cancelled for each in results), "the medium may be as good as ever"
     go.set()
     rank.close()
     assert [each.name.split(".")[0] for each in files(tmp_path)] in ([], [key(1).hex()])

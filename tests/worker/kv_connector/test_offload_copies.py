@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_connector import DeviceBlocks, TransferJob
 from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
 from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
 from worker.kv_connector.offload.device_copies import DeviceCopies, ThreadWatcher

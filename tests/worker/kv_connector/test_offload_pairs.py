@@ -1,6 +1,6 @@
 """Which device block goes where in an offloaded block."""
 
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_connector import DeviceBlocks, TransferJob
 from worker.kv_connector.offload.pairs import Pair, device_blocks, pairs_of
 
 

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
-from proto.kv_offload import DeviceBlocks, OffloadMetadata, OffloadReport, TransferJob
-from proto.kv_transfer import NO_PAYLOAD, pack, unpack
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    DeviceBlocks,
+    OffloadMetadata,
+    OffloadReport,
+    TransferJob,
+    pack,
+    unpack,
+)
 from proto.kv_transfer_config import KVTransferConfig
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_connector.base import WorkerContext

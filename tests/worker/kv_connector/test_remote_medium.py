@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from proto.kv_media import media_folder, remote_address, remote_name, remote_settings
+from proto.kv_media import media_folder, remote_name
+from proto.kv_transfer_config import remote_address, remote_settings
 from proto.redis_client import RedisConnection
 from tests.fakes.kv_media import FINGERPRINT, Rank, RedisServer, key, needs_redis, redis_server
 from worker.kv_connector.offload.remote_medium import make_handlers

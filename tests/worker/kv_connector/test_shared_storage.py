@@ -13,8 +13,13 @@ import torch
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_connector.shared_storage import SharedStorageScheduler
 from proto.errors import ConfigError
-from proto.kv_stacked import SharedStorageReport, SharedStorageStep
-from proto.kv_transfer import KVConnectorOutput, pack, unpack
+from proto.kv_connector import (
+    KVConnectorOutput,
+    SharedStorageReport,
+    SharedStorageStep,
+    pack,
+    unpack,
+)
 from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry
 from tests.engine_core.kv_connector.test_connector_registry import context as engine_context

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 from worker.kv_cache import KVCache
 
 
@@ -27,7 +27,7 @@ class HandlerContext:
 class TransferResult(NamedTuple):
     """failed_blocks: device blocks of a load that do not hold what they should.
 
-    given_up: as in FinishedJob.
+    cancelled: as in FinishedJob.
     """
 
     job_id: int
@@ -35,7 +35,7 @@ class TransferResult(NamedTuple):
     num_bytes: int
     seconds: float
     failed_blocks: list[int]
-    given_up: bool = False
+    cancelled: bool = False
 
 
 class OffloadingHandler(Protocol):

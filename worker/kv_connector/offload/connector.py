@@ -11,10 +11,17 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from proto.event_fd import EventFd
-from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
-from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
-from proto.offload_settings import offload_settings
+from proto.kv_connector import (
+    NO_PAYLOAD,
+    FinishedJob,
+    OffloadMetadata,
+    OffloadReport,
+    Payload,
+    TransferJob,
+    pack,
+    unpack,
+)
+from proto.kv_transfer_config import KVTransferConfig, offload_settings
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerContext
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
@@ -113,7 +120,7 @@ class OffloadingWorker:
         """A copy is over; the request that waited for it, if one did."""
         self._finished.append(
             FinishedJob(
-                result.job_id, result.succeeded, result.num_bytes, result.seconds, result.given_up
+                result.job_id, result.succeeded, result.num_bytes, result.seconds, result.cancelled
             )
         )
         self._invalid_blocks += result.failed_blocks

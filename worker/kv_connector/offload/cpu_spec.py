@@ -13,7 +13,7 @@ import torch
 
 from proto.host_resources import available_memory
 from proto.kv_events import DEVICE_MEDIUM
-from proto.offload_settings import cpu_settings, wrong
+from proto.kv_transfer_config import cpu_settings, wrong
 from worker.device.accelerator import Cuda
 from worker.device.copy_stream import CudaCopyStream
 from worker.kv_cache import KVCache

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 from worker.device.accelerator import Event
 from worker.device.copy_stream import CopyStream
 from worker.kv_connector.offload.base import TransferResult

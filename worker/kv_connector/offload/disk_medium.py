@@ -17,14 +17,13 @@ from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_media import (
     DISK,
     TEMPORARY,
-    DiskSettings,
     check_private,
-    disk_settings,
     file_name,
     is_private,
     media_folder,
     own_folder,
 )
+from proto.kv_transfer_config import DiskSettings, disk_settings
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (

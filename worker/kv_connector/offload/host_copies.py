@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 from worker.kv_connector.offload.base import TransferResult
 from worker.kv_connector.offload.pairs import device_blocks, pairs_of
 

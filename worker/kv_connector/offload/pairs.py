@@ -8,7 +8,7 @@ device blocks            7   2   8   4   1             skip 2, the last one ends
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 
 
 class Pair(NamedTuple):

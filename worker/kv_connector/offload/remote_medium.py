@@ -8,17 +8,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from proto.breaker import Breaker
+from proto.circuit_breaker import CircuitBreaker
 from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_media import (
-    REMOTE,
-    RemoteAddress,
-    RemoteSettings,
-    media_folder,
-    remote_address,
-    remote_name,
-    remote_settings,
-)
+from proto.kv_media import REMOTE, media_folder, remote_name
+from proto.kv_transfer_config import RemoteAddress, RemoteSettings, remote_address, remote_settings
 from proto.redis_client import (
     MISSING,
     RedisConnection,
@@ -49,7 +42,7 @@ class RemoteMedium:
     name = REMOTE
 
     def __init__(
-        self, address: RemoteAddress, folder: str, seconds: float, breaker: Breaker
+        self, address: RemoteAddress, folder: str, seconds: float, breaker: CircuitBreaker
     ) -> None:
         self._address = address
         self._folder = folder
@@ -69,10 +62,10 @@ class RemoteMedium:
             try:
                 self._tried(lambda: connection.send([(b"GET", each) for each in names]))  # noqa: B023
                 for name in names:
-                    connection.begin(min(self._seconds, seconds_left()))
+                    connection.set_deadline(min(self._seconds, seconds_left()))
                     length = self._tried(lambda: connection.reply_into(image))  # noqa: B023
                     self._unread -= 1
-                    self._breaker.succeeded()
+                    self._breaker.record_success()
                     if length not in (MISSING, len(image)):
                         self._unwanted.append(name)
                     yield length == len(image)
@@ -82,10 +75,10 @@ class RemoteMedium:
 
     def keep(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         connection = self._connected(seconds_left)
-        connection.begin(min(self._seconds, seconds_left()))
+        connection.set_deadline(min(self._seconds, seconds_left()))
         self._tried(lambda: connection.send([(b"SET", self._name(label), image)]))
         self._tried(connection.reply)
-        self._breaker.succeeded()
+        self._breaker.record_success()
 
     def discard(self, label: BlockLabel) -> None:
         """Removed for everybody, once no answers are on the way."""
@@ -106,7 +99,7 @@ class RemoteMedium:
                 raise MediumError("it is left alone for a while")
             seconds = min(self._seconds, _MAX_CONNECT_SECONDS, seconds_left())
             self._connection = self._tried(lambda: RedisConnection(self._address, seconds))
-        self._connection.begin(min(self._seconds, seconds_left()))
+        self._connection.set_deadline(min(self._seconds, seconds_left()))
         self._remove_unwanted(self._connection)
         return self._connection
 
@@ -120,7 +113,7 @@ class RemoteMedium:
         try:
             return ask()
         except (RemoteRefusalError, RemoteStoreError) as error:
-            self._breaker.failed()
+            self._breaker.record_failure()
             self._drop()
             raise MediumError(str(error)) from None
 
@@ -138,7 +131,7 @@ def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers
     address = remote_address(settings)
 
     def medium() -> RemoteMedium:
-        breaker = Breaker(settings.remote_retry_seconds)
+        breaker = CircuitBreaker(settings.remote_retry_seconds)
         return RemoteMedium(address, folder, settings.remote_timeout, breaker)
 
     return {

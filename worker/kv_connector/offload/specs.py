@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from proto.component import find_class, load_class
-from proto.kv_media import DISK_SPEC, REMOTE_SPEC
-from proto.kv_transfer_config import FIELD
-from proto.offload_settings import CPU_SPEC, OffloadSettings
+from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 
 _HERE: Final = "worker.kv_connector.offload"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from proto.kv_offload import TransferJob
+from proto.kv_connector import TransferJob
 from worker.kv_connector.offload.base import TransferResult
 
 NULL_BLOCK: Final = 0
@@ -93,10 +93,10 @@ class Transfer:
         with self._lock:
             del self._undone[id(piece)]
 
-    def end(self, given_up: bool = False) -> TransferResult | None:
+    def end(self, cancelled: bool = False) -> TransferResult | None:
         """Nothing touches the cache from here on; None if that was said already.
 
-        given_up: before its time was over.
+        cancelled: before its time was over.
         """
         with self._lock:
             if self._over:
@@ -106,4 +106,4 @@ class Transfer:
         failed = [each for piece in undone for each in piece.block_ids] if self.job.is_load else []
         seconds = self._clock() - self._begun
         succeeded, num_bytes = not undone, self._num_bytes
-        return TransferResult(self.job.job_id, succeeded, num_bytes, seconds, failed, given_up)
+        return TransferResult(self.job.job_id, succeeded, num_bytes, seconds, failed, cancelled)

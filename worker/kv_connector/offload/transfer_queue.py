@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
+from proto.kv_connector import TransferJob
 from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
-from proto.kv_offload import TransferJob
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
 from worker.kv_connector.offload.block_image import BlockLabel, is_storable, seal
 from worker.kv_connector.offload.host_blocks import BlockBytes, block_bytes_of
@@ -110,7 +110,7 @@ class TransferQueue:
             stores = [each for each in wanted if not each.job.is_load]
             self._changed.wait_for(lambda: all(each.over for each in stores), _STORE_PATIENCE)
         for transfer in stores:
-            self._end(transfer, given_up=True)
+            self._end(transfer, cancelled=True)
         with self._changed:
             self._changed.wait_for(lambda: all(each.over for each in wanted))
 
@@ -205,8 +205,8 @@ class TransferQueue:
             context.fingerprint, piece.key, piece.group, context.rank, context.num_ranks
         )
 
-    def _end(self, transfer: Transfer, given_up: bool = False) -> None:
-        result = transfer.end(given_up)
+    def _end(self, transfer: Transfer, cancelled: bool = False) -> None:
+        result = transfer.end(cancelled)
         if result is None:
             return
         with self._changed:

@@ -5,8 +5,8 @@ Owns which handler does what; what a copy is, only handlers know.
 
 from collections.abc import Collection, Mapping
 
+from proto.kv_connector import TransferJob
 from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_offload import TransferJob
 from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
 from worker.kv_connector.offload.specs import Direction
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from api_server.middleware import OPEN_PATHS
+from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import Conversing, MessagesRequest

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from api_server.engine_client import EngineClient
+from api_server.engine.engine_client import EngineClient
 from api_server.errors import DrainingError, NotAvailableError
 from proto.lifecycle import HealthStatus
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEngine
+from api_server.engine.engine_connection import FLUSH_SECONDS, EngineConnection, FromEngine
 from api_server.errors import NotAvailableError
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics

@@ -16,7 +16,7 @@ from dataclasses import replace
 from starlette.datastructures import State
 
 from api_server.app_state import AppState, ModelTexts
-from api_server.health import InFlightCounter
+from api_server.lifecycle.health import InFlightCounter
 from proto.codec import Message
 from proto.config import ModelConfig
 from proto.errors import ModelError

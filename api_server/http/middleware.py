@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
-from api_server.http_protocol import has_left
+from api_server.http.http_protocol import has_left
 from proto.errors import AuthenticationError, RequestError
 from proto.security import ApiKey
 

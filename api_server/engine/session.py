@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from api_server.engine_client import EngineClient
+from api_server.engine.engine_client import EngineClient
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
 from proto.errors import InternalRequestError
 from proto.sampling_params import SamplingParams

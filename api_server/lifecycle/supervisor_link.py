@@ -5,7 +5,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from api_server.engine_switch import EngineSwitch
+from api_server.lifecycle.engine_switch import EngineSwitch
 from proto.codec import Message
 from proto.lifecycle import (
     AbortRequests,

@@ -1,22 +1,25 @@
-"""When to leave somebody alone who does not answer.
+"""A circuit breaker: when to stop calling a disk or server that fails.
 
-    closed ──failures in a row──▶ open ──its time is over──▶ closed, one failure from being open
+    closed ──failures in a row──▶ open ──pause has ended──▶ half-open: one failure opens it again
        ▲                            ▲                              │
        └────────── success ─────────┴───── failure: twice as long ─┘
 
-Owns only the counting; whoever uses it says what a failure is. One thread at a time.
+It only counts; the caller decides what a failure is. Not thread-safe.
 """
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-MOST: Final = 16
-"""The longest time open, as a multiple of the first."""
+MAX_BACKOFF: Final = 16
+"""Longest pause, as a multiple of the first one."""
 
 
-class Breaker:
-    """seconds: open for the first time. allowed: failures in a row that do not open it."""
+class CircuitBreaker:
+    """Counts failures in a row and pauses calls after too many of them.
+
+    seconds: length of the first pause. allowed: failures in a row that do not open it.
+    """
 
     def __init__(
         self,
@@ -33,24 +36,24 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is to be asked."""
+        """Whether calls must be skipped for now."""
         return self._clock() < self._open_until
 
     @property
     def seconds_left(self) -> float:
-        """Until something may be asked; 0 if it may now."""
+        """Seconds until calls are allowed again; 0 if they are allowed now."""
         return max(0.0, self._open_until - self._clock())
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._failures = 0
         self._seconds = self._first
         self._open_until = -float("inf")
 
-    def failed(self) -> None:
-        """Failures of what was asked before it opened count only once."""
+    def record_failure(self) -> None:
+        """Count a failure; while open, failures of earlier calls are ignored."""
         if self.is_open:
             return
         self._failures += 1
         if self._failures > self._allowed:
             self._open_until = self._clock() + self._seconds
-            self._seconds = min(2.0 * self._seconds, MOST * self._first)
+            self._seconds = min(2.0 * self._seconds, MAX_BACKOFF * self._first)

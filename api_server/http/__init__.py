@@ -1,0 +1,1 @@
+"""HTTP below the routes: connections and their limits, middleware, tenants, OpenAPI."""

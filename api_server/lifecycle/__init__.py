@@ -1,0 +1,1 @@
+"""Commands of the supervisor to an API server: health, drain, reload, aborts."""

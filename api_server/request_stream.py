@@ -1,0 +1,471 @@
+"""Engine outputs of one request → text → deltas.
+
+    EngineClient ─ feed ─▶ RequestStream ─▶ Choice ─▶ detokenizer, stop strings ─▶ Delta
+                               │                                                    │
+                               └─ notify ─▶ StreamNotifier ─▶ GenerationResponse ◀──┘
+
+An HTTP request has a `RequestStream` for each of its prompts, with n choices each;
+`api_server/stream.py` holds them together. Start reading at `RequestStream.feed`. Everything here
+runs on the event loop.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from api_server.errors import SlowReaderError
+from api_server.metrics.collector import Metrics
+from api_server.parsers.called_tool import AgentTurn, Listener
+from api_server.parsers.reasoning import CountingDetokenizer
+from api_server.text.detokenizer import Detokenizer
+from api_server.text.logprobs import LogprobRow, TextToken, unpack
+from api_server.text.stop_strings import StopMatcher
+from proto.codec import from_json
+from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.errors import InternalRequestError, RequestCancelledError, RequestError
+
+DeltaWriter = Callable[[], bool]
+"""Write the pending deltas to the connection; False, having done nothing, if it cannot."""
+
+
+class StreamNotifier:
+    """Notify the response of an HTTP request of new output.
+
+    Waking the response's task resumes every coroutine between the server and the response. For
+    most tokens a plain function (the DeltaWriter) can write the chunk instead, and the task stays
+    suspended. All notifications of one iteration of the event loop are handled together.
+
+        notify ─▶ (end of this iteration) ─▶ write() ── True ──▶ the task stays suspended
+                                                    └── False ─▶ the task is resumed
+    """
+
+    __slots__ = ("_pending", "_scheduled", "_waiter", "_write")
+
+    def __init__(self) -> None:
+        self._pending = self._scheduled = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._write: DeltaWriter | None = None
+
+    def notify(self) -> None:
+        self._pending = True
+        waiter = self._waiter
+        if waiter is not None and not self._scheduled:
+            self._scheduled = True
+            waiter.get_loop().call_soon(self._deliver)
+
+    async def wait(self, write: DeltaWriter | None = None) -> None:
+        """Return when there is new output that `write` did not handle.
+
+        Returns at once after a notification that came since the last call.
+        """
+        if not self._pending:
+            self._write = write
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._pending = False
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._write is not None and self._write():
+            self._pending = False
+        else:
+            waiter.set_result(None)
+
+
+MAX_UNSENT_BYTES: Final = 1 << 20
+"""Most bytes of text and log-probabilities that may wait for a blocked connection."""
+ENTRY_BYTES: Final = 64
+"""Estimated size of one log-probability with its token."""
+
+
+class SendBuffer:
+    """Count the output of one HTTP request that the connection has not accepted yet.
+
+    limit: bytes; infinite for a response that is not streamed. is_blocked: the connection accepts
+    no more bytes for now; the limit applies only then, because otherwise a burst of the engine is
+    about to be sent. Connections that accept nothing at all are closed by `http_protocol`.
+    """
+
+    __slots__ = ("_limit", "is_blocked", "num_bytes")
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self._limit = limit
+        self.is_blocked = False
+        self.num_bytes = 0
+
+    def add_text(self, text: str) -> None:
+        self.num_bytes += len(text.encode())
+
+    def add_logprobs(self, number: int) -> None:
+        self.num_bytes += ENTRY_BYTES * number
+
+    def clear(self) -> None:
+        """Everything counted so far was passed to the connection."""
+        self.num_bytes = 0
+
+    def check(self) -> None:
+        """Raise SlowReaderError when more than the limit waits for a blocked connection."""
+        if self.is_blocked and self.num_bytes > self._limit:
+            raise SlowReaderError(
+                f"the stream was ended: {self.num_bytes} bytes of it waited to be read"
+            )
+
+
+REPETITION_DETECTED: Final = "repetition_detected"
+"""The stop_reason of a choice that repeats itself."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice gained since the last call of `Choice.take_delta`.
+
+    index: of the choice in the answer.
+    tokens: the text offset of each token, when log-probabilities were requested.
+    num_tokens: output tokens of the choice so far, including these.
+    finish_reason: set only in the last delta of a choice.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    tokens: list[TextToken]
+    num_tokens: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """The tokens and the text of one choice, and how it ended.
+
+    index: of the choice in the answer, counted over all prompts of the HTTP request.
+    text_start: characters before the first output (an echoed prompt); token offsets include them.
+    min_tokens: stop strings that are complete within so many tokens do not count.
+    shows_stop: the text of a stop token is part of the choice.
+    interval: new tokens per delta, after the first one.
+    counts_tokens: tokens without text make a delta too.
+    send_buffer: of the HTTP request.
+    text_listener: is called with all text that is shown; None for most requests.
+    """
+
+    index: int
+    detokenizer: Detokenizer
+    stops: StopMatcher
+    min_tokens: int = 0
+    text_start: int = 0
+    shows_stop: bool = False
+    interval: int = 1
+    counts_tokens: bool = False
+    send_buffer: SendBuffer = field(default_factory=SendBuffer)
+    text_listener: Listener | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    _num_decoded_characters: int = 0
+    _num_taken: int = 0
+    _pieces: list[str] = field(default_factory=list)
+    _new_tokens: list[TextToken] = field(default_factory=list)
+    _end_reported: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def has_news(self) -> bool:
+        """A delta would show something, and the interval has passed."""
+        if self.finished and not self._end_reported:
+            return True
+        num_new = len(self.token_ids) - self._num_taken
+        if self._num_taken and num_new < self.interval:
+            return False
+        return bool(self._pieces or self._new_tokens) or (self.counts_tokens and num_new > 0)
+
+    def extend(
+        self,
+        token_ids: list[int],
+        rows: list[LogprobRow],
+        finish_reason: FinishReason | None,
+        stop_reason: int | None,
+    ) -> int:
+        """Append new tokens; return how many count, fewer when a stop string ended the choice.
+
+        rows: one per token, or empty.
+        """
+        stopped = finish_reason is FinishReason.STOP and not self.shows_stop
+        silent = len(token_ids) - 1 if stopped else len(token_ids)
+        for position, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            if rows:
+                offset = self.text_start + self._num_decoded_characters
+                self._new_tokens.append(TextToken(token_id, offset, rows[position]))
+                self.send_buffer.add_logprobs(len(rows[position].token_ids))
+            if position >= silent:
+                break  # a stop token ends the choice and has no text
+            if self._add_text(self.detokenizer.feed(token_id)):
+                return position + 1
+        if finish_reason is not None:
+            self._end(finish_reason, stop_reason)
+        return len(token_ids)
+
+    def take_delta(self) -> Delta:
+        """Return everything since the last call."""
+        text = "".join(self._pieces)
+        tokens, self._new_tokens = self._new_tokens, []
+        self._pieces.clear()
+        delta = Delta(
+            self.index,
+            text,
+            self.token_ids[self._num_taken :],
+            tokens,
+            len(self.token_ids),
+        )
+        self._num_taken = len(self.token_ids)
+        if self.finished and not self._end_reported:
+            self._end_reported = True
+            delta.finish_reason = str(self.finish_reason)
+            delta.stop_reason = self.stop_reason
+        return delta
+
+    def _add_text(self, piece: str) -> bool:
+        """Return True when a stop string is complete."""
+        if not piece:
+            return False
+        self._num_decoded_characters += len(piece)
+        shown, stop = self.stops.feed(piece, armed=len(self.token_ids) > self.min_tokens)
+        if shown:
+            self._show(shown)
+        if stop is None:
+            return False
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return True
+
+    def _end(self, finish_reason: FinishReason, stop_reason: int | None) -> None:
+        if self._add_text(self.detokenizer.flush()):
+            return
+        rest = self.stops.flush()
+        if rest:
+            self._show(rest)
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if finish_reason is FinishReason.REPETITION:
+            self.stop_reason = REPETITION_DETECTED
+
+    def _show(self, text: str) -> None:
+        self._pieces.append(text)
+        if self.text_listener is not None:
+            self.text_listener(text)
+        self.send_buffer.add_text(text)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Monotonic seconds of a request's events; None for one that has not happened."""
+
+    arrival: float
+    queued: float | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(slots=True)
+class RequestStream:
+    """The output of one engine request: acceptance, choices, prompt log-probabilities, times.
+
+    An output that is repeated after an engine restart is recognised by its token index and
+    counted once.
+
+    request_id: the engine's id.
+    prompt_token_ids: [num_prompt_tokens].
+    prompt_rows: [num_prompt_tokens] when prompt log-probabilities were requested; the first
+        row is None, as are those that have not arrived yet.
+    may_expire_in_queue: it may be refused after its acceptance, for having waited too long.
+    send_buffer: of the HTTP request.
+    turn: of an agent, which finds the tool that it calls; None for other requests.
+    max_tokens: requested for each choice.
+    thought_counts: one per choice of a model with reasoning.
+    kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
+        choice that ended last.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    choices: list[Choice]
+    notifier: StreamNotifier
+    metrics: Metrics
+    timeline: Timeline
+    prompt_rows: list[LogprobRow | None] = field(default_factory=list)
+    may_expire_in_queue: bool = False
+    send_buffer: SendBuffer = field(default_factory=SendBuffer)
+    turn: AgentTurn | None = None
+    thought_counts: Sequence[CountingDetokenizer] = ()
+    accepted: bool = False
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    kv_transfer_params: dict[str, Any] = field(default_factory=dict)
+    error: RequestError | None = None
+    _last_token_times: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """No more output will come."""
+        if self.error is None:
+            for choice in self.choices:
+                if choice.finish_reason is None:
+                    return False
+        return True
+
+    @property
+    def ended_well(self) -> bool:
+        """All choices finished without an error or an abort."""
+        reasons = [choice.finish_reason for choice in self.choices]
+        return self.error is None and not {None, FinishReason.ABORT}.intersection(reasons)
+
+    @property
+    def is_answerable(self) -> bool:
+        """The request can no longer be refused, so the HTTP status is known."""
+        has_begun = self.timeline.scheduled is not None or self.finished
+        return self.accepted and (has_begun or not self.may_expire_in_queue)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choices)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The output tokens of each choice so far."""
+        return tuple(tuple(choice.token_ids) for choice in self.choices)
+
+    @property
+    def finished_choices(self) -> tuple[int, ...]:
+        """Indices of the choices that need no more tokens."""
+        return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
+
+    def count_end(self) -> None:
+        """Observe the histograms of a request whose choices all finished."""
+        timeline, metrics = self.timeline, self.metrics.requests
+        metrics.requested(len(self.choices), self.max_tokens)
+        if timeline.scheduled is not None and timeline.first_token is not None:
+            lengths = [len(choice.token_ids) for choice in self.choices]
+            last = max(self._last_token_times.values())
+            metrics.ended(timeline.scheduled, timeline.first_token, last, lengths)
+
+    def accept(self) -> None:
+        """Count the request as accepted by the engine."""
+        if not self.accepted:
+            self.accepted = True
+            self.metrics.prompt_accepted(len(self.prompt_token_ids))
+            self.notifier.notify()
+
+    def fail(self, error: RequestError) -> None:
+        """End every choice that has not finished with an error."""
+        if not self.finished:
+            self.error = error
+            self.notifier.notify()
+
+    def cut(self) -> None:
+        """End every choice where it is; fail a request that has not been accepted yet."""
+        if not self.accepted:
+            self.fail(RequestCancelledError())
+            return
+        for choice in self.choices:
+            if not choice.finished and self.error is None:
+                choice.extend([], [], FinishReason.ABORT, None)
+                self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+        self.notifier.notify()
+
+    def called_tool(self) -> str:
+        """Return the engine's name of the tool that the answer calls, or ""."""
+        return "" if self.turn is None else self.turn.tool()
+
+    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Take one output; True if a stop string ended a choice that the engine still computes.
+
+        timestamp: monotonic seconds at which the tokens left the engine.
+        Raises InternalRequestError when outputs were lost, SlowReaderError when the client does
+        not read.
+        """
+        if output.error is not None:
+            self.fail(output.error.to_exception())
+            return False
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(InternalRequestError("the request was ended by the server"))
+            return False
+        choice = self.choices[output.choice]
+        if choice.finished:
+            self.metrics.discarded("after_stop", len(output.new_token_ids))
+            return False
+        if output.first is not None:
+            self._note_first(output.first)
+        if output.kv_transfer_params:
+            self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
+        if output.prompt_logprobs is not None:
+            self._note_prompt_rows(output)
+        num_known = self._num_known(choice, output)
+        rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
+        new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
+        if num_known:
+            self.metrics.discarded("repeated", num_known)
+        num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
+        if num_counted:
+            self._note_tokens(output.choice, num_counted, timestamp)
+        if choice.finished:
+            self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+        if choice.has_news:
+            self.notifier.notify()
+        self.send_buffer.check()
+        return choice.finished and output.finish_reason is None
+
+    def _num_known(self, choice: Choice, output: EngineCoreOutput) -> int:
+        """Return how many of the output's tokens were received before."""
+        have = len(choice.token_ids)
+        if output.token_index > have:
+            raise InternalRequestError("outputs of the engine were lost")
+        return min(have - output.token_index, len(output.new_token_ids))
+
+    def _note_first(self, first: FirstTokenInfo) -> None:
+        if self.timeline.queued is None:
+            self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
+            self.num_cached_tokens = first.num_cached_tokens
+            self.metrics.queue_time(first.scheduled_at - first.queued_at)
+            self.metrics.requests.begun(
+                len(self.prompt_token_ids), first.num_cached_tokens, first.num_external_tokens
+            )
+
+    def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
+        last = self._last_token_times.get(choice)
+        self._last_token_times[choice] = timestamp
+        if last is None:
+            self.metrics.first_token(timestamp - self.timeline.arrival, number)
+            if self.timeline.first_token is None:
+                self.timeline.first_token = timestamp
+        else:
+            self.metrics.next_tokens(timestamp - last, number)
+
+    def _note_prompt_rows(self, output: EngineCoreOutput) -> None:
+        arrays = output.prompt_logprobs
+        assert arrays is not None
+        for position, row in enumerate(unpack(arrays), start=arrays.first_position):
+            if 0 < position < len(self.prompt_rows):
+                self.prompt_rows[position] = row
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of an answer. reasoning_tokens: None for a model without reasoning."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None
