@@ -54,7 +54,7 @@ class LoadedModel:
     config: dict[str, Any]
     model: Decoder
     dtype: torch.dtype
-    form: WeightFormat
+    weight_format: WeightFormat
     device: Device
     group: RankGroup
     layout: KVLayout
@@ -77,8 +77,8 @@ class LoadedModel:
 
     @property
     def weights(self) -> tuple[WeightMemory, ...]:
-        """Bytes that the weights take, by form."""
-        return tuple(WeightMemory(*each) for each in self.form.memory.items())
+        """Bytes that the weights take, by weight_format."""
+        return tuple(WeightMemory(*each) for each in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """32 bytes over everything that changes what is in its KV blocks."""
@@ -89,12 +89,12 @@ class LoadedModel:
             block_size,
             str(self.dtype),
             # Another device sums in another order.
-            f"cuda {self.form.name}" if self.on_cuda else self.form.name,
+            f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
             (self.group.rank, self.group.size),
         )
 
 
-def unchanged(form: WeightFormat) -> WeightFormat:
+def unchanged(weight_format: WeightFormat) -> WeightFormat:
     return form
 
 
@@ -111,12 +111,12 @@ def load(
     around: makes of that form the one that the model is read in, for whoever wants to watch.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    form = around(_choose_format(config.model, prepared, device, dtype))
+    weight_format = around(_choose_format(config.model, prepared, device, dtype))
     logger.info(
         "loading %s as %s, weights %s",
         prepared.name,
         str(dtype).removeprefix("torch."),
-        form.name,
+        weight_format.name,
     )
     model_config = read_config(prepared)
     whole = spec_from_config(model_config)
@@ -135,15 +135,15 @@ def load(
         dtype,
         device.torch_device,
         lambda fraction: reports.progress("loading weights", fraction),
-        form,
+        weight_format,
         group,
     )
-    logger.info("weights: %s", describe_memory(form))
-    if notice := describe_dense_weights(form):
+    logger.info("weights: %s", describe_memory(weight_format))
+    if notice := describe_dense_weights(weight_format):
         reports.notice(notice)
     heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    return LoadedModel(prepared, model_config, model, dtype, form, device, group, layout, geometry)
+    return LoadedModel(prepared, model_config, model, dtype, weight_format, device, group, layout, geometry)
 
 
 def _choose_format(

@@ -91,8 +91,8 @@ class LimitsWorker:
         self.loaded = load(
             config, prepared, create_device(config, 0), Alone(), NoReports(), NotedFormat
         )
-        assert isinstance(self.loaded.form, NotedFormat)
-        self.products = self.loaded.form
+        assert isinstance(self.loaded.weight_format, NotedFormat)
+        self.products = self.loaded.weight_format
 
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
         """Prompts of a step, as many as fit."""

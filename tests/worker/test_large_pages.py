@@ -15,7 +15,7 @@ def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = WeightArena()
     sizes = [1, 63, 64, 65, 1000, 4096, 4097, 9000] * 20
     with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(memory.take, sizes))
+        parts = list(pool.map(memory.allocate, sizes))
     assert [len(part) for part in parts] == sizes
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     for number, part in enumerate(parts):

@@ -2,7 +2,7 @@
 
 Start at load_model. Reader threads take the weights out of the files layer by layer while the
 calling thread builds modules of them; at most a few layers exist in both states. How weights are
-held in memory is decided by a WeightFormat (forms.py); norms are always dense. Ranks that share a
+held in memory is decided by a WeightFormat (formats.py); norms are always dense. Ranks that share a
 model each read their own shards.
 """
 
@@ -45,10 +45,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[float], None],
-    form: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
     group: RankGroup = _ALONE,
 ) -> Decoder:
-    """Load a model with activations of `dtype` onto `device`, its weights in `form` (else dense).
+    """Load a model with activations of `dtype` onto `device`, its weights in `weight_format` (else dense).
 
     group: the ranks that share the model; they need not have met yet. The decoder's spec is that
     of this rank, with the vocabulary of all.
@@ -60,7 +60,7 @@ def load_model(
     index = read_index(prepared)
     shards = shard_model(spec, group.size, block_columns(spec, index))
     source = WeightSource(index, spec, dtype, device, shards[group.rank].weights)
-    builder = DecoderBuilder(source, shards, form or DenseFormat(dtype), device, group)
+    builder = DecoderBuilder(source, shards, weight_format or DenseFormat(dtype), device, group)
     steps = spec.num_layers + 1
     layers: list[DecoderLayer] = []
     with _readers() as pool:
@@ -85,13 +85,13 @@ class DecoderBuilder:
         self,
         source: WeightSource,
         shards: Sequence[ModelShard],
-        form: WeightFormat,
+        weight_format: WeightFormat,
         device: torch.device,
         group: RankGroup = _ALONE,
     ) -> None:
         self.source = source
         self.spec = shards[group.rank].spec
-        self.form = form
+        self.weight_format = form
         self.device = device
         self.group = group
         self._vocab = [shard.vocab for shard in shards]
@@ -113,7 +113,7 @@ class DecoderBuilder:
         embedding = "embedding.weight"
         names = Ends(embedding, embedding if self.spec.tied_embeddings else "head.weight")
         norm = self.source.read_norm("norm.weight")
-        build_ends = self.form.read_ends(self.source, names)
+        build_ends = self.weight_format.read_ends(self.source, names)
 
         def build(layers: Sequence[DecoderLayer]) -> Decoder:
             table, head = build_ends()
@@ -193,7 +193,7 @@ class LayerReader:
             tuple(self._full_name(f"{name}.weight") for name in names),
             tuple(map(self._full_name, biases)) if with_bias else (),
         )
-        return self._builder.form.read_product(self._builder.source, product)
+        return self._builder.weight_format.read_product(self._builder.source, product)
 
     def _full_name(self, name: str) -> str:
         return f"layers.{self.layer}.{name}"

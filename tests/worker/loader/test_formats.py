@@ -67,10 +67,10 @@ class RoundedForm(DenseFormat):
         super().__init__(torch.float32)
         self._new_blocks = new_blocks
 
-    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return RoundedLinear(self._held(weight), bias)
 
-    def table(self, table: torch.Tensor, head: torch.Tensor) -> DenseTable:
+    def build_table(self, table: torch.Tensor, head: torch.Tensor) -> DenseTable:
         return DenseTable(self._held(table))
 
     def _held(self, weight: torch.Tensor) -> torch.Tensor:
