@@ -12,7 +12,7 @@ from api_server.http.middleware import (
     FastPath,
     endpoints_of,
 )
-from api_server.metrics.counters import RequestCountMiddleware
+from api_server.metrics.http_metrics import HttpMetricsMiddleware
 from api_server.page.files import page_files
 from api_server.routes import (
     admin,
@@ -37,7 +37,7 @@ def create_app(app_state: AppState) -> FastAPI:
     routers += [responses.stored_router, tokenizer.router, system.router, admin.router]
     files = page_files() if app_state.config.page else []
     if app_state.config.page:
-        routers += [live_view.router, live_view.router_of(files)]
+        routers += [live_view.router, live_view.page_router(files)]
     for router in routers:
         app.include_router(router)
     openapi.install(app, app_state.config)
@@ -51,5 +51,6 @@ def create_app(app_state: AppState) -> FastAPI:
             open_paths |= {"/metrics"}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | open_paths)
     routes = [route for router in routers for route in router.routes]
-    app.add_middleware(RequestCountMiddleware, counters=app_state.metrics.count_http(routes))
+    http_metrics = app_state.metrics.register_http_metrics(routes)
+    app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     return app

@@ -1,22 +1,23 @@
-"""What the routes use: the model's texts, the engine client, metrics and settings."""
+"""What the routes use: the model's tokenizer and template, the engine client, metrics, settings."""
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from api_server.engine.engine_client import EngineClient
-from api_server.lifecycle.health import DrainState, Health, InFlightCounter
+from api_server.lifecycle.health import Health, InFlightCounter
+from api_server.lifecycle.supervisor_link import SupervisorLink
 from api_server.live_view.publisher import LiveViewPublisher
-from api_server.metrics.collector import Metrics
+from api_server.metrics.metrics import Metrics
 from api_server.parsers.reasoning import ReasoningStyle, style_of
 from api_server.parsers.tool_calling import ToolCaller
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
-from api_server.stream import OpenStreams
+from api_server.stream import TokenStream
 from api_server.text.chat_template import load_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
@@ -25,12 +26,13 @@ from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
 
-# What an API server reads from a model's folder: tokenizer and chat template.
-
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
-    """vocabulary: hex digest of tokenizer.json and the tokens that end an answer."""
+    """What an API server reads from a model's folder.
+
+    vocabulary: hash that differs between models whose token ids or end tokens differ.
+    """
 
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
@@ -38,7 +40,7 @@ class ModelTexts:
 
     @classmethod
     def load(cls, config: ModelConfig, model: PreparedModel) -> "ModelTexts":
-        """Raises ModelError for what is missing or cannot be used."""
+        """Read tokenizer and chat template; raises ModelError if one is missing or invalid."""
         folder = config.tokenizer or model.folder
         name = config.served_model_name or model.name
         tokenizer = ModelTokenizer.load(folder)
@@ -53,19 +55,18 @@ class ModelTexts:
 
 
 APP_STATE: Final = "tokend.app_state"
-"""Where a request's scope holds what it is answered with."""
+"""Key of the AppState in the ASGI scope of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppState:
     """What the routes use. A reload replaces it as a whole.
 
-    model_name: as clients call it. seeds: for requests without a seed. in_flight: the HTTP requests
-    that use this state. epoch: of the engine that they are sent to. vocabulary: a fingerprint that
-    differs if token ids have another meaning. open_streams: of all engines. request_abort: abort,
-    in all API servers, the requests with these ids, of the key with this name or of any (None).
-    responses: of /v1/responses, stored or running. background: tasks of responses whose clients do
-    not wait.
+    model_name: as clients call it. in_flight: HTTP requests that use this state.
+    epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
+    settings: all of the daemon. open_streams: token streams of all requests that have not ended.
+    responses: stored and running ones of /v1/responses. background: tasks that complete responses
+    whose clients do not wait. seeds: for requests without a seed. created: Unix time.
     """
 
     model: PreparedModel
@@ -76,28 +77,27 @@ class AppState:
     tokenizer: ModelTokenizer
     health: Health
     chat_template: TemplateRenderer
-    drain_state: DrainState
     epoch: int
     vocabulary: str
     settings: ServeConfig
-    request_abort: Callable[[list[str], str | None], None]
-    open_streams: OpenStreams
+    supervisor: SupervisorLink
     responses: StoredResponses
     live_view: LiveViewPublisher
+    open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError unless `name` is served; no name means the one there is."""
+        """Raise UnknownModelError unless `name` is served; None means the only model."""
         if name is not None and name != self.model_name:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(f"the model {shown} does not exist", "model")
 
     @property
     def reasoning_style(self) -> ReasoningStyle:
-        """Between which markers the model thinks, if it does."""
+        """The markers between which the model reasons, if it does."""
         return style_of(self.config.reasoning_parser, self.chat_template.source)
 
     @property
@@ -109,9 +109,20 @@ class AppState:
         )
 
     def prompt_reader(self, field: str) -> PromptReader:
-        """With the limits of the engine; raises NotAvailableError before it is ready.
+        """Return a reader with the engine's limits. field: of the request, for errors.
 
-        field: of the request, for errors.
+        Raises NotAvailableError before the engine is ready.
         """
         engine = self.client.engine
         return PromptReader(self.tokenizer, engine.vocab_size, engine.max_model_len, field)
+
+    def abort_streams(self, request_ids: Collection[str], key_name: str | None) -> None:
+        """End the streams with these response ids on behalf of an operator.
+
+        key_name: only streams of clients with the API key of this name; None for all. Clients may
+        choose response ids, so two keys may use the same one.
+        """
+        wanted = set(request_ids)
+        for stream in list(self.open_streams):
+            if stream.label in wanted and key_name in (None, stream.key_name):
+                stream.abort()

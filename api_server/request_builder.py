@@ -190,22 +190,22 @@ class RequestBuilder:
             send_buffer=self._send_buffer,
             open_streams=app_state.open_streams,
             ignored=str(self._ignored),
-            owner=self._key_name,
+            key_name=self._key_name,
         )
 
     def response(
         self,
         stream: TokenStream,
         answer: Answer,
-        more_headers: Sequence[tuple[bytes, bytes]] = (),
+        extra_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> GenerationResponse:
         """Return the response to a submitted stream, in the format of `answer`."""
         return GenerationResponse(
             stream,
             answer,
             as_events=self._request.stream,
-            keep_alive=self._app_state.config.sse_keep_alive,
-            more_headers=[*self.headers(), *more_headers],
+            keep_alive_seconds=self._app_state.config.sse_keep_alive,
+            extra_headers=[*self.headers(), *extra_headers],
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:

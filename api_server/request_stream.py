@@ -1,12 +1,12 @@
 """Engine outputs of one request → text → deltas.
 
-    EngineClient ─ feed ─▶ RequestStream ─▶ Choice ─▶ detokenizer, stop strings ─▶ Delta
+    EngineClient ─ output ─▶ RequestStream ─▶ Choice ─▶ detokenizer, stop strings ─▶ Delta
                                │                                                    │
                                └─ notify ─▶ StreamNotifier ─▶ GenerationResponse ◀──┘
 
-An HTTP request has a `RequestStream` for each of its prompts, with n choices each;
-`api_server/stream.py` holds them together. Start reading at `RequestStream.feed`. Everything here
-runs on the event loop.
+An HTTP request has a `RequestStream` for each of its prompts, with n choices each; a `TokenStream`
+(`api_server/stream.py`) holds them together. Start reading at `RequestStream.process_output`.
+Everything here runs on the event loop.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from api_server.errors import SlowReaderError
-from api_server.metrics.collector import Metrics
+from api_server.metrics.metrics import Metrics
 from api_server.parsers.called_tool import AgentTurn, Listener
 from api_server.parsers.reasoning import CountingDetokenizer
 from api_server.text.detokenizer import Detokenizer
@@ -352,20 +352,20 @@ class RequestStream:
         """Indices of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
-    def count_end(self) -> None:
-        """Observe the histograms of a request whose choices all finished."""
-        timeline, metrics = self.timeline, self.metrics.requests
-        metrics.requested(len(self.choices), self.max_tokens)
+    def record_finished(self, now: float) -> None:
+        """Record a request whose choices all finished. now: monotonic seconds."""
+        timeline, metrics = self.timeline, self.metrics
+        metrics.record_finished_request(now - timeline.arrival, len(self.choices), self.max_tokens)
         if timeline.scheduled is not None and timeline.first_token is not None:
             lengths = [len(choice.token_ids) for choice in self.choices]
             last = max(self._last_token_times.values())
-            metrics.ended(timeline.scheduled, timeline.first_token, last, lengths)
+            metrics.record_phases(timeline.scheduled, timeline.first_token, last, lengths)
 
     def accept(self) -> None:
         """Count the request as accepted by the engine."""
         if not self.accepted:
             self.accepted = True
-            self.metrics.prompt_accepted(len(self.prompt_token_ids))
+            self.metrics.record_prompt(len(self.prompt_token_ids))
             self.notifier.notify()
 
     def fail(self, error: RequestError) -> None:
@@ -382,14 +382,14 @@ class RequestStream:
         for choice in self.choices:
             if not choice.finished and self.error is None:
                 choice.extend([], [], FinishReason.ABORT, None)
-                self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+                self.metrics.count_finished_choice(str(choice.finish_reason), len(choice.token_ids))
         self.notifier.notify()
 
     def called_tool(self) -> str:
         """Return the engine's name of the tool that the answer calls, or ""."""
         return "" if self.turn is None else self.turn.tool()
 
-    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+    def process_output(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take one output; True if a stop string ended a choice that the engine still computes.
 
         timestamp: monotonic seconds at which the tokens left the engine.
@@ -404,7 +404,7 @@ class RequestStream:
             return False
         choice = self.choices[output.choice]
         if choice.finished:
-            self.metrics.discarded("after_stop", len(output.new_token_ids))
+            self.metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
             return False
         if output.first is not None:
             self._note_first(output.first)
@@ -416,12 +416,12 @@ class RequestStream:
         rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
         new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
         if num_known:
-            self.metrics.discarded("repeated", num_known)
+            self.metrics.count_discarded_tokens("repeated", num_known)
         num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
         if num_counted:
             self._note_tokens(output.choice, num_counted, timestamp)
         if choice.finished:
-            self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+            self.metrics.count_finished_choice(str(choice.finish_reason), len(choice.token_ids))
         if choice.has_news:
             self.notifier.notify()
         self.send_buffer.check()
@@ -438,20 +438,22 @@ class RequestStream:
         if self.timeline.queued is None:
             self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
             self.num_cached_tokens = first.num_cached_tokens
-            self.metrics.queue_time(first.scheduled_at - first.queued_at)
-            self.metrics.requests.begun(
-                len(self.prompt_token_ids), first.num_cached_tokens, first.num_external_tokens
+            self.metrics.record_first_step(
+                first.scheduled_at - first.queued_at,
+                len(self.prompt_token_ids),
+                first.num_cached_tokens,
+                first.num_external_tokens,
             )
 
     def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)
         self._last_token_times[choice] = timestamp
         if last is None:
-            self.metrics.first_token(timestamp - self.timeline.arrival, number)
+            self.metrics.record_first_tokens(timestamp - self.timeline.arrival, number)
             if self.timeline.first_token is None:
                 self.timeline.first_token = timestamp
         else:
-            self.metrics.next_tokens(timestamp - last, number)
+            self.metrics.record_next_tokens(timestamp - last, number)
 
     def _note_prompt_rows(self, output: EngineCoreOutput) -> None:
         arrays = output.prompt_logprobs

@@ -11,7 +11,7 @@ logged once, in `TokenStream.close`. Everything here runs on the event loop.
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,8 +19,8 @@ from typing import Literal
 from starlette.requests import Request
 
 from api_server.engine.engine_client import EngineClient
-from api_server.http.http_protocol import has_left, is_stalled
-from api_server.metrics.collector import Metrics
+from api_server.http.http_protocol import client_disconnected, is_stalled
+from api_server.metrics.metrics import Metrics
 from api_server.request_stream import (
     Delta,
     DeltaWriter,
@@ -40,9 +40,9 @@ logger = logging.getLogger("tokend.requests")
 class TokenStream:
     """All output of one HTTP request.
 
-    label: the answer's id. owner: name of the API key of the client.
+    label: the response's id. key_name: of the client's API key.
     requests, streams: one per prompt, in the same order.
-    open_streams: lists this stream from its submission to its end.
+    open_streams: contains this stream from its submission to its end.
     ignored: unknown fields of the request, for the log.
     cleanup: is closed when the stream ends, however it ends.
     disconnected: the client has closed the connection; nothing more is sent.
@@ -56,9 +56,9 @@ class TokenStream:
     streams: Sequence[RequestStream]
     log: bool
     send_buffer: SendBuffer
-    open_streams: "OpenStreams"
+    open_streams: "set[TokenStream]"
     ignored: str = ""
-    owner: str = ""
+    key_name: str = ""
     cleanup: ExitStack = field(default_factory=ExitStack, init=False)
     disconnected: bool = field(default=False, init=False)
     _cause: str = field(default="", init=False)
@@ -76,7 +76,7 @@ class TokenStream:
             if connection is not None:
                 watch = asyncio.create_task(self._watch_client(connection))
                 self.cleanup.callback(watch.cancel)
-                if has_left(connection.scope):
+                if client_disconnected(connection.scope):
                     await asyncio.wait([watch])
                     return
             self._send_requests()
@@ -153,7 +153,7 @@ class TokenStream:
     def cancel(self) -> None:
         """End the answer where it is, on behalf of its client."""
         if not self.finished and all(stream.accepted for stream in self.streams):
-            self.metrics.cut_short("cancel")
+            self.metrics.count_cut_short("cancel")
         for stream in self.streams:
             stream.cut()
             self.client.abort_request(stream)
@@ -163,7 +163,7 @@ class TokenStream:
         if self._closed:
             return
         self._closed = True
-        self.open_streams.remove(self)
+        self.open_streams.discard(self)
         now = time.monotonic()
         for stream in self.streams:
             self._close_stream(stream, now)
@@ -192,15 +192,14 @@ class TokenStream:
         running = [choice for choice in stream.choices if not choice.finished]
         self.client.abort_request(stream)
         if running and cause:
-            self.metrics.cut_short(cause)
+            self.metrics.count_cut_short(cause)
         if isinstance(stream.error, QueueFullError):
-            self.metrics.admission_rejected(str(stream.error.param))
+            self.metrics.count_rejection(str(stream.error.param))
         if stream.accepted:
             for choice in running:
-                self.metrics.choice_ended(reason, len(choice.token_ids))
+                self.metrics.count_finished_choice(reason, len(choice.token_ids))
             if stream.error is None and not running:
-                self.metrics.request_ended(now - stream.timeline.arrival)
-                stream.count_end()
+                stream.record_finished(now)
 
     def _log(self, now: float) -> None:
         usage = self.usage()
@@ -246,31 +245,3 @@ def _shown(value: str | float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}s" if isinstance(value, float) else str(value)
-
-
-class OpenStreams:
-    """The token streams of this API server by label, so that an operator can abort them.
-
-    Clients may choose the label, so different keys may use the same one.
-    """
-
-    def __init__(self) -> None:
-        self._by_label: dict[str, list[TokenStream]] = {}
-
-    def add(self, stream: TokenStream) -> None:
-        self._by_label.setdefault(stream.label, []).append(stream)
-
-    def remove(self, stream: TokenStream) -> None:
-        """Remove a stream; nothing for one that is not listed."""
-        namesakes = self._by_label.get(stream.label, [])
-        if stream in namesakes:
-            namesakes.remove(stream)
-            if not namesakes:
-                del self._by_label[stream.label]
-
-    def abort(self, labels: Collection[str], owner: str | None) -> None:
-        """Abort the streams with exactly these labels. owner: only those of this key."""
-        for label in labels:
-            for stream in list(self._by_label.get(label, ())):
-                if owner is None or stream.owner == owner:
-                    stream.abort()

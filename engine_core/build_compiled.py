@@ -31,8 +31,7 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 _HOT: Final = (
     *("request.py", "kv_cache/*.py", "retention/*.py"),
     *("scheduler/*.py", "scheduler/queues/*.py"),
-    *("kv_connector/offload/jobs.py", "kv_connector/offload/keys.py"),
-    *("kv_connector/offload/requests.py", "kv_connector/offload/*_planner.py"),
+    *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
 """Not the connectors, ledgers and policies: a class from elsewhere may extend those, which it
 cannot do with a compiled one."""

@@ -1,7 +1,8 @@
 """The engine's busy loop: receive, schedule, send, wait for a result, update, publish.
 
-`BusyLoop` owns the order of these and the steps in flight. `EngineIO` is the only place where the
-engine waits.
+Start with `BusyLoop.run_until_shutdown`; it owns the order of these and the steps in flight.
+`EngineIO` is where the engine waits: it receives the messages of front ends and supervisor and
+publishes outputs.
 
     one in flight     schedule 1 ─▶ compute 1 ─▶ update 1, schedule 2 ─▶ compute 2 ─▶ …
     two in flight     schedule 1, 2 ─▶ compute 1 ─▶ compute 2 ─▶ compute 3 ─▶ …
@@ -11,184 +12,27 @@ engine waits.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
-from engine_core.executor.base import WorkerFailedError
-from engine_core.executor.worker_group import WorkerGroup
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
+from engine_core.kv_cache.integrity import check_in_slices
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.result import ClientOutputs, ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError, Grammars
-from engine_core.supervisor_io import HeartbeatSender, SupervisorCommands
+from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
-from engine_core.view.views import NO_VIEWS, Views
+from engine_core.worker_group import WorkerFailedError, WorkerGroup
+from proto.errors import TokendError
 from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import KVConnectorOutput
-from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller
 
-logger = logging.getLogger("tokend.service")
-
-
-class EngineIO:
-    """Waits for messages and serves supervisor and front ends, also while a step computes.
-
-    poller: polls all channels of the engine; those of the front ends are added here.
-    """
-
-    def __init__(
-        self,
-        commands: SupervisorCommands,
-        front_ends: FrontEndLinks,
-        poller: Poller,
-        scheduler: Scheduler,
-        input_processor: InputProcessor,
-        output_dispatcher: OutputDispatcher,
-        grammars: Grammars = NO_GRAMMARS,
-        views: Views = NO_VIEWS,
-    ) -> None:
-        self._commands = commands
-        self._supervisor = commands.link
-        self._front_ends = front_ends
-        self._poller = poller
-        self._scheduler = scheduler
-        self._input_processor = input_processor
-        self._output_dispatcher = output_dispatcher
-        self._heartbeat = HeartbeatSender(commands.link)
-        self._views = views
-        self._reported_pause = scheduler.pause_mode
-        for link in front_ends.links:
-            poller.add(link)
-        self._grammars = grammars
-        self._connector = scheduler.kv_transfer.connector
-        for descriptor in (grammars.descriptor, self._connector.fileno()):
-            if descriptor != NO_DESCRIPTOR:
-                poller.add(descriptor)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the supervisor has sent `Shutdown`."""
-        return self._commands.stopped
-
-    def take_worker_epochs(self) -> list[int]:
-        """Return the epochs of new workers; only the last one is alive."""
-        return self._commands.take_worker_epochs()
-
-    def serve(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for a message on any channel, and handle those of supervisor and front ends.
-
-        Returns early if a live view is due, or if a request, a session or retained KV expires; it
-        ends what has expired. Returns False if nothing happened within the time.
-        """
-        self._views.show()  # while the workers compute, if they do
-        limits = (
-            timeout_seconds,
-            self._views.seconds_to_next,
-            self._scheduler.sessions.seconds_to_next_end,
-            self._scheduler.deadlines.seconds_to_next_end,
-            self._scheduler.agent_sessions.seconds_to_next_end,
-        )
-        ready = self._wait(min((each for each in limits if each is not None), default=None))
-        received = self._front_ends.receive()
-        for client, message in received:
-            self._input_processor.take(client, message)
-        resting = self._scheduler.sessions.end_overdue()
-        self._output_dispatcher.add_step(resting)
-        expired = self._scheduler.agent_sessions.end_overdue()
-        overdue = self._input_processor.end_overdue() or bool(resting) or expired
-        if self._grammars.descriptor in ready:
-            self._grammars.silence()
-            compiled = self._input_processor.answer_compiled()
-        else:
-            compiled = False
-        if self._connector.fileno() in ready:
-            self._connector.attend()
-        if received or overdue or compiled:
-            self._report_pause()  # before a reply tells a client that the engine is paused
-            self._output_dispatcher.flush()
-        self._drop_stalled()
-        return bool(ready or received or overdue) or self._views.seconds_to_next is not None
-
-    def publish(self, outputs: ClientOutputs) -> None:
-        """Send the outputs of a completed step to the front ends, and a heartbeat."""
-        self._heartbeat.beat(self._scheduler.worker_epoch, self._scheduler.step)
-        self.tell(outputs)
-
-    def announce(self, progress: list[tuple[Request, int]]) -> None:
-        """Send progress, by which front ends count crashes, before a step can crash.
-
-        progress: requests, and tokens of theirs in complete steps.
-        """
-        if progress:
-            self._output_dispatcher.add_progress(progress)
-            self._output_dispatcher.flush()
-
-    def tell(self, outputs: ClientOutputs) -> None:
-        """Send outputs that belong to no step to the front ends."""
-        self._output_dispatcher.add_step(outputs)
-        self._output_dispatcher.flush()
-        self._drop_stalled()
-
-    def _wait(self, timeout_seconds: float | None) -> list[Link | int]:
-        """Return what is readable after at most this time; commands of the supervisor are handled.
-
-        A `Ping` of the supervisor does not end the wait.
-        """
-        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while True:
-            ready = self._poller.wait(timeout_seconds)
-            if self._supervisor not in ready or self._handle_commands() or len(ready) > 1:
-                return ready
-            if end is not None:
-                timeout_seconds = max(0.0, end - time.monotonic())
-
-    def _handle_commands(self) -> bool:
-        """Handle commands of the supervisor. Return whether there were any besides a `Ping`."""
-        any_commands = self._commands.receive()
-        for pause in self._commands.take_pauses():
-            if pause.mode is None:
-                self._scheduler.resume()
-            else:
-                self._scheduler.pause(pause.mode)
-            self._reported_pause = pause.mode
-        for each in self._commands.take_front_ends():
-            old, new = self._front_ends.replace(each.index, each.incarnation)
-            for link in old:
-                self._poller.remove(link)
-                link.close()
-            self._poller.add(new)
-            self._views.watch(each.index, wanted=False)
-            ended = self._scheduler.abort_client(each.index)
-            logger.warning("front end %d died: %d requests are aborted", each.index, ended)
-            self._output_dispatcher.flush()  # the gauges that the dead front end received are lost
-        return any_commands
-
-    def _report_pause(self) -> None:
-        if self._scheduler.pause_mode != self._reported_pause:
-            self._reported_pause = self._scheduler.pause_mode
-            self._supervisor.send(Paused(self._reported_pause))
-
-    def _drop_stalled(self) -> None:
-        for client, link in self._front_ends.take_stalled():
-            self._poller.remove(link)
-            link.close()
-            self._views.watch(client, wanted=False)
-            ended = self._scheduler.abort_client(client)
-            self._supervisor.send(
-                Notice(
-                    "engine_core",
-                    0,
-                    f"front end {client} does not read what it is sent: "
-                    f"it is given up and its {ended} running requests are aborted",
-                )
-            )
-            self._supervisor.send(FrontEndStalled(client, self._front_ends.incarnation(client)))
-            self._output_dispatcher.flush()
-
+logger = logging.getLogger("tokend.busy_loop")
 
 IDLE_SECONDS: Final = 1.0
 """After this time without a message the engine runs its integrity check."""
@@ -199,95 +43,98 @@ OVERLAPPED: Final = 2
 """Steps in flight: the next is scheduled, and waits at the workers, while one computes."""
 
 
+class IntegrityError(TokendError):
+    """The bookkeeping of the KV cache is inconsistent, so outputs could mix requests."""
+
+
 class BusyLoop:
     """Schedules steps and processes their results, with up to `max_in_flight` steps at the workers.
 
-    check_when_idle: an integrity check that raises IntegrityError; each iteration is a slice of a
-    few milliseconds. It starts after IDLE_SECONDS without work and stops at the next message.
+    structured_output: makes the masks of steps with grammars; None without such requests.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        kv_cache: KVCacheManager,
         workers: WorkerGroup,
-        io: EngineIO,
-        check_when_idle: Callable[[], Iterator[None]],
+        io: "EngineIO",
         max_in_flight: int = SYNCHRONOUS,
-        grammars: Grammars = NO_GRAMMARS,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._kv_cache = kv_cache
         self._workers = workers
         self._io = io
-        self._check_when_idle = check_when_idle
         self._max_in_flight = max_in_flight
-        self._grammars = grammars
+        self._structured_output = structured_output
         self._in_flight: deque[SchedulerOutput] = deque()
 
-    def run(self) -> None:
-        """Receive, update, schedule and send until `Shutdown`; wait if there is nothing to do.
+    def run_until_shutdown(self) -> None:
+        """Serve requests until the supervisor sends `Shutdown`.
 
-        Messages of front ends are handled before results, so an abort precedes the tokens that
-        arrive at the same time. A worker that sends an invalid result is reported to the
-        supervisor, and nothing is sent until new workers are connected.
+        If a worker sends an invalid result, the supervisor replaces all workers, and nothing is
+        scheduled until the new ones are ready.
         """
-        may_have_work = True
-        while True:
-            self._receive(may_have_work)
-            if self._io.stopped:
-                return
-            for epoch in self._io.take_worker_epochs():
-                self._change_workers(epoch)
+        self._receive(wait=False)
+        while not self._io.is_stopped:
             try:
-                results = self._workers.receive()
-                for report in self._workers.take_reports():
-                    self._update_from_connector(report)
-                for result in results:
-                    self._update(result)
-                self._exchange_masks()
-                may_have_work = self._schedule_and_send()
-                self._exchange_masks()
+                self._run_iteration()
             except WorkerFailedError as error:
-                self._workers.distrust(error)
-                may_have_work = False
+                self._workers.request_replacement(error)
 
-    def close(self) -> None:
-        """Close the KV connector; the engine stops."""
-        self._scheduler.kv_transfer.close()
+    def _run_iteration(self) -> None:
+        step = self._schedule()
+        if step is not None:
+            self._workers.send_step(step)
+        self._exchange_masks()
+        self._receive(wait=step is None)
+        if self._io.is_stopped:
+            return
+        results = self._workers.receive_results()
+        for report in self._workers.pop_kv_reports():
+            self._update_from_connector(report)
+        for result in results:
+            self._update_and_publish(result)
+        self._exchange_masks()
 
-    def _receive(self, may_have_work: bool) -> None:
-        """Handle messages that have arrived; wait for one if there is nothing else to do."""
-        if may_have_work:
-            self._io.serve(0)
+    def _receive(self, *, wait: bool) -> None:
+        """Process messages of front ends and supervisor, and connect new workers.
+
+        Messages precede results, so an abort precedes tokens that arrive at the same time.
+        wait: for a message or a result, because there is nothing to schedule.
+        """
+        if not wait:
+            self._io.receive_messages(0)
         elif self._in_flight:
-            self._io.serve()
-        elif not self._io.serve(IDLE_SECONDS):
-            for _ in self._check_when_idle():
-                if self._io.serve(0):
-                    return
-            self._io.serve()
+            self._io.receive_messages()
+        elif not self._io.receive_messages(IDLE_SECONDS):
+            self._check_integrity_until_message()
+        if not self._io.is_stopped:
+            for epoch in self._io.pop_worker_epochs():
+                self._connect_workers(epoch)
 
-    def _schedule_and_send(self) -> bool:
-        """Schedule and send a step. Return False if nothing can be sent for now."""
+    def _schedule(self) -> SchedulerOutput | None:
+        """Return the next step to send, or None if there is nothing to send for now."""
         if not self._scheduler.has_work or len(self._in_flight) == self._max_in_flight:
-            return False
-        if not self._workers.ready:
-            return False
-        wanted = self._scheduler.kv_transfer.wants_step
+            return None
+        if not self._workers.is_ready:
+            return None
+        connector_wants_step = self._scheduler.kv_transfer.wants_step
         self._scheduler.isolate_suspect()
         output = self._scheduler.schedule()
-        self._io.announce(self._scheduler.crash_progress())
+        self._io.publish_crash_progress(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (
-            wanted
+            connector_wants_step
             or output.finished_seq_ids
             or output.preempted_seq_ids
             or output.connector_metadata
         ):
             assert self._may_wait, "no request can progress"
-            return False
-        self._workers.submit(output)
-        return True
+            return None
+        return output
 
     @property
     def _may_wait(self) -> bool:
@@ -295,48 +142,243 @@ class BusyLoop:
         scheduler = self._scheduler
         return bool(self._in_flight or scheduler.kv_transfer.is_awaited or not scheduler.has_work)
 
-    def _update_from_connector(self, report: KVConnectorOutput) -> None:
-        """Process completed KV transfers; a failed one can end a request.
-
-        Without a step in flight this is the only report that their blocks are free.
-        """
-        outputs = self._scheduler.update_from_connector(report)
-        if outputs or not self._in_flight:
-            self._io.tell(outputs)
-
     def _exchange_masks(self) -> None:
-        """Order the grammar masks of the oldest step in flight, and send those that are ready."""
+        """Start on the grammar masks of the oldest step in flight; send those that are ready.
+
+        The masks of a step depend on all tokens before it, which are known when it is the oldest.
+        """
+        if self._structured_output is None:
+            return
         if self._in_flight:
-            self._grammars.order_masks(self._in_flight[0])
-        for masks in self._grammars.take_masks():
+            self._structured_output.request_masks(self._in_flight[0])
+        for masks in self._structured_output.pop_masks():
             if self._in_flight and masks.step == self._in_flight[0].step:
-                self._workers.submit_masks(masks)
+                self._workers.send_masks(masks)
 
-    def _change_workers(self, epoch: int) -> None:
-        """Connect new workers; steps in flight are lost with the old ones."""
-        self._in_flight.clear()
-        self._workers.connect_workers(epoch)
-        self._io.tell(self._scheduler.start_over(epoch))
+    def _update_and_publish(self, result: ModelRunnerOutput) -> None:
+        """Process the result of the oldest step in flight and publish its outputs.
 
-    def _update(self, result: ModelRunnerOutput) -> None:
-        """Process the result of the oldest step in flight and publish its outputs."""
+        Raises WorkerFailedError if the result cannot be that of the step.
+        """
         if not self._in_flight or result.step != self._in_flight[0].step:
-            _check_empty(result)
+            if result.seq_ids:  # a step without tokens has an empty result, which is not awaited
+                raise WorkerFailedError(0, f"answered step {result.step} unasked")
             return
         output = self._in_flight.popleft()
         try:
-            if violations := self._grammars.violations(output, result):
-                self._io.tell(self._scheduler.end_with_errors(violations))
+            if self._structured_output is not None:
+                errors = self._structured_output.find_violations(output, result)
+                if errors:
+                    self._io.publish(self._scheduler.end_with_errors(errors))
             outputs = self._scheduler.update_from_output(output, result)
         except ImpossibleResultError as error:
-            self._io.tell(error.outputs)
+            self._io.publish(error.outputs)
             raise WorkerFailedError(0, f"sent an impossible result: {error}") from error
-        except EarlyAnswerError as error:
-            raise WorkerFailedError(0, str(error)) from error
-        self._io.publish(outputs)
+        self._io.publish_step(outputs)
+
+    def _update_from_connector(self, report: KVConnectorOutput) -> None:
+        """Process completed KV transfers; a failed one can end a request."""
+        outputs = self._scheduler.update_from_connector(report)
+        if outputs or not self._in_flight:  # otherwise the next step publishes the statistics
+            self._io.publish(outputs)
+
+    def _connect_workers(self, epoch: int) -> None:
+        """Connect the workers that replace others; steps in flight are lost with the old ones."""
+        self._in_flight.clear()
+        self._workers.connect_workers(epoch)
+        self._io.publish(self._scheduler.start_over(epoch))
+
+    def _check_integrity_until_message(self) -> None:
+        """Check the KV cache, then wait; a message ends both."""
+        for _ in self._check_integrity():
+            if self._io.receive_messages(0):
+                return
+        self._io.receive_messages()
+
+    def _check_integrity(self) -> Iterator[None]:
+        """Check the bookkeeping of the KV cache, a few milliseconds per iteration.
+
+        Raises IntegrityError for an inconsistency, or for blocks that nothing uses.
+        """
+        kv_cache = self._kv_cache
+        for problems in check_in_slices(kv_cache):
+            if problems:
+                raise IntegrityError("; ".join(problems))
+            yield
+        num_lost = (
+            kv_cache.num_usable_blocks
+            - kv_cache.num_free_blocks
+            - kv_cache.transfer_refs.num_blocks
+        )
+        if num_lost > 0 and not self._scheduler.num_unfinished:
+            raise IntegrityError(f"leak: {num_lost} blocks are allocated and unused")
 
 
-def _check_empty(result: ModelRunnerOutput) -> None:
-    """Raise WorkerFailedError if a result belongs to no step in flight and is not empty."""
-    if result.seq_ids:
-        raise WorkerFailedError(0, f"answered step {result.step} unasked")
+class EngineIO:
+    """Waits for messages, processes those of supervisor and front ends, and publishes outputs.
+
+    It does so also while a step computes. is_stopped: whether the supervisor has sent `Shutdown`.
+    poller: polls all channels of the engine; those of the front ends are added here.
+    """
+
+    def __init__(
+        self,
+        supervisor_io: SupervisorIO,
+        front_ends: FrontEndLinks,
+        poller: Poller,
+        scheduler: Scheduler,
+        input_processor: InputProcessor,
+        output_dispatcher: OutputDispatcher,
+        structured_output: StructuredOutputManager | None = None,
+    ) -> None:
+        self._supervisor_io = supervisor_io
+        self._front_ends = front_ends
+        self._poller = poller
+        self._scheduler = scheduler
+        self._input_processor = input_processor
+        self._output_dispatcher = output_dispatcher
+        self._live_view = output_dispatcher.live_view
+        self._structured_output = structured_output
+        self._connector = scheduler.kv_transfer.connector
+        self._reported_pause = scheduler.pause_mode
+        for link in front_ends.links:
+            poller.add(link)
+        if structured_output is not None:
+            poller.add(structured_output.descriptor)
+        if self._connector.fileno() != NO_DESCRIPTOR:
+            poller.add(self._connector.fileno())
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._supervisor_io.is_stopped
+
+    def pop_worker_epochs(self) -> list[int]:
+        """Return the epochs of new workers, of which only the last is alive; empties the list."""
+        return self._supervisor_io.pop_worker_epochs()
+
+    def receive_messages(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for a message on any channel, and process those of supervisor and front ends.
+
+        Returns early if a live view is due, or if a request, a session or retained KV expires, and
+        ends what has expired. Returns False if nothing happened within the time.
+        """
+        self._live_view.send_if_due()  # here it delays no step while the workers compute
+        ready = self._wait(self._time_until_next_event(timeout_seconds))
+        received = self._front_ends.receive()
+        for client, message in received:
+            self._input_processor.process_message(client, message)
+        expired = self._end_expired()
+        compiled = self._accept_compiled_grammars(ready)
+        if self._connector.fileno() in ready:
+            self._connector.process_notifications()
+        if received or expired or compiled:
+            self._report_pause()  # before a reply tells a client that the engine is paused
+            self._output_dispatcher.flush()
+        self._drop_stalled_front_ends()
+        return bool(ready or received or expired) or self._live_view.seconds_to_next is not None
+
+    def publish_step(self, outputs: ClientOutputs) -> None:
+        """Send the outputs of a completed step to the front ends, and a heartbeat."""
+        self._supervisor_io.send_heartbeat(self._scheduler.worker_epoch, self._scheduler.step)
+        self.publish(outputs)
+
+    def publish(self, outputs: ClientOutputs) -> None:
+        """Send outputs to the front ends, with statistics."""
+        self._output_dispatcher.add_outputs(outputs)
+        self._output_dispatcher.flush()
+        self._drop_stalled_front_ends()
+
+    def publish_crash_progress(self, progress: list[tuple[Request, int]]) -> None:
+        """Send progress, by which front ends count crashes, before a step can crash.
+
+        progress: requests, and tokens of theirs in complete steps.
+        """
+        if progress:
+            self._output_dispatcher.add_progress(progress)
+            self._output_dispatcher.flush()
+
+    def _time_until_next_event(self, timeout_seconds: float | None) -> float | None:
+        limits = (
+            timeout_seconds,
+            self._live_view.seconds_to_next,
+            self._scheduler.sessions.seconds_to_next_end,
+            self._scheduler.deadlines.seconds_to_next_end,
+            self._scheduler.agent_sessions.seconds_to_next_end,
+        )
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _wait(self, timeout_seconds: float | None) -> list[Link | int]:
+        """Return what is readable after at most this time; commands of the supervisor are done.
+
+        A `Ping` of the supervisor does not end the wait.
+        """
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            ready = self._poller.wait(timeout_seconds)
+            supervisor_is_ready = self._supervisor_io.link in ready
+            if not supervisor_is_ready or self._carry_out_commands() or len(ready) > 1:
+                return ready
+            if end is not None:
+                timeout_seconds = max(0.0, end - time.monotonic())
+
+    def _carry_out_commands(self) -> bool:
+        """Carry out commands of the supervisor. Return whether there were any besides a `Ping`."""
+        any_commands = self._supervisor_io.receive_commands()
+        for pause in self._supervisor_io.pop_pauses():
+            if pause.mode is None:
+                self._scheduler.resume()
+            else:
+                self._scheduler.pause(pause.mode)
+            self._reported_pause = pause.mode
+        for front_end in self._supervisor_io.pop_front_ends():
+            old, new = self._front_ends.replace(front_end.index, front_end.incarnation)
+            for link in old:
+                self._disconnect(link)
+            self._poller.add(new)
+            num_aborted = self._abort_client(front_end.index)
+            logger.warning(
+                "front end %d died: %d requests are aborted", front_end.index, num_aborted
+            )
+            self._output_dispatcher.flush()  # the gauges that the dead front end received are lost
+        return any_commands
+
+    def _end_expired(self) -> bool:
+        """End requests, sessions and retained KV whose time is up. Return whether any ended."""
+        outputs = self._scheduler.sessions.end_overdue()
+        self._output_dispatcher.add_outputs(outputs)
+        kv_expired = self._scheduler.agent_sessions.end_overdue()
+        requests_expired = self._input_processor.end_overdue_requests()
+        return bool(outputs) or kv_expired or requests_expired
+
+    def _accept_compiled_grammars(self, ready: list[Link | int]) -> bool:
+        """Accept or refuse requests whose grammar has been compiled. Return whether there were any.
+
+        ready: what is readable.
+        """
+        manager = self._structured_output
+        if manager is None or manager.descriptor not in ready:
+            return False
+        manager.clear_descriptor()
+        return self._input_processor.accept_compiled_requests()
+
+    def _report_pause(self) -> None:
+        if self._scheduler.pause_mode != self._reported_pause:
+            self._reported_pause = self._scheduler.pause_mode
+            self._supervisor_io.report_pause(self._reported_pause)
+
+    def _drop_stalled_front_ends(self) -> None:
+        for client, link in self._front_ends.pop_stalled():
+            self._disconnect(link)
+            num_aborted = self._abort_client(client)
+            incarnation = self._front_ends.incarnation(client)
+            self._supervisor_io.report_stalled_front_end(client, incarnation, num_aborted)
+            self._output_dispatcher.flush()
+
+    def _disconnect(self, link: Link) -> None:
+        self._poller.remove(link)
+        link.close()
+
+    def _abort_client(self, client: int) -> int:
+        """Abort the requests of a front end that is gone. Return their number."""
+        self._live_view.watch(client, wanted=False)
+        return self._scheduler.abort_client(client)

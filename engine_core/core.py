@@ -1,44 +1,46 @@
-"""The engine process, put together.
+"""The engine process: builds its parts, waits for the workers, and runs the busy loop.
 
-Owns the order of its start: workers load, the pool is sized, workers make their
-KV tensors, front ends and supervisor hear that the engine is ready.
+Start with `main`. What owns what:
+
+    core.py            the order of the start; `EngineCore` builds the parts that need no process
+    busy_loop.py       the order of a step, the steps in flight, and every wait
+    frontend_io.py     messages of the API servers, and what each of them is sent next
+    supervisor_io.py   commands of the supervisor, heartbeats and health reports
+    worker_group.py    the workers of the current epoch and their results
+    scheduler/         all requests; kv_cache/ all blocks
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 import msgspec
 
 from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS, BusyLoop, EngineIO
-from engine_core.executor.base import Executor
-from engine_core.executor.local import FaultyExecutor, LocalExecutor
-from engine_core.executor.worker_group import WorkerGroup
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.events import ResidencyMeter
-from engine_core.kv_cache.integrity import check, check_in_slices
+from engine_core.kv_cache.events import PoolObserver, ResidencyMeter
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.factory import create_scheduler_connector
-from engine_core.kv_events import KVEventSink, make_kv_events
-from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
-from engine_core.scheduler.hooks import Unblock
+from engine_core.kv_events import KVEventPublisher, start_kv_events
+from engine_core.pool_plan import PoolPlan, weight_memory
+from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
-from engine_core.supervisor_io import HealthReport, SupervisorCommands, awaits_copies, owes_step
-from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
+from engine_core.structured_output.manager import (
+    StructuredOutputManager,
+    start_structured_output,
+)
+from engine_core.supervisor_io import SupervisorIO
+from engine_core.trace.file import SchedulerTrace, start_trace
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
-from engine_core.view.views import NO_VIEWS, EngineViews, Views
+from engine_core.worker_group import WorkerGroup
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
-from proto.errors import TokendError
-from proto.faults import FaultInjector
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
 from proto.process import freeze_heap
@@ -47,103 +49,108 @@ from proto.sockets import Link, Poller
 logger = logging.getLogger("tokend.engine")
 
 
-class IntegrityError(TokendError):
-    """The books of the KV cache do not add up; what clients get could be another's."""
-
-
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Run the engine of one epoch until the supervisor asks for its end."""
+    """Run the engine of one epoch until the supervisor sends `Shutdown`."""
     clock = PhaseClock(boot.born_at)
     clock.end("imports")
-    with closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)) as front_ends:
-        _serve(boot, supervisor, front_ends, clock)
-
-
-def _serve(
-    boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks, clock: PhaseClock
-) -> None:
-    config, poller = boot.config, Poller([supervisor])
-    grammars = start_grammars(boot)  # while workers load
-    crew = WorkerGroup(
-        _executors(boot),
-        lambda workers: plan_pool(workers, config, boot.model.max_position),
-        poller,
-        supervisor.send,
-        boot.worker_epoch,
-    )
-    vitals = HealthReport(crew)
-    orders = SupervisorCommands(supervisor, vitals.report)
-    if not _assemble(crew, orders, front_ends, poller, clock):
-        return
-    kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
-    if kv_events.endpoint:
-        supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    with closing(kv_events), closing(_trace(boot, crew)) as tracing:
-        stepper = _build(
-            boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
+    with ExitStack() as stack:
+        front_ends = stack.enter_context(
+            closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends))
+        )
+        poller = Poller([supervisor])
+        structured_output = start_structured_output(boot)  # it loads while the workers do
+        workers = WorkerGroup(boot, poller, supervisor)
+        supervisor_io = SupervisorIO(supervisor, workers)
+        _wait_for_workers(workers, supervisor_io, front_ends, poller, clock)
+        if supervisor_io.is_stopped:
+            return
+        config = with_step_tokens(boot.config, workers.workers)
+        kv_events = start_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
+        if kv_events is not None:
+            stack.enter_context(closing(kv_events))
+            supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
+        trace = _start_trace(config, workers, boot.epoch)
+        if trace is not None:
+            stack.enter_context(closing(trace))
+        core = EngineCore(
+            config,
+            workers.plan,
+            workers.workers[0],
+            front_ends,
+            boot.epoch,
+            kv_events,
+            structured_output,
+            trace,
+        )
+        if boot.pause_mode is not None:
+            core.scheduler.pause(boot.pause_mode)
+        supervisor_io.scheduler = core.scheduler
+        io = EngineIO(
+            supervisor_io,
+            front_ends,
+            poller,
+            core.scheduler,
+            core.input_processor,
+            core.output_dispatcher,
+            structured_output,
+        )
+        max_in_flight = OVERLAPPED if overlaps(config, workers.workers[0]) else SYNCHRONOUS
+        busy_loop = BusyLoop(
+            core.scheduler, core.kv_cache, workers, io, max_in_flight, structured_output
         )
         freeze_heap()
-        clock.end("books")
-        _announce(boot, crew, front_ends, supervisor, clock)
-        with closing(stepper):
-            stepper.run()
+        clock.end("scheduler and KV cache")
+        _report_ready(boot, workers, front_ends, supervisor, clock)
+        stack.callback(core.scheduler.kv_transfer.close)
+        busy_loop.run_until_shutdown()
 
 
-def _trace(boot: ProcessBoot, crew: WorkerGroup) -> Tracing:
-    config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
-    return start_tracing(
+def _wait_for_workers(
+    workers: WorkerGroup,
+    supervisor_io: SupervisorIO,
+    front_ends: FrontEndLinks,
+    poller: Poller,
+    clock: PhaseClock,
+) -> None:
+    """Wait until the first workers are ready, or the supervisor sends `Shutdown`."""
+    while not workers.is_ready:
+        poller.wait()
+        supervisor_io.receive_commands()
+        if supervisor_io.is_stopped:
+            return
+        for epoch in supervisor_io.pop_worker_epochs():
+            workers.connect_workers(epoch)
+        for front_end in supervisor_io.pop_front_ends():
+            for link in front_ends.replace(front_end.index, front_end.incarnation)[0]:
+                link.close()
+        had_loaded = bool(workers.workers)
+        workers.receive_results()
+        if workers.workers and not had_loaded:
+            clock.end("workers' weights")
+    clock.end("KV cache and warm-up")
+
+
+def _start_trace(config: ServeConfig, workers: WorkerGroup, epoch: int) -> SchedulerTrace | None:
+    worker = workers.workers[0]
+    return start_trace(
         config.trace,
         scheduler_settings(config, worker),
-        crew.plan,
+        workers.plan,
         worker,
-        boot.epoch,
+        epoch,
         config.cache.enable_prefix_caching,
     )
 
 
-def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
-    """Reaches the workers of an epoch."""
-    run_dir, world_size = boot.run_dir, boot.config.parallel.tensor_parallel_size
-    saboteur = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
-    if saboteur.idle:
-        return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
-    return lambda epoch: FaultyExecutor(run_dir, epoch, world_size, saboteur)
-
-
-def _assemble(
-    crew: WorkerGroup,
-    orders: SupervisorCommands,
-    front_ends: FrontEndLinks,
-    poller: Poller,
-    clock: PhaseClock,
-) -> bool:
-    """Hear from the workers until they are ready; False if asked for the end first."""
-    while not crew.ready:
-        poller.wait()
-        orders.receive()
-        if orders.stopped:
-            return False
-        for epoch in orders.take_worker_epochs():
-            crew.connect_workers(epoch)
-        for each in orders.take_front_ends():
-            for link in front_ends.replace(each.index, each.incarnation)[0]:
-                link.close()
-        loaded = bool(crew.workers)
-        crew.receive()
-        if crew.workers and not loaded:
-            clock.end("workers' weights")
-    clock.end("KV cache and warm-up")
-    return True
-
-
-def _announce(
+def _report_ready(
     boot: ProcessBoot,
-    crew: WorkerGroup,
+    workers: WorkerGroup,
     front_ends: FrontEndLinks,
     supervisor: Link,
     clock: PhaseClock,
 ) -> None:
-    worker, plan = crew.workers[0], crew.plan
+    """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
+    worker, plan = workers.workers[0], workers.plan
     queue = queue_capacity(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
@@ -157,17 +164,17 @@ def _announce(
         queue.num_tokens,
         plan.num_blocks
         * plan.block_size
-        * sum(each.geometry.bytes_per_token for each in crew.workers),
-        weight_memory(crew.workers),
+        * sum(worker.geometry.bytes_per_token for worker in workers.workers),
+        weight_memory(workers.workers),
         (
-            *(ProcessStart("worker", each.rank, each.phases) for each in crew.workers),
+            *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
             ProcessStart(boot.role, boot.index, clock.phases),
         ),
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
     supervisor.send(ready)
-    front_ends.greet(ready)
+    front_ends.send_greeting(ready)
     logger.info(
         "ready: %d blocks of %d tokens, requests up to %d tokens, "
         "a queue of up to %s requests and %s tokens",
@@ -179,76 +186,80 @@ def _announce(
     )
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """The engine without its processes: from requests and results to messages."""
+class EngineCore:
+    """The engine without its process: scheduler, KV cache, input and output.
 
-    scheduler: Scheduler
-    kv_cache: KVCacheManager
-    intake: InputProcessor
-    outbox: OutputDispatcher
-    views: Views
+    config: with a token budget, see `with_step_tokens`. worker: rank 0, after loading.
+    epoch: of the engine. The optional parts: None if the feature is off.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        plan: PoolPlan,
+        worker: WorkerReady,
+        front_ends: FrontEndLinks,
+        epoch: int,
+        kv_events: KVEventPublisher | None = None,
+        structured_output: StructuredOutputManager | None = None,
+        trace: SchedulerTrace | None = None,
+    ) -> None:
+        pool_observers: list[PoolObserver] = []
+        observer: SchedulerObserver = NO_OBSERVER
+        if kv_events is not None:
+            pool_observers.append(kv_events.observer)
+        if trace is not None:
+            pool_observers.append(trace.recorder.block_counter)
+            observer = trace.recorder
+        self.kv_cache = KVCacheManager(
+            plan.num_blocks,
+            plan.block_size,
+            config.cache.enable_prefix_caching,
+            worker.fingerprint,
+            groups=worker.geometry.groups,
+            longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
+            observers=tuple(pool_observers),
+            residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
+            eviction_policy=config.cache.eviction_policy,
+        )
+        transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        self.scheduler = Scheduler(
+            scheduler_settings(config, worker),
+            self.kv_cache,
+            epoch=worker.epoch,
+            max_model_len=plan.max_model_len,
+            vocab_size=worker.vocab_size,
+            constraints=structured_output,
+            connect=connector_factory(config, plan, worker, transfer, self.kv_cache.block_ids),
+            load_failure_policy=transfer.kv_load_failure_policy,
+            observer=observer,
+        )
+        self.output_dispatcher = OutputDispatcher(
+            front_ends, self.scheduler, self.kv_cache, epoch, kv_events
+        )
+        self.scheduler.report_crash_progress_to(self.output_dispatcher)
+        limits = RequestLimits(
+            worker.vocab_size,
+            plan.max_model_len,
+            config.scheduler.scheduling_policy == "priority",
+            config.scheduler.crashes_until_isolated,
+        )
+        self.input_processor = InputProcessor(
+            self.scheduler, self.kv_cache, self.output_dispatcher, limits, structured_output
+        )
 
 
-def build_parts(
-    config: ServeConfig,
-    plan: PoolPlan,
-    worker: WorkerReady,
-    front_ends: FrontEndLinks,
-    epoch: int,
-    kv_events: KVEventSink,
-    grammars: Grammars = NO_GRAMMARS,
-    tracing: Tracing = NO_TRACING,
-) -> EngineParts:
-    """What the daemon runs, and the benchmark measures. epoch: of the engine."""
-    kv_cache = KVCacheManager(
-        plan.num_blocks,
-        plan.block_size,
-        config.cache.enable_prefix_caching,
-        worker.fingerprint,
-        groups=worker.geometry.groups,
-        longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
-        observers=(*kv_events.observers, *tracing.pool_observers),
-        residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-        eviction_policy=config.cache.eviction_policy,
-    )
-    transfer = kv_transfer_config(config.cache.kv_transfer_config)
-    scheduler = Scheduler(
-        scheduler_settings(config, worker),
-        kv_cache,
-        epoch=worker.epoch,
-        max_model_len=plan.max_model_len,
-        vocab_size=worker.vocab_size,
-        constraints=grammars.constraints,
-        connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
-        load_failure_policy=transfer.kv_load_failure_policy,
-        observer=tracing.scheduler_observer,
-    )
-    views = (
-        EngineViews(front_ends, scheduler, kv_cache, epoch) if config.frontend.page else NO_VIEWS
-    )
-    outbox = OutputDispatcher(front_ends, scheduler, epoch, kv_events=kv_events, views=views)
-    scheduler.report_crash_progress_to(outbox)
-    limits = RequestLimits(
-        worker.vocab_size,
-        plan.max_model_len,
-        config.scheduler.scheduling_policy == "priority",
-        config.scheduler.crashes_until_isolated,
-    )
-    intake = InputProcessor(
-        scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views
-    )
-    return EngineParts(scheduler, kv_cache, intake, outbox, views)
-
-
-def connect_of(
+def connector_factory(
     config: ServeConfig,
     plan: PoolPlan,
     worker: WorkerReady,
     transfer: KVTransferConfig,
     block_ids: Callable[[int], BlockIds],
 ) -> Connect:
-    """How the scheduler comes to the connector that is configured; raises ConfigError there."""
+    """Return a function with which the scheduler creates the configured KV connector.
+
+    The function raises ConfigError for an impossible configuration.
+    """
 
     def connect(
         holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
@@ -271,69 +282,20 @@ def connect_of(
 
 
 def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
-    """Whether steps are scheduled ahead: as the setting says, or where the workers gain by it."""
+    """Return whether steps are scheduled ahead: the setting, or what is faster on the device."""
     setting = config.scheduler.async_scheduling
     return worker.computes_ahead if setting is None else setting
 
 
 def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
-    """The configuration with a token budget: what is set, or what all workers have room for."""
+    """Return the configuration with a token budget: the setting, or what fits all workers."""
     if config.scheduler.max_num_batched_tokens is not None:
         return config
-    fewest = min(worker.step_tokens for worker in workers)
-    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=fewest)
+    step_tokens = min(worker.step_tokens for worker in workers)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=step_tokens)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
-    """As they come out with these workers."""
+    """Return the scheduler's settings in effect with these workers."""
     return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
-
-
-def _build(
-    boot: ProcessBoot,
-    crew: WorkerGroup,
-    front_ends: FrontEndLinks,
-    orders: SupervisorCommands,
-    poller: Poller,
-    kv_events: KVEventSink,
-    vitals: HealthReport,
-    grammars: Grammars,
-    tracing: Tracing,
-) -> BusyLoop:
-    plan = crew.plan
-    config = with_step_tokens(boot.config, crew.workers)
-    parts = build_parts(
-        config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
-    )
-    kv_cache = parts.kv_cache
-    vitals.watch(lambda: owes_step(parts.scheduler), lambda: awaits_copies(parts.scheduler))
-    if boot.pause_mode is not None:
-        parts.scheduler.pause(boot.pause_mode)
-
-    def check_when_idle() -> Iterator[None]:
-        for found in check_in_slices(kv_cache):
-            if found:
-                raise IntegrityError("; ".join(found))
-            yield
-        num_lost = (
-            kv_cache.num_usable_blocks
-            - kv_cache.num_free_blocks
-            - kv_cache.transfer_refs.num_blocks
-        )
-        if num_lost > 0 and not parts.scheduler.num_unfinished:
-            raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
-
-    service = EngineIO(
-        orders,
-        front_ends,
-        poller,
-        parts.scheduler,
-        parts.intake,
-        parts.outbox,
-        grammars,
-        parts.views,
-    )
-    overlapped = overlaps(boot.config, crew.workers[0])
-    max_in_flight = OVERLAPPED if overlapped else SYNCHRONOUS
-    return BusyLoop(parts.scheduler, crew, service, check_when_idle, max_in_flight, grammars)

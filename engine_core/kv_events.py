@@ -1,79 +1,41 @@
-"""Publishing what happens in the prefix cache.
+"""Publishes KV events, such as stored and removed blocks, on a ZMQ PUB socket.
 
-Owns the PUB socket and the numbering of batches. What the events say is decided by
-the log, which watches the block pool; without an endpoint there is neither.
+The events of the KV pool are collected by `KVEventLog`, an observer of the block pool; those of
+other media come from the KV connector. The messages are in `proto/kv_events.py`.
 """
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Final
 
 import zmq
 
-from engine_core.kv_cache.events import KVEventLog, PoolObserver
+from engine_core.kv_cache.events import KVEventLog
 from proto.codec import encode
 from proto.errors import ConfigError
 from proto.kv_events import KVEvent, KVEventBatch
 from proto.sockets import MAX_IPC_PATH, kv_events_path
 
 MAX_QUEUED_BATCHES: Final = 10_000
-"""For a subscriber that reads slowly; what is more is lost to it."""
-
-
+"""Batches that wait for a slow subscriber; it loses further ones."""
 LAST_EVENTS_MILLISECONDS: Final = 200
-"""How long the end of the engine may wait until subscribers have the last events."""
+"""Time that a stopping engine waits for subscribers to receive the last events."""
 MAX_SUBSCRIPTION_BYTES: Final = 1024
-"""All that a subscriber has to say."""
-
-
-class KVEventSink(Protocol):
-    """observers: to be told by the block pool. endpoint: where to subscribe, or ""."""
-
-    @property
-    def observers(self) -> Sequence[PoolObserver]:
-        """Of the block pool."""
-
-    @property
-    def endpoint(self) -> str:
-        """In ZMQ's form, with the port that was taken."""
-
-    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
-        """Send what has happened since the last call; nothing if nothing has.
-
-        elsewhere: what has happened on other media.
-        """
-
-    def close(self) -> None:
-        """Send what is left and close the socket, within LAST_EVENTS_MILLISECONDS."""
-
-
-class NoKVEvents:
-    """Nobody asked for events: no socket, no observer."""
-
-    observers: Sequence[PoolObserver] = ()
-    endpoint = ""
-
-    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
-        """Take what there is, so that nobody keeps it for a later call."""
-        deque(elsewhere, maxlen=0)
-
-    def close(self) -> None: ...
-
-
-NO_KV_EVENTS: Final = NoKVEvents()
+"""Largest message accepted from a subscriber."""
 
 
 class KVEventPublisher:
-    """One epoch's events on a PUB socket; never blocks."""
+    """Publishes the events of one epoch in numbered batches; never blocks.
+
+    observer: of the block pool. endpoint: as bound, in ZMQ's form. clock: seconds, for timestamps.
+    Raises ConfigError for an endpoint that cannot be bound.
+    """
 
     def __init__(
         self, endpoint: str, epoch: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises ConfigError for an endpoint that cannot be bound."""
-        self._log = KVEventLog()
-        self.observers: Sequence[PoolObserver] = (self._log,)
+        self.observer = KVEventLog()
         self._epoch = epoch
         self._clock = clock
         self._sequence = 0
@@ -91,27 +53,32 @@ class KVEventPublisher:
             ) from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
-        events = [*self._log.pop_events(), *elsewhere]
+    def publish(self, external_events: Iterable[KVEvent] = ()) -> None:
+        """Send the events since the last call as one batch, if there are any.
+
+        external_events: of other media than the KV pool.
+        """
+        events = [*self.observer.pop_events(), *external_events]
         if events:
             batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
             self._socket.send(encode(batch), zmq.NOBLOCK)
             self._sequence += 1
 
     def close(self) -> None:
-        """Send what is left and close the socket, within LAST_EVENTS_MILLISECONDS."""
+        """Send the last events and close the socket, within LAST_EVENTS_MILLISECONDS."""
         self.publish()
         self._socket.close(linger=LAST_EVENTS_MILLISECONDS)
-        self._context.term()  # closing only starts the sending; the process ends with os._exit
+        self._context.term()  # waits for the last events; the process ends with os._exit
 
 
-def make_kv_events(endpoint: str | None, run_dir: str, epoch: int) -> KVEventSink:
-    """The sink for --kv-events-endpoint; `ipc` is a socket in the run directory.
+def start_kv_events(endpoint: str | None, run_dir: str, epoch: int) -> KVEventPublisher | None:
+    """Create the publisher of --kv-events-endpoint; None without the flag.
 
-    Raises ConfigError for an endpoint that cannot be bound.
+    The endpoint `ipc` stands for a socket in the run directory. Raises ConfigError for an endpoint
+    that cannot be bound.
     """
     if endpoint is None:
-        return NO_KV_EVENTS
+        return None
     if endpoint == "ipc":
         endpoint = f"ipc://{kv_events_path(run_dir, epoch)}"
     path = endpoint.removeprefix("ipc://")

@@ -1,75 +1,135 @@
-"""The engine's side of its channel to the supervisor: commands, heartbeats, health reports.
+"""The engine's side of its channel to the supervisor: commands, health reports, heartbeats.
 
-Commands are kept until the busy loop acts on them. A `Ping` is answered at once.
+Owns the commands until the busy loop carries them out. A `Ping` is answered as soon as it is
+received.
 """
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from engine_core.scheduler.scheduler import Scheduler
-from proto.codec import Message
+from engine_core.worker_group import WorkerGroup
+from proto.engine_io import PauseMode
 from proto.lifecycle import (
-    Alive,
     EngineAlive,
+    FrontEndStalled,
     Heartbeat,
     NewFrontEnd,
     NewWorkers,
+    Notice,
     Paused,
     Ping,
     Shutdown,
 )
 from proto.sockets import Link
 
-if TYPE_CHECKING:
-    from engine_core.executor.worker_group import WorkerGroup
-
 HEARTBEAT_SECONDS: Final = 0.5
-"""Between two heartbeats; the first step of new workers is reported at once."""
+"""Least time between two heartbeats, except that the first step of new workers is reported."""
 
 
-class HeartbeatSender:
-    """Reports completed steps to the supervisor, which counts them as progress."""
+class SupervisorIO:
+    """Receives commands of the supervisor and reports to it.
 
-    def __init__(self, supervisor: Link, clock: Callable[[], float] = time.monotonic) -> None:
-        self._supervisor = supervisor
-        self._clock = clock
-        self._due = 0.0
-        self._worker_epoch = 0
-
-    def beat(self, worker_epoch: int, step: int) -> None:
-        """Report that `step` is complete, at most once in HEARTBEAT_SECONDS."""
-        now = self._clock()
-        if now >= self._due or worker_epoch != self._worker_epoch:
-            self._due = now + HEARTBEAT_SECONDS
-            self._worker_epoch = worker_epoch
-            self._supervisor.send(Heartbeat(worker_epoch, step))
-
-
-class HealthReport:
-    """The engine's answer to a Ping: completed steps, and the ranks that owe a result.
-
-    Naming the ranks keeps the supervisor from blaming the engine for a worker that hangs.
+    link: the channel. is_stopped: whether `Shutdown` was received.
+    scheduler: read for health reports; None until the workers have loaded.
+    clock: seconds, for heartbeats.
     """
 
-    def __init__(self, crew: "WorkerGroup") -> None:
-        self._crew = crew
-        self._has_work = self._awaits_copies = _nothing_yet
+    def __init__(
+        self,
+        link: Link,
+        workers: WorkerGroup,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link = link
+        self.is_stopped = False
+        self.scheduler: Scheduler | None = None
+        self._workers = workers
+        self._clock = clock
+        self._new_worker_epochs: list[int] = []
+        self._new_front_ends: list[NewFrontEnd] = []
+        self._pauses: list[Paused] = []
+        self._next_heartbeat = 0.0
+        self._heartbeat_epoch = 0
 
-    def watch(self, has_work: Callable[[], bool], awaits_copies: Callable[[], bool]) -> None:
-        """Include the scheduler's state in reports from now on."""
-        self._has_work = has_work
-        self._awaits_copies = awaits_copies
+    def receive_commands(self) -> bool:
+        """Receive commands and answer pings. Return whether a command other than Ping came."""
+        messages = self.link.receive()
+        for message in messages:
+            if isinstance(message, Ping):
+                self.link.send(self.health_report())
+            elif isinstance(message, Shutdown):
+                self.is_stopped = True
+            elif isinstance(message, NewWorkers):
+                self._new_worker_epochs.append(message.worker_epoch)
+            elif isinstance(message, NewFrontEnd):
+                self._new_front_ends.append(message)
+            elif isinstance(message, Paused):
+                self._pauses.append(message)
+        return not all(isinstance(message, Ping) for message in messages)
 
-    def report(self) -> EngineAlive:
-        """Return the report; if all work waits for KV copies, it names every rank."""
-        crew = self._crew
-        awaits = crew.awaits
-        if not awaits and self._awaits_copies():
-            awaits = tuple(worker.rank for worker in crew.workers)
+    def pop_worker_epochs(self) -> list[int]:
+        """Return the epochs of new workers, of which only the last is alive; empties the list."""
+        if not self._new_worker_epochs:
+            return self._new_worker_epochs
+        epochs, self._new_worker_epochs = self._new_worker_epochs, []
+        return epochs
+
+    def pop_front_ends(self) -> list[NewFrontEnd]:
+        """Return the front ends that replace others; empties the list."""
+        front_ends, self._new_front_ends = self._new_front_ends, []
+        return front_ends
+
+    def pop_pauses(self) -> list[Paused]:
+        """Return the pauses that this engine takes over from another one; empties the list."""
+        pauses, self._pauses = self._pauses, []
+        return pauses
+
+    def health_report(self) -> EngineAlive:
+        """Return the answer to a Ping: completed steps, and the ranks that owe a result.
+
+        The ranks are named so that the supervisor does not blame the engine for a hung worker.
+        Slow media give up a copy long before --step-timeout, so if all requests wait for copies,
+        every rank is named.
+        """
+        workers, scheduler = self._workers, self.scheduler
+        awaited = workers.awaited_ranks
+        if not awaited and scheduler is not None and awaits_copies(scheduler):
+            awaited = tuple(worker.rank for worker in workers.workers)
+        has_work = scheduler is not None and owes_step(scheduler)
         return EngineAlive(
-            crew.epoch, crew.num_steps, awaits, crew.ready, self._has_work(), crew.num_reports
+            workers.epoch,
+            workers.num_steps,
+            awaited,
+            workers.is_ready,
+            has_work,
+            workers.num_kv_reports,
         )
+
+    def send_heartbeat(self, worker_epoch: int, step: int) -> None:
+        """Report a completed step, at most once in HEARTBEAT_SECONDS."""
+        now = self._clock()
+        if now >= self._next_heartbeat or worker_epoch != self._heartbeat_epoch:
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+            self._heartbeat_epoch = worker_epoch
+            self.link.send(Heartbeat(worker_epoch, step))
+
+    def report_pause(self, mode: PauseMode | None) -> None:
+        """Report that the engine was paused, or resumed (None), so that a successor is, too."""
+        self.link.send(Paused(mode))
+
+    def report_stalled_front_end(self, client: int, incarnation: int, num_aborted: int) -> None:
+        """Ask the supervisor to replace a front end that does not read its messages."""
+        self.link.send(
+            Notice(
+                "engine_core",
+                0,
+                f"front end {client} does not read its messages: it is replaced, "
+                f"and its {num_aborted} running requests are aborted",
+            )
+        )
+        self.link.send(FrontEndStalled(client, incarnation))
 
 
 def owes_step(scheduler: Scheduler) -> bool:
@@ -84,59 +144,5 @@ def owes_step(scheduler: Scheduler) -> bool:
 
 
 def awaits_copies(scheduler: Scheduler) -> bool:
-    """Return whether no request can continue before workers report a copy.
-
-    Slow media give up a copy by themselves long before --step-timeout, so workers that report
-    nothing for that long are considered hung.
-    """
+    """Return whether no request can continue before workers report the end of a KV copy."""
     return not scheduler.running and scheduler.kv_transfer.awaits_copies
-
-
-def _nothing_yet() -> bool:
-    return False
-
-
-class SupervisorCommands:
-    """Commands of the supervisor. stopped: `Shutdown` was received. report: makes the answer to a
-    Ping."""
-
-    def __init__(self, link: Link, report: Callable[[], Message] = Alive) -> None:
-        self.link = link
-        self.stopped = False
-        self._report = report
-        self._worker_epochs: list[int] = []
-        self._front_ends: list[NewFrontEnd] = []
-        self._pauses: list[Paused] = []
-
-    def receive(self) -> bool:
-        """Take in what has arrived; whether there is anything to do but for what is done here."""
-        messages = self.link.receive()
-        for message in messages:
-            if isinstance(message, Ping):
-                self.link.send(self._report())
-            elif isinstance(message, Shutdown):
-                self.stopped = True
-            elif isinstance(message, NewWorkers):
-                self._worker_epochs.append(message.worker_epoch)
-            elif isinstance(message, NewFrontEnd):
-                self._front_ends.append(message)
-            elif isinstance(message, Paused):
-                self._pauses.append(message)
-        return not all(isinstance(each, Ping) for each in messages)
-
-    def take_worker_epochs(self) -> list[int]:
-        """The epochs of workers that take over, the last of which counts."""
-        if not self._worker_epochs:
-            return self._worker_epochs
-        taken, self._worker_epochs = self._worker_epochs, []
-        return taken
-
-    def take_front_ends(self) -> list[NewFrontEnd]:
-        """The front ends that take the place of others."""
-        taken, self._front_ends = self._front_ends, []
-        return taken
-
-    def take_pauses(self) -> list[Paused]:
-        """What the engine of now was told by its operators, for one that is left to do as well."""
-        taken, self._pauses = self._pauses, []
-        return taken

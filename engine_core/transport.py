@@ -1,7 +1,7 @@
-"""The links to the front ends.
+"""The channels to the front ends (API servers).
 
-Owns one link per front end, at a path of this epoch and of its incarnation, and knows
-which of them still read what they are sent. Knows nothing of requests.
+The path of a channel contains the engine's epoch and the front end's incarnation, so a restarted
+process never receives messages for its predecessor.
 """
 
 import logging
@@ -11,21 +11,21 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from proto.engine_io import AdminCall, EngineCoreRequest, ToEngine
+from proto.engine_io import AdminCall, ToEngine
 from proto.sockets import Link, PeerStalledError, front_end_path
 from proto.view import Watch
 
 logger = logging.getLogger("tokend.transport")
 
-LAST_WORDS_SECONDS: Final = 1.0
-"""How long the end waits for what front ends have been told last."""
+LAST_MESSAGES_SECONDS: Final = 1.0
+"""Time that a stopping engine waits for front ends to receive the last messages."""
 
 
 class FrontEndLinks:
-    """Front ends by client index.
+    """The channels of all front ends, by client index.
 
-    A front end that lets its buffer overflow is dead from then on: its link is
-    closed, nothing is sent to it or read from it, and `take_stalled` names it once.
+    A front end that does not read its messages until its send buffer overflows is considered dead:
+    it is removed, and `pop_stalled` returns it once.
     incarnations: of each front end, by client index.
     """
 
@@ -43,27 +43,27 @@ class FrontEndLinks:
 
     @property
     def links(self) -> list[Link]:
-        """Of the front ends that are alive."""
+        """Return the channels of the front ends that are alive."""
         return list(self._links.values())
 
     @property
     def alive(self) -> list[int]:
-        """Client indices of those."""
+        """Return the client indices of the front ends that are alive."""
         return list(self._links)
 
     def receive(self) -> list[tuple[int, ToEngine]]:
-        """What has arrived, with the client index of the sender; of this epoch only."""
+        """Return received messages with the client index of the sender; drops other epochs."""
         received = []
         for client, link in self._links.items():
             for message in link.receive():
                 if message.epoch == self._epoch:
                     received.append((client, message))
                 else:
-                    logger.warning("front end %d: dropped %s", client, _name(message, self._epoch))
+                    logger.warning("front end %d: dropped %s", client, _description(message))
         return received
 
     def send(self, client: int, message: msgspec.Struct) -> None:
-        """Queue a message for a front end; a dead one gets nothing."""
+        """Queue a message for a front end, unless it is dead; never blocks."""
         link = self._links.get(client)
         if link is None:
             return
@@ -74,27 +74,28 @@ class FrontEndLinks:
             self._stalled.append((client, self._links.pop(client)))
 
     def keeps_up(self, client: int) -> bool:
-        """A front end is alive and has been handed all that it was sent."""
+        """Return whether a front end is alive and no message waits in its send buffer."""
         link = self._links.get(client)
         return link is not None and link.flush()
 
     def incarnation(self, client: int) -> int:
-        """Which life of a front end the links are for."""
+        """Return the incarnation of a front end to which its channel belongs."""
         return self._incarnations[client]
 
-    def greet(self, message: msgspec.Struct) -> None:
-        """Send a message to every front end, and to those to come before anything else."""
+    def send_greeting(self, message: msgspec.Struct) -> None:
+        """Send a message to every front end, and first of all to those that connect later."""
         self._greeting = [message]
         for client in list(self._links):
             self.send(client, message)
 
     def replace(self, client: int, incarnation: int) -> tuple[list[Link], Link]:
-        """A front end died, another one takes its place; returns links to close, and the new one.
+        """Bind a channel for the successor of a dead front end.
 
-        The old links are not closed here, because somebody may be waiting on them.
+        Returns the old channels, for the caller to remove from its poller and close, and the new
+        one.
         """
         old = [link for stalled, link in self._stalled if stalled == client]
-        self._stalled = [each for each in self._stalled if each[0] != client]
+        self._stalled = [(other, link) for other, link in self._stalled if other != client]
         if client in self._links:
             old.append(self._links.pop(client))
         self._incarnations[client] = incarnation
@@ -103,8 +104,8 @@ class FrontEndLinks:
             self.send(client, message)
         return old, link
 
-    def take_stalled(self) -> list[tuple[int, Link]]:
-        """Front ends that died since the last call, with the links to close."""
+    def pop_stalled(self) -> list[tuple[int, Link]]:
+        """Return the front ends that stalled since the last call, with their channels to close."""
         stalled, self._stalled = self._stalled, []
         return stalled
 
@@ -113,18 +114,18 @@ class FrontEndLinks:
         return Link.bind(path, ToEngine, self._context)
 
     def close(self) -> None:
-        """Close the links when all has been sent, which an engine that dies has to wait for.
+        """Close the channels once the last messages are sent, which takes a second at most.
 
-        What it said last is what it died of (`OutputDispatcher.begins`).
+        The last message of a crashing engine names the request that it crashed with
+        (`OutputDispatcher.begins`).
         """
         for link in self._links.values():
-            link.close(LAST_WORDS_SECONDS)
-        self._context.destroy(int(LAST_WORDS_SECONDS * 1000))
+            link.close(LAST_MESSAGES_SECONDS)
+        self._context.destroy(int(LAST_MESSAGES_SECONDS * 1000))
 
 
-def _name(message: ToEngine, epoch: int) -> str:
+def _description(message: ToEngine) -> str:
     if isinstance(message, Watch):
-        return f"Watch of epoch {message.epoch}, this is {epoch}"
+        return f"Watch of epoch {message.epoch}"
     subject = message.call_id if isinstance(message, AdminCall) else message.request_id
-    kind = "request" if isinstance(message, EngineCoreRequest) else type(message).__name__
-    return f"{kind} {subject} of epoch {message.epoch}, this is {epoch}"
+    return f"{type(message).__name__} {subject} of epoch {message.epoch}"

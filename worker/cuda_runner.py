@@ -24,9 +24,8 @@ from worker.device.placement import OnDevice
 from worker.forward import EagerForward, Forward
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import WorkerConnector
-from worker.kv_connector.layers import with_hooks
-from worker.kv_connector.nothing import NO_CONNECTOR
+from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector
+from worker.kv_connector.steps import with_hooks
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sampling.device_kernels import RowEditArrays, TritonEdits, largest_edits

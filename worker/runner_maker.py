@@ -17,10 +17,9 @@ from worker.device.accelerator import Cuda
 from worker.faulty_model import FaultyModel
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import WorkerConnector, WorkerContext
+from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
-from worker.kv_connector.layers import with_hooks
-from worker.kv_connector.nothing import NO_CONNECTOR
+from worker.kv_connector.steps import with_hooks
 from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder

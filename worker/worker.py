@@ -284,9 +284,9 @@ class Worker:
         with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
-            self._copies.begin(step)
+            self._copies.before_step(step)
             self._launched.append((step, runner.launch(step, self)))
-            self._copies.end(step)
+            self._copies.after_step(step)
 
     def _send_results(self) -> None:
         """Send the results of completed steps, the oldest first."""

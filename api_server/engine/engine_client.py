@@ -1,26 +1,30 @@
-"""Open requests: send them to an engine, hand its outputs to their streams, outlive its death.
+"""The client of the engine: send requests, route outputs to streams, survive an engine's death.
 
-Runs on the event loop alone. Knows nothing of HTTP.
+`EngineConnection` is the connection to the engine of one epoch, `EngineClient` sends each request
+over one of them. Start reading at `EngineClient.submit` and `EngineClient.handle_message`. Runs on
+the event loop only and knows nothing of HTTP.
 
-    engine of epoch 1 ─ dies ─▶ gap: requests wait, aborts are remembered ─▶ engine of epoch 2
-                                by forgetting                                is sent what is open
+    engine of epoch 1 ─ dies ─▶ no engine: requests wait, aborts ─▶ engine of epoch 2
+                                remove them                         gets all open requests
 
-    a reload    engine of epoch 2 ── what is open there ───────▶ its last request ends, or it
-                engine of epoch 3 ── all new requests ─────────▶  dies: then 3 is sent the rest
+    a reload    engine of epoch 2 ── its open requests ────────▶ the last one finishes, or the
+                engine of epoch 3 ── all new requests ─────────▶ engine dies and 3 gets the rest
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Iterator
+from typing import Any, Final, Literal
 
-from api_server.engine.engine_connection import FLUSH_SECONDS, EngineConnection, FromEngine
+from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
 from api_server.errors import NotAvailableError
+from api_server.lifecycle.supervisor_link import SupervisorLink
 from api_server.live_view.publisher import LiveViewPublisher
-from api_server.metrics.collector import Metrics
-from proto.codec import changed
+from api_server.metrics.metrics import Metrics
+from proto import PROTOCOL_VERSION
+from proto.codec import Message, changed
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -30,188 +34,132 @@ from proto.engine_io import (
     EngineCoreOutputs,
     EngineCoreRequest,
     PauseMode,
-    RequestProgress,
     SessionInput,
     TurnEnded,
 )
-from proto.errors import (
-    InternalRequestError,
-    OverloadedError,
-    QueueTimeoutError,
-    RequestError,
-    TimeLimitError,
-)
-from proto.lifecycle import EngineReady
-from proto.sockets import Link
+from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
+from proto.lifecycle import EngineReady, ProcessBoot, ProtocolViolation
+from proto.sockets import Link, PeerStalledError, front_end_path
 from proto.view import EngineView, Watch
-
-# Requests under way, and what it takes to send them to another engine.
-
-
-NO_ENGINE: Final = 0
-"""In the place of an epoch: no engine has it."""
-
-
-class OutputStream(Protocol):
-    """Where the outputs of one engine request go."""
-
-    @property
-    def request_id(self) -> int:
-        """The internal id."""
-        ...
-
-    @property
-    def num_choices(self) -> int: ...
-
-    @property
-    def finished(self) -> bool:
-        """Nothing more will come."""
-        ...
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, if it did."""
-        ...
-
-    @property
-    def ended_well(self) -> bool:
-        """Finished, neither by an error nor by an operator."""
-        ...
-
-    @property
-    def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """What each choice has so far."""
-        ...
-
-    @property
-    def finished_choices(self) -> tuple[int, ...]:
-        """Choices that need no more tokens."""
-        ...
-
-    def accept(self) -> None:
-        """The engine took the request in."""
-        ...
-
-    def fail(self, error: RequestError) -> None:
-        """End what has not ended."""
-        ...
-
-    def called_tool(self) -> str:
-        """The tool that an answer which ended well calls, by the engine's name; empty for none."""
-        ...
-
-    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
-        """Take in one output; True when this ended a choice that the engine goes on with.
-
-        timestamp: monotonic seconds at which the tokens left the engine.
-        Raises a RequestError when the output is not one that can follow.
-        """
-        ...
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """request: as it was first asked. alone: the engine has said that nothing runs beside it.
-
-    sent_to: the epoch of the engine that has it. accepted: by it or by one before.
-    begun: that engine reported that it computes the request; engines report it only for requests
-    that have seen an engine die.
-    crash_count: engines that died since it got further, as far as it may have been the reason.
-    """
-
-    request: EngineCoreRequest
-    stream: OutputStream
-    sent_to: int = NO_ENGINE
-    alone: bool = False
-    begun: bool = False
-    accepted: bool = False
-    crash_count: int = 0
-    _num_tokens: int = 0
-    _died_at: int = 0
-    _computed: int = 0
-    _under_way: int = 0
-
-    def accept(self) -> None:
-        """An engine took it in."""
-        self.accepted = True
-        self.stream.accept()
-
-    def check_time(self, now: float) -> None:
-        """Raise the error of an expired deadline; now: monotonic seconds.
-
-        TimeLimitError, or QueueTimeoutError for a request that has no token.
-        """
-        request = self.request
-        if request.deadline <= now:
-            seconds = request.deadline - request.arrival_time
-            message = f"the request was not over within {seconds:g} s"
-            raise TimeLimitError(message, "timeout_ms")
-        if request.queue_deadline <= now and not self._num_tokens:
-            seconds = request.queue_deadline - request.arrival_time
-            raise QueueTimeoutError(
-                f"the request had not begun within {seconds:g} s, the longest that it was to wait",
-                "queue_timeout_ms",
-            )
-
-    def note_progress(self, progress: RequestProgress) -> None:
-        """What its engine is about to compute; of several choices that of the furthest counts."""
-        self.begun = True
-        self._computed = max(self._computed, progress.num_computed_tokens)
-        self._under_way = max(self._under_way, progress.num_tokens_under_way)
-
-    def lose_engine(
-        self, crashes_until_isolated: int | None, *, others_begun: bool = False
-    ) -> None:
-        """Note that the request's engine is gone, and count the crash if the request is suspect.
-
-        crashes_until_isolated: None if the engine did not die. others_begun: some request of that
-        engine had `begun`.
-
-        A request that has reached `crashes_until_isolated` is blamed only for crashes while it ran
-        alone; one that has seen a crash before only if this engine had begun it, or none. Progress
-        clears the blame: a new token, or all tokens that were being computed in the last crash.
-        """
-        num_tokens = sum(map(len, self.stream.output_token_ids))
-        if num_tokens > self._num_tokens or 0 < self._died_at <= self._computed:
-            self.crash_count = 0
-        only_waited = self.crash_count > 0 and others_begun and not self.begun
-        if crashes_until_isolated is not None and self.sent_to != NO_ENGINE and not only_waited:
-            self.crash_count += self.alone or self.crash_count < crashes_until_isolated
-            self._died_at = self._under_way
-        self._num_tokens = num_tokens
-        self._computed = self._under_way = 0
-        self.sent_to, self.alone, self.begun = NO_ENGINE, False, False
-
-    def message(self, epoch: int) -> EngineCoreRequest:
-        """Return the request for the engine of an epoch, which continues where the stream ends."""
-        if not (self.accepted or self.crash_count or self._num_tokens):
-            same = self.request.epoch == epoch
-            return self.request if same else changed(self.request, epoch=epoch)
-        return changed(
-            self.request,
-            epoch=epoch,
-            output_token_ids=self.stream.output_token_ids,
-            finished_choices=self.stream.finished_choices,
-            crash_count=self.crash_count,
-            accepted=self.accepted,
-        )
-
-
-__all__ = ["EngineClient", "FromEngine"]
 
 logger = logging.getLogger("tokend.api")
 
-GAP_SECONDS = 0.1
+FromEngine = EngineReady | EngineCoreOutputs | AdminReply | EngineView
+FLUSH_SECONDS: Final = 0.01
+"""Interval of attempts to send to an engine whose receive buffer is full."""
+DEADLINE_CHECK_SECONDS = 0.1
 """Interval of the deadline checks while no engine is connected."""
 MAX_WAITING = 4096
-"""Requests that wait for an engine that is being restarted; more are refused."""
+"""Most requests that wait for an engine that is being restarted."""
+
+
+def connect_engine(boot: ProcessBoot, epoch: int) -> Link:
+    """Return the link of this API server to the engine of an epoch."""
+    path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
+    return Link.connect(path, FromEngine)
+
+
+class EngineConnection:
+    """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
+
+    Never blocks: the link queues what is sent, and its descriptor wakes the event loop.
+    engine: its properties; None before it is ready.
+    """
+
+    def __init__(self, client: "EngineClient", link: Link, epoch: int) -> None:
+        self._client = client
+        self._link = link
+        self.epoch = epoch
+        self.engine: EngineReady | None = None
+        self._version_error: ProtocolError | None = None
+        self._ready_or_closed = asyncio.Event()
+        self._closed = self._sent_garbage = False
+        self._drain_scheduled = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(link.fileno(), self.drain)
+        self._schedule_drain()
+
+    @property
+    def ready(self) -> bool:
+        """The engine accepts requests."""
+        return self.engine is not None and not self._sent_garbage
+
+    @property
+    def stalled(self) -> bool:
+        """The engine does not keep up: send it nothing that can be refused or deferred."""
+        return self._link.is_stalled
+
+    async def wait_ready_or_closed(self) -> None:
+        """Return when the engine is ready or the connection is closed.
+
+        Raises ProtocolError for an engine of another version.
+        """
+        await self._ready_or_closed.wait()
+        if self._version_error is not None:
+            raise self._version_error
+
+    def send(self, message: Message) -> None:
+        """Queue a message, also when the engine is stalled."""
+        with contextlib.suppress(PeerStalledError):
+            self._link.send(message)
+        self._schedule_drain()
+
+    def drain(self) -> None:
+        """Send queued messages, and pass what has arrived to the client."""
+        if self._closed or self._sent_garbage:
+            return
+        if not self._link.flush() and not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_later(FLUSH_SECONDS, self._run_scheduled_drain)
+        messages = self._link.receive()
+        if self._link.num_undecodable and self.ready:
+            logger.error("the engine sent an undecodable message: waiting for the next engine")
+            self._sent_garbage = True
+            self._ready_or_closed.clear()
+            self._client.report_garbage(self.epoch)
+            return  # an output between these messages may be missing
+        for message in messages:
+            self._process_message(message)
+
+    def close(self) -> None:
+        """Stop receiving; further messages to the engine are dropped."""
+        if not self._closed:
+            self._closed = True
+            self._ready_or_closed.set()
+            self._loop.remove_reader(self._link.fileno())
+            self._link.close()
+
+    def _schedule_drain(self) -> None:
+        """The link's descriptor is edge-triggered, and sending may consume the edge."""
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._run_scheduled_drain)
+
+    def _run_scheduled_drain(self) -> None:
+        self._drain_scheduled = False
+        self.drain()
+
+    def _process_message(self, message: Any) -> None:
+        if message.epoch != self.epoch:
+            logger.warning("dropped a message of epoch %d", message.epoch)
+            return
+        if isinstance(message, EngineReady):
+            self._ready_or_closed.set()
+            if message.protocol_version != PROTOCOL_VERSION:
+                self._version_error = ProtocolError(
+                    f"the engine speaks protocol {message.protocol_version}, not {PROTOCOL_VERSION}"
+                )
+                return
+            self.engine = message
+        self._client.handle_message(self.epoch, message)
 
 
 class EngineClient:
     """Sends requests to the current engine and routes the outputs of all engines to their streams.
 
-    link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
-    ids. crashes_until_isolated: as in the settings of the scheduler.
+    link: to the engine of `epoch`; receives `FromEngine`. request_ids: source of the engine's
+    request ids. crashes_until_isolated: as in the settings of the scheduler. live_view: gets the
+    views of the current engine. supervisor: is notified of an engine that sends garbage.
     """
 
     def __init__(
@@ -221,53 +169,42 @@ class EngineClient:
         request_ids: Iterator[int],
         metrics: Metrics,
         crashes_until_isolated: int,
+        live_view: LiveViewPublisher,
+        supervisor: SupervisorLink,
     ) -> None:
         self._crashes_until_isolated = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
+        self._live_view = live_view
+        self._supervisor = supervisor
         self._open: dict[int, OpenRequest] = {}
-        self._calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
-        self._num_calls = 0
+        self._admin_calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
+        self._num_admin_calls = 0
         self._engine: EngineReady | None = None
         self._closed = False
-        self._on_invalid_message: Callable[[int], None] = lambda epoch: None
-        self._live_view: LiveViewPublisher | None = None
+        self._receives_views = False
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, EngineConnection] = {}
-        self._without_heir: set[int] = set()
+        self._unmovable_epochs: set[int] = set()
         self._current = self._connect(link, epoch)
 
     @property
     def epoch(self) -> int:
-        """Of the engine that is asked."""
+        """Epoch of the engine that gets new requests."""
         return self._current.epoch
 
-    def on_invalid_message(self, report: Callable[[int], None]) -> None:
-        """Call `report` with the epoch of an engine that sends an undecodable message.
-
-        Its content is lost, so the connection to that engine is no longer read; its requests wait
-        for the next engine.
-        """
-        self._on_invalid_message = report
-
-    def attach_live_view(self, live_view: LiveViewPublisher) -> None:
-        """Pass the views of the current engine to this publisher."""
-        self._live_view = live_view
-
-    @property
-    def _is_watched(self) -> bool:
-        return self._live_view is not None and self._live_view.is_watched
-
-    def watch(self) -> None:
-        """Tell the current engine whether the live view has subscribers."""
-        if self._current.ready and not self._closed:
-            self._current.send(Watch(self.epoch, self._is_watched))
+    def update_view_subscription(self) -> None:
+        """Have the current engine send views exactly while the live view has subscribers."""
+        wanted = self._live_view.has_subscribers
+        if self._current.ready and not self._closed and wanted != self._receives_views:
+            self._receives_views = wanted
+            self._current.send(Watch(self.epoch, wanted))
 
     @property
     def engine(self) -> EngineReady:
-        """The properties of the engine; raises NotAvailableError before it is ready and at the end.
+        """The properties of the engine; while it is restarted, those of the last one.
 
-        While an engine is restarted these are those of the last one.
+        Raises NotAvailableError before the first engine is ready and after `close`.
         """
         if self._closed:
             raise NotAvailableError("the server is shutting down")
@@ -277,17 +214,18 @@ class EngineClient:
 
     @property
     def connected(self) -> bool:
-        """An engine takes what is sent now."""
+        """The current engine accepts requests."""
         return self._current.ready
 
     @property
     def num_open(self) -> int:
+        """Requests that have not finished."""
         return len(self._open)
 
     async def wait_ready(self) -> EngineReady:
-        """Return when the engine takes requests; raises ProtocolError for another version."""
+        """Return when the engine accepts requests; raises ProtocolError for another version."""
         while not self._current.ready:
-            await self._current.settled()  # or it died before that, and another one takes over
+            await self._current.wait_ready_or_closed()  # closed: the next engine replaces it
             if self._closed:
                 break
         return self.engine
@@ -296,41 +234,41 @@ class EngineClient:
         return next(self._request_ids)
 
     def submit(self, request: EngineCoreRequest, stream: OutputStream) -> None:
-        """Send a request, or let it wait for the engine; `stream` gets all that comes of it.
+        """Send a request to the engine of its epoch, or keep it until an engine is ready.
 
-        It goes to the engine of its epoch, as long as that one is there. Raises
-        OverloadedError when the engine does not keep up, which then hears nothing of it, and
-        InternalRequestError where that one is gone and its tokens mean something else now.
+        `stream` gets all outputs. If the engine of its epoch is gone, the current one gets the
+        request. Raises OverloadedError when the engine does not keep up, and InternalRequestError
+        if token ids have another meaning for the current engine.
         """
         _ = self.engine
-        if request.epoch in self._without_heir:
+        if request.epoch in self._unmovable_epochs:
             raise InternalRequestError("the engine of this request died")
-        entry = OpenRequest(request, stream)
+        open_request = OpenRequest(request, stream)
         connection = self._connections.get(request.epoch, self._current)
         if connection.ready:
-            self._send_or_refuse(connection, entry.message(connection.epoch))
-            entry.sent_to = connection.epoch
+            _send_unless_stalled(connection, open_request.message(connection.epoch))
+            open_request.sent_to = connection.epoch
         elif len(self._open) >= MAX_WAITING:
-            self._metrics.admission_rejected("restart")
+            self._metrics.count_rejection("restart")
             raise OverloadedError("the engine is being restarted and too many requests wait")
-        self._open[request.request_id] = entry
+        self._open[request.request_id] = open_request
 
     def send_input(self, message: SessionInput) -> None:
-        """Send the next part of a session's input; nothing for a session that has ended.
+        """Send the next part of a session's input, unless the session has ended.
 
         Raises OverloadedError when the engine does not keep up.
         """
-        entry = self._open.get(message.request_id)
-        if entry is not None:
-            self._send_or_refuse(self._connections.get(entry.sent_to, self._current), message)
+        session = self._open.get(message.request_id)
+        if session is not None:
+            _send_unless_stalled(self._connections.get(session.sent_to, self._current), message)
 
     def abort_request(self, stream: OutputStream) -> None:
-        """Forget a request and send an Abort to its engine; nothing for one that is not open."""
-        entry = self._open.pop(stream.request_id, None)
-        if entry is not None:
-            self._abort(entry, "disconnect", None)
+        """Remove a request and send an Abort to its engine; does nothing if it is not open."""
+        open_request = self._open.pop(stream.request_id, None)
+        if open_request is not None:
+            self._send_abort(open_request, "disconnect", None)
 
-    async def admin(
+    async def call_admin(
         self,
         name: AdminName,
         *,
@@ -339,28 +277,28 @@ class EngineClient:
         reset_running_requests: bool = False,
         reset_external: bool = False,
     ) -> AdminReply:
-        """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
+        """Send an `AdminCall` with these parameters to the engine, and return its reply."""
         _ = self.engine
-        self._num_calls += 1
+        self._num_admin_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         call = AdminCall(
             self.epoch,
-            self._num_calls,
+            self._num_admin_calls,
             name,
             pause_mode,
             reset_running_requests,
             reset_external,
             ends_unfinished,
         )
-        self._calls[self._num_calls] = call, reply
+        self._admin_calls[self._num_admin_calls] = call, reply
         if self._current.ready:
             self._current.send(call)
         return await reply
 
     def reconnect(self, link: Link, epoch: int, *, died: bool = True) -> None:
-        """Another engine takes over at once: what is open goes to it as soon as it is ready.
+        """Replace the current engine, which is gone; the new one gets all open requests.
 
-        died: the one before did, and its requests may be the reason.
+        died: the old engine crashed, so its requests may be the reason.
         """
         if self._closed:
             link.close()
@@ -370,213 +308,215 @@ class EngineClient:
         self._check_deadlines(epoch)
 
     def connect_next(self, link: Link, epoch: int) -> EngineConnection:
-        """Get to know an engine that may take over later (`switch`), or never (`drop`)."""
+        """Connect to a second engine, the current one after `switch`, and return the connection."""
         return self._connect(link, epoch)
 
     def switch(self, epoch: int) -> None:
-        """Ask the engine of this epoch from now on, which was ready; what is open stays."""
-        if self._is_watched and self._current.ready:
+        """Make the engine of this epoch the current one; open requests stay with the old one."""
+        if self._receives_views and self._current.ready:
             self._current.send(Watch(self.epoch, False))
         self._current = self._connections[epoch]
         if self.connected:
             self._on_engine_ready()
         else:
-            self._report_invalid_message(epoch)
+            self.report_garbage(epoch)
 
     def drop(self, epoch: int, *, movable: bool = True) -> None:
-        """An engine beside that of now is gone; what is open there goes to the one of now.
+        """Disconnect an engine other than the current one, which gets its open requests.
 
-        movable: its tokens mean the same there; without that they fail.
+        movable: token ids mean the same to the current engine; otherwise the requests fail.
         """
-        assert epoch != self.epoch, "the engine of now is replaced, not dropped"
+        assert epoch != self.epoch, "the current engine is replaced, not dropped"
         if epoch not in self._connections or self._closed:
             return
-        held = [entry for entry in self._open.values() if entry.sent_to == epoch]
+        requests = [request for request in self._open.values() if request.sent_to == epoch]
         self._lose_engine(epoch, died=True)
         if not movable:
-            self._without_heir.add(epoch)
-            for entry in held:
-                self._fail(entry.stream, InternalRequestError("the engine of this request died"))
-        self._send_waiting()
+            self._unmovable_epochs.add(epoch)
+            for request in requests:
+                error = InternalRequestError("the engine of this request died")
+                self._fail_request(request.stream, error)
+        self._send_waiting_requests()
 
     def close(self) -> None:
-        """Fail all that is open and stop listening."""
+        """Fail all open requests and close all connections."""
         if self._closed:
             return
         error = NotAvailableError("the server is shutting down")
         self._closed = True
-        for entry in list(self._open.values()):
-            entry.stream.fail(error)
-        if self._live_view is not None:
-            self._live_view.close()
-        for _, reply in self._calls.values():
+        for request in list(self._open.values()):
+            request.stream.fail(error)
+        self._live_view.close()
+        for _, reply in self._admin_calls.values():
             reply.cancel()
         self._open.clear()
         for connection in self._connections.values():
             connection.close()
+
+    def handle_message(self, epoch: int, message: FromEngine) -> None:
+        """Process a message of the engine of an epoch."""
+        if self._closed:
+            return
+        if isinstance(message, EngineCoreOutputs):
+            self._process_outputs(message)
+        elif isinstance(message, EngineReady):
+            if epoch == self.epoch:
+                self._on_engine_ready()
+        elif isinstance(message, EngineView):
+            if epoch == self.epoch:
+                self._live_view.publish_view(message)
+                self.update_view_subscription()  # a subscriber that does not read was dropped
+        else:
+            _, reply = self._admin_calls.pop(message.call_id, (None, None))
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+
+    def report_garbage(self, epoch: int) -> None:
+        """Report an engine that sent an undecodable message to the supervisor, which kills it.
+
+        Its requests wait for the next engine. For an engine that is not the current one yet, the
+        report waits until `switch`.
+        """
+        if epoch <= self.epoch:
+            reason = "it sent an undecodable message"
+            self._supervisor.send(ProtocolViolation("engine_core", 0, epoch, reason))
+
+    def _connect(self, link: Link, epoch: int) -> EngineConnection:
+        connection = EngineConnection(self, link, epoch)
+        self._connections[epoch] = connection
+        self._metrics.add_engine(epoch)
+        return connection
+
+    def _on_engine_ready(self) -> None:
+        """Note the current engine's properties, and send it everything that waited for it."""
+        engine = self._engine = self._current.engine
+        assert engine is not None, "it is ready"
+        self._metrics.set_engine_info(engine)
+        for call, _ in self._admin_calls.values():
+            self._current.send(changed(call, epoch=self.epoch))
+        self._live_view.on_engine_ready(engine)
+        self._receives_views = False  # until this engine is asked
+        self.update_view_subscription()
+        self._send_waiting_requests()
+
+    def _send_waiting_requests(self) -> None:
+        """Send the requests that no engine has to the current one, as fast as it accepts them.
+
+        Suspects go first, so that no other request runs when the engine computes them.
+        """
+        if self._closed or not self._current.ready:
+            return
+        waiting = [request for request in self._open.values() if request.sent_to == NO_ENGINE]
+        for request in sorted(waiting, key=lambda request: -request.crash_count):
+            if self._current.stalled:
+                self._loop.call_later(FLUSH_SECONDS, self._send_waiting_requests)
+                return
+            request.sent_to = self.epoch
+            self._current.send(request.message(self.epoch))
 
     def _check_deadlines(self, epoch: int) -> None:
         """End requests whose deadline has passed, until the engine of an epoch is connected."""
         if self._closed or self._current.ready or epoch != self.epoch:
             return
         now = time.monotonic()
-        for entry in list(self._open.values()):
-            if entry.sent_to in self._connections:
-                continue  # with an engine that goes on, and looks itself
+        for request in list(self._open.values()):
+            if request.sent_to in self._connections:
+                continue  # the engine that has it checks its deadlines
             try:
-                entry.check_time(now)
+                request.check_deadlines(now)
             except RequestError as error:
-                self._fail(entry.stream, error)
-        self._loop.call_later(GAP_SECONDS, self._check_deadlines, epoch)
-
-    def _connect(self, link: Link, epoch: int) -> EngineConnection:
-        def dispatch(message: Any) -> None:
-            if not self._closed:
-                self._dispatch(epoch, message)
-
-        connection = EngineConnection(link, epoch, dispatch, self._report_invalid_message)
-        self._connections[epoch] = connection
-        self._metrics.meet_engine(epoch)
-        return connection
-
-    def _report_invalid_message(self, epoch: int) -> None:
-        """Report an engine that sent an undecodable message.
-
-        For an engine that is not the current one yet, this waits until `switch`.
-        """
-        if epoch <= self.epoch:
-            self._on_invalid_message(epoch)
+                self._fail_request(request.stream, error)
+        self._loop.call_later(DEADLINE_CHECK_SECONDS, self._check_deadlines, epoch)
 
     def _lose_engine(self, epoch: int, died: bool) -> None:
         """Close the connection of an engine that is gone; its open requests wait for another."""
         connection = self._connections[epoch]
-        connection.drain()  # what it said before it died counts
+        connection.drain()  # outputs that it sent before its death count
         connection.close()
         del self._connections[epoch]
-        self._metrics.forget_engine(epoch)
-        # but for those with an engine that goes on
-        lost = [each for each in self._open.values() if each.sent_to not in self._connections]
-        any_begun = any(each.begun for each in lost)
-        for entry in lost:
-            entry.lose_engine(
-                self._crashes_until_isolated if died else None, others_begun=any_begun
+        self._metrics.remove_engine(epoch)
+        lost = [
+            request for request in self._open.values() if request.sent_to not in self._connections
+        ]
+        any_started = any(request.started for request in lost)
+        for request in lost:
+            request.lose_engine(
+                self._crashes_until_isolated if died else None, others_started=any_started
             )
-            if entry.request.resumable:
-                del self._open[entry.request.request_id]
-                entry.stream.fail(InternalRequestError("the session ended with its engine"))
+            if request.request.resumable:
+                del self._open[request.request.request_id]
+                request.stream.fail(InternalRequestError("the session ended with its engine"))
 
-    def _send_or_refuse(
-        self, connection: EngineConnection, message: EngineCoreRequest | SessionInput
-    ) -> None:
-        if connection.stalled:
-            raise OverloadedError("the engine does not keep up")
-        connection.send(message)
-
-    def _abort(
-        self, entry: OpenRequest, reason: Literal["disconnect", "stop_string"], choice: int | None
-    ) -> None:
-        connection = self._connections.get(entry.sent_to)
-        if self._closed or connection is None:
-            return  # the next engine never hears of what is not open any more
-        connection.send(Abort(connection.epoch, entry.request.request_id, reason, choice))
-
-    def _dispatch(self, epoch: int, message: Any) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            self._on_outputs(message)
-        elif isinstance(message, EngineReady):
-            if epoch == self.epoch:
-                self._on_engine_ready()
-        elif isinstance(message, EngineView):
-            if epoch == self.epoch and self._live_view is not None:
-                self._live_view.publish(message)
-        else:
-            _, reply = self._calls.pop(message.call_id, (None, None))
-            if reply is not None and not reply.done():
-                reply.set_result(message)
-
-    def _on_engine_ready(self) -> None:
-        """The engine of now is ready."""
-        engine = self._engine = self._current.engine
-        assert engine is not None, "it is ready"
-        self._metrics.queue_limits(engine.max_num_queued_reqs, engine.max_num_queued_tokens)
-        self._metrics.weight_memory(engine.weights)
-        self._metrics.cache_config(block_size=engine.block_size, num_gpu_blocks=engine.num_blocks)
-        for call, _ in self._calls.values():
-            self._current.send(changed(call, epoch=self.epoch))
-        if self._live_view is not None:
-            self._live_view.on_engine_ready(engine)
-        if self._is_watched:
-            self.watch()
-        self._send_waiting()
-
-    def _send_waiting(self) -> None:
-        """To the engine of now: all that no engine has, as fast as that one takes it.
-
-        Suspects go first: nothing else can then be under way when they are computed.
-        """
-        if self._closed or not self._current.ready:
-            return
-        entries = [entry for entry in self._open.values() if entry.sent_to == NO_ENGINE]
-        for entry in sorted(entries, key=lambda each: -each.crash_count):
-            if self._current.stalled:
-                self._loop.call_later(FLUSH_SECONDS, self._send_waiting)
-                return
-            entry.sent_to = self.epoch
-            self._current.send(entry.message(self.epoch))
-
-    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+    def _process_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
-            self._metrics.scheduler_stats(message.stats, message.epoch, message.timestamp)
+            self._metrics.record_scheduler_stats(message.stats, message.epoch, message.timestamp)
         for request_id in message.accepted:
-            entry = self._open.get(request_id)
-            if entry is not None:
-                entry.accept()
+            request = self._open.get(request_id)
+            if request is not None:
+                request.accept()
         for request_id in message.alone:
-            entry = self._open.get(request_id)
-            if entry is not None:
-                entry.alone = True
+            request = self._open.get(request_id)
+            if request is not None:
+                request.alone = True
         for progress in message.progress:
-            entry = self._open.get(progress.request_id)
-            if entry is not None:
-                entry.note_progress(progress)
+            request = self._open.get(progress.request_id)
+            if request is not None:
+                request.record_progress(progress)
         for output in message.outputs:
-            entry = self._open.get(output.request_id)
-            if entry is not None:
-                self._feed(entry, output, message.timestamp)
+            request = self._open.get(output.request_id)
+            if request is not None:
+                self._process_output(request, output, message.timestamp)
 
-    def _feed(self, entry: OpenRequest, output: EngineCoreOutput, timestamp: float) -> None:
-        """Whatever goes wrong here is the fault of one request and ends only that one."""
-        stream = entry.stream
+    def _process_output(
+        self, request: OpenRequest, output: EngineCoreOutput, timestamp: float
+    ) -> None:
+        """Pass an output to its stream; an exception ends only the request of the output."""
+        stream = request.stream
         try:
-            engine_goes_on = stream.feed(output, timestamp)
+            engine_goes_on = stream.process_output(output, timestamp)
         except RequestError as error:
-            self._fail(stream, error)
+            self._fail_request(stream, error)
             return
         except Exception:
             logger.exception("request %d failed", stream.request_id)
-            self._fail(stream, InternalRequestError("internal error"))
+            self._fail_request(stream, InternalRequestError("internal error"))
             return
         if stream.error is not None and stream.num_choices > 1:
-            self._abort(entry, "disconnect", None)  # the choices that still run
+            self._send_abort(request, "disconnect", None)  # the choices that still run
         elif engine_goes_on:
-            self._abort(entry, "stop_string", output.choice)
+            self._send_abort(request, "stop_string", output.choice)
         if stream.finished:
             self._open.pop(stream.request_id, None)
-            if entry.request.agent is not None and stream.ended_well:
-                self._loop.call_soon(
-                    self._end_turn, entry
-                )  # after the response has written the last chunk
+            if request.request.agent is not None and stream.ended_well:
+                # after the response has written the last chunk
+                self._loop.call_soon(self._send_turn_ended, request)
 
-    def _end_turn(self, entry: OpenRequest) -> None:
+    def _send_turn_ended(self, request: OpenRequest) -> None:
         """Report the tool call of a finished turn to the engine that computed it, if it runs."""
-        connection = self._connections.get(entry.sent_to)
-        agent = entry.request.agent
+        connection = self._connections.get(request.sent_to)
+        agent = request.request.agent
         if agent is None or connection is None or self._closed:
             return
-        tool = entry.stream.called_tool()
-        request_id = entry.request.request_id
+        tool = request.stream.called_tool()
+        request_id = request.request.request_id
         connection.send(TurnEnded(connection.epoch, request_id, agent.job, tool))
 
-    def _fail(self, stream: OutputStream, error: RequestError) -> None:
+    def _fail_request(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)
         self.abort_request(stream)
+
+    def _send_abort(
+        self, request: OpenRequest, reason: Literal["disconnect", "stop_string"], choice: int | None
+    ) -> None:
+        connection = self._connections.get(request.sent_to)
+        if self._closed or connection is None:
+            return  # no engine has the request
+        connection.send(Abort(connection.epoch, request.request.request_id, reason, choice))
+
+
+def _send_unless_stalled(
+    connection: EngineConnection, message: EngineCoreRequest | SessionInput
+) -> None:
+    if connection.stalled:
+        raise OverloadedError("the engine does not keep up")
+    connection.send(message)

@@ -1,6 +1,6 @@
-"""A session with the engine: input goes in part by part, tokens come out turn by turn.
+"""Streaming input: a session's prompt arrives in parts, and each part starts a turn of output.
 
-Token ids only: text, stop strings and metrics belong to an endpoint, and there is none yet.
+Token ids only; no endpoint uses sessions yet. Start reading at `generate`.
 
     inputs    [1 2 3] ───────────────▶ [4 5] ───────────────────▶ (no more)
     outputs            10 · 11 stop ·          20 · 21 stop ·            finished
@@ -19,7 +19,10 @@ from proto.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TurnInput:
-    """token_ids: [num_new_tokens], at least one. sampling_params: of the turn that follows."""
+    """The next part of a session's prompt.
+
+    token_ids: [num_new_tokens], at least one. sampling_params: of the turn that follows.
+    """
 
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -27,10 +30,10 @@ class TurnInput:
 
 @dataclass(frozen=True, slots=True)
 class TurnOutput:
-    """What a step brought.
+    """The output of one step.
 
     finish_reason: set at the end of a turn. finished: the session has ended.
-    num_cached_tokens: of a turn's prompt, sent with its first token; else 0.
+    num_cached_tokens: of the turn's prompt; set in the turn's first output, else 0.
     """
 
     token_ids: list[int]
@@ -39,78 +42,14 @@ class TurnOutput:
     num_cached_tokens: int = 0
 
 
-class SessionStream:
-    """Outputs of one session between the engine client and their reader."""
-
-    num_choices = 1
-    output_token_ids: tuple[tuple[int, ...], ...] = ()  # a session ends with its engine
-    finished_choices: tuple[int, ...] = ()
-
-    def __init__(self, request_id: int) -> None:
-        self.request_id = request_id
-        self.finished = False
-        self.ended_well = False
-        self.error: Exception | None = None
-        self._news: asyncio.Queue[TurnOutput | Exception] = asyncio.Queue()
-        self._num_tokens = 0
-
-    def accept(self) -> None:
-        """The first output says as much."""
-
-    def called_tool(self) -> str:
-        """Return "": a session has no text."""
-        return ""
-
-    def fail(self, error: Exception) -> None:
-        """End the session with an error for its reader, unless it has ended."""
-        if not self.finished:
-            self.finished, self.error = True, error
-            self._news.put_nowait(error)
-
-    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
-        """Take in one output; never True. Raises InternalRequestError when outputs were lost."""
-        if output.error is not None:
-            self.fail(output.error.to_exception())
-        elif output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            self.fail(InternalRequestError("the session was ended by the server"))
-        elif not self.finished:
-            self._take(output)
-        return False
-
-    async def next(self) -> TurnOutput:
-        """The next output; raises what the session failed with."""
-        news = await self._news.get()
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    def _take(self, output: EngineCoreOutput) -> None:
-        if output.new_token_ids:
-            if output.token_index != self._num_tokens:
-                raise InternalRequestError("outputs of the engine were lost")
-            self._num_tokens += len(output.new_token_ids)
-        if output.finish_reason is not None:
-            self._num_tokens = 0
-            self.finished = not output.goes_on
-        first = output.first
-        self._news.put_nowait(
-            TurnOutput(
-                output.new_token_ids,
-                output.finish_reason,
-                self.finished,
-                0 if first is None else first.num_cached_tokens,
-            )
-        )
-
-
 async def generate(
     client: EngineClient, inputs: AsyncIterator[TurnInput], *, seed: int = 0
 ) -> AsyncIterator[TurnOutput]:
-    """Run a session: each input is sent when `inputs` gives it, also while a turn goes on.
+    """Run a session: send each input as soon as it arrives, also during a turn; yield the outputs.
 
-    The session ends when `inputs` has ended and the last turn is finished; leaving the
-    iteration early, or an exception of `inputs` (which is raised here), aborts it. Raises
-    RequestError for what the engine refuses.
+    The session ends when `inputs` has ended and the last turn is finished. Closing this generator
+    early, or an exception of `inputs` (which is raised here), aborts it. Raises RequestError if
+    the engine refuses the session.
     """
     first = await anext(inputs)
     request = EngineCoreRequest(
@@ -124,11 +63,11 @@ async def generate(
     )
     stream = SessionStream(request.request_id)
     client.submit(request, stream)
-    sending = asyncio.create_task(_send(client, stream, inputs))
+    sending = asyncio.create_task(_send_inputs(client, stream, inputs))
     try:
         finished = False
         while not finished:
-            output = await stream.next()
+            output = await stream.next_output()
             finished = output.finished
             yield output
     finally:
@@ -136,14 +75,78 @@ async def generate(
         client.abort_request(stream)
 
 
-async def _send(
-    client: EngineClient, stream: SessionStream, inputs: AsyncIterator[TurnInput]
+async def _send_inputs(
+    client: EngineClient, stream: "SessionStream", inputs: AsyncIterator[TurnInput]
 ) -> None:
     epoch, request_id = client.epoch, stream.request_id
     try:
-        async for each in inputs:
-            client.send_input(SessionInput(epoch, request_id, each.token_ids, each.sampling_params))
+        async for turn in inputs:
+            client.send_input(SessionInput(epoch, request_id, turn.token_ids, turn.sampling_params))
         client.send_input(SessionInput(epoch, request_id, [], last=True))
     except Exception as error:
         stream.fail(error)
         client.abort_request(stream)
+
+
+class SessionStream:
+    """The outputs of one session, in a queue. An `OutputStream`."""
+
+    num_choices = 1
+    output_token_ids: tuple[tuple[int, ...], ...] = ()  # a session ends with its engine
+    finished_choices: tuple[int, ...] = ()
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.finished = False
+        self.ended_well = False
+        self.error: Exception | None = None
+        self._outputs: asyncio.Queue[TurnOutput | Exception] = asyncio.Queue()
+        self._num_tokens = 0
+
+    def accept(self) -> None:
+        """Do nothing: the first output implies that the engine has accepted the session."""
+
+    def called_tool(self) -> str:
+        """Return "": a session has no text."""
+        return ""
+
+    def fail(self, error: Exception) -> None:
+        """End the session with an error, unless it has ended."""
+        if not self.finished:
+            self.finished, self.error = True, error
+            self._outputs.put_nowait(error)
+
+    def process_output(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Queue one output; return False. Raises InternalRequestError when outputs were lost."""
+        if output.error is not None:
+            self.fail(output.error.to_exception())
+        elif output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self.fail(InternalRequestError("the session was ended by the server"))
+        elif not self.finished:
+            self._queue_output(output)
+        return False
+
+    async def next_output(self) -> TurnOutput:
+        """Return the next output; raise the session's error if it has failed."""
+        output = await self._outputs.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def _queue_output(self, output: EngineCoreOutput) -> None:
+        if output.new_token_ids:
+            if output.token_index != self._num_tokens:
+                raise InternalRequestError("outputs of the engine were lost")
+            self._num_tokens += len(output.new_token_ids)
+        if output.finish_reason is not None:
+            self._num_tokens = 0
+            self.finished = not output.goes_on
+        first = output.first
+        self._outputs.put_nowait(
+            TurnOutput(
+                output.new_token_ids,
+                output.finish_reason,
+                self.finished,
+                0 if first is None else first.num_cached_tokens,
+            )
+        )

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
-from api_server.http.http_protocol import has_left
+from api_server.http.http_protocol import client_disconnected
 from proto.errors import AuthenticationError, RequestError
 from proto.security import ApiKey
 
@@ -84,7 +84,7 @@ class DrainMiddleware:
         scope[APP_STATE] = app_state
         if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
             await self._app(scope, receive, send)
-        elif app_state.drain_state.closed:
+        elif app_state.health.draining:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)
         else:
             with app_state.in_flight, app_state.metrics.in_flight:
@@ -139,8 +139,8 @@ class FastPath:
         app_state: AppState = scope[APP_STATE]
         if app_state.client.num_open:
             await asyncio.sleep(DISCONNECT_GRACE_SECONDS)
-        if has_left(scope):
-            app_state.metrics.cut_short("disconnect")
+        if client_disconnected(scope):
+            app_state.metrics.count_cut_short("disconnect")
             await _gone(receive)
             return
         try:

@@ -1,4 +1,4 @@
-"""Whether requests should be sent to this server: drain state and readiness."""
+"""Whether requests should be sent to this server: drain state, requests in flight, readiness."""
 
 import asyncio
 import time
@@ -7,31 +7,6 @@ from collections.abc import Callable
 from api_server.engine.engine_client import EngineClient
 from api_server.errors import DrainingError, NotAvailableError
 from proto.lifecycle import HealthStatus
-
-
-class DrainState:
-    """Whether the daemon drains: running requests continue, new ones get 503.
-
-    ask_supervisor: asks the supervisor to drain the daemon, on behalf of an operator.
-    """
-
-    def __init__(self, ask_supervisor: Callable[[], None]) -> None:
-        self._ask_supervisor = ask_supervisor
-        self.closed = False
-
-    def close(self) -> None:
-        """Refuse new requests from now on."""
-        self.closed = True
-
-    def check(self) -> None:
-        """Raise DrainingError while draining."""
-        if self.closed:
-            raise DrainingError()
-
-    def ask_drain(self) -> None:
-        """Refuse new requests here at once, and ask the supervisor to drain the daemon."""
-        self.close()
-        self._ask_supervisor()
 
 
 class InFlightCounter:
@@ -57,37 +32,39 @@ class InFlightCounter:
 
 
 class Health:
-    """Reasons why the daemon is not ready, as far as one API server knows them.
+    """Drain state of the daemon, and reasons why it is not ready, as one API server knows them.
 
     The supervisor reports on the other processes; the connection to the engine and the drain state
     are known here.
+
+    draining: running requests continue, new ones get 503.
+    supervisor_status: the last report of the supervisor.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        drain_state: DrainState,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
-        self._drain_state = drain_state
         self._clock = clock
-        self._reported = HealthStatus()
+        self.draining = False
+        self.supervisor_status = HealthStatus()
 
-    def update(self, condition: HealthStatus) -> None:
-        """Replace the last report of the supervisor."""
-        self._reported = condition
+    def check_not_draining(self) -> None:
+        """Raise DrainingError while draining."""
+        if self.draining:
+            raise DrainingError()
 
-    def reasons(self) -> list[str]:
+    def not_ready_reasons(self) -> list[str]:
         """Return one line per reason; none when the daemon is ready."""
         now = self._clock()
-        reported = [f"{each.what} for {now - each.since:.0f} s" for each in self._reported.reasons]
-        return [*self._local_reasons(), *reported]
+        reported_reasons = [
+            f"{reason.what} for {now - reason.since:.0f} s"
+            for reason in self.supervisor_status.reasons
+        ]
+        return [*self._local_reasons(), *reported_reasons]
 
     def _local_reasons(self) -> list[str]:
         try:
             _ = self._client.engine
         except NotAvailableError as error:
             return [error.message]
-        draining = ["draining"] if self._drain_state.closed else []
+        draining = ["draining"] if self.draining else []
         return draining if self._client.connected else [*draining, "no engine is connected"]

@@ -1,8 +1,7 @@
-"""The events of the live view, as bytes of a stream: hello, view, notice.
+"""The events of the live view as server-sent events: hello, view, notice.
 
-Owns their form. What a watcher may know of a request is decided here: with the tenant's own
-requests come id and counts, with those of others the state and the number of blocks, which the
-map shows anyway.
+What a subscriber may see of a request is decided here: id and counts of its own tenant's requests;
+of other requests only the state and the number of blocks, which the block map shows anyway.
 """
 
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from proto.view import REQUEST_STATES, BlockMap, EngineView, RequestView, blocks
 NoticeKind = Literal["preemption", "restart", "watchdog", "reload", "drain"]
 
 
-LEAST_SECONDS: Final = 0.1
-"""Between two views whose counts make a rate: the first one may come at once."""
+MIN_RATE_SECONDS: Final = 0.1
+"""Shortest interval between two views that gives a rate; in a shorter one, a single step would
+appear as thousands of tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriberScope:
-    """What a subscriber may see. reader: see `reader_of`. sees_all: it is an operator."""
+    """What a subscriber may see. reader: its id from `reader_of`. sees_all: it is an operator."""
 
     reader: int
     sees_all: bool = False
@@ -31,37 +31,37 @@ class SubscriberScope:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What is the same in every hello of a daemon. max_num_seqs: that run at once."""
+    """Properties of the daemon in every hello event. max_num_seqs: most running requests."""
 
     model: str
     version: str
     max_num_seqs: int
 
 
-def hello_event(around: ServerInfo, engine: EngineReady) -> bytes:
-    """What the views that follow are of."""
+def hello_event(server: ServerInfo, engine: EngineReady) -> bytes:
+    """Return the event with the properties of daemon and engine, which precedes their views."""
     num_blocks = engine.num_blocks + 1  # block 0, which no request can use, is shown as well
     hello = {
-        "model": around.model,
-        "version": around.version,
+        "model": server.model,
+        "version": server.version,
         "num_blocks": num_blocks,
         "block_size": engine.block_size,
         "blocks_per_cell": blocks_per_cell(num_blocks),
-        "max_num_seqs": around.max_num_seqs,
+        "max_num_seqs": server.max_num_seqs,
         "max_model_len": engine.max_model_len,
     }
     return _event(b"hello", to_compact_json(hello))
 
 
 def notice_event(time_s: float, kind: NoticeKind, text: str) -> bytes:
-    """Something that happened. time_s: as in views."""
+    """Return the event of something that happened. time_s: as in views."""
     return _event(
         b"notice", to_compact_json({"time_s": round(time_s, 3), "kind": kind, "text": text})
     )
 
 
-class ShownView:
-    """One view, put into words once for each kind of watcher. time_s: since the feed began."""
+class EncodedView:
+    """One view as events, encoded once per scope. time_s: seconds since the server started."""
 
     def __init__(self, view: EngineView, time_s: float) -> None:
         self._view = view
@@ -69,16 +69,16 @@ class ShownView:
         self._cells = to_compact_json(cells_of(view.blocks))
         self._events: dict[SubscriberScope, bytes] = {}
 
-    def event(self, watching: SubscriberScope) -> bytes:
-        """As this one may see it."""
-        event = self._events.get(watching)
+    def event_for(self, scope: SubscriberScope) -> bytes:
+        """Return the event with what subscribers of this scope may see."""
+        event = self._events.get(scope)
         if event is None:
-            event = self._events[watching] = self._make(watching)
+            event = self._events[scope] = self._encode(scope)
         return event
 
-    def _make(self, watching: SubscriberScope) -> bytes:
+    def _encode(self, scope: SubscriberScope) -> bytes:
         view = self._view
-        facts: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time_s": round(self._time_s, 3),
             "step": view.step,
             "running": view.num_running,
@@ -89,30 +89,30 @@ class ShownView:
             "found_tokens": view.found_tokens,
             "preemptions": view.preemptions,
             "requests": [
-                request_of(each, own=watching.sees_all or each.reader == watching.reader)
-                for each in view.requests
+                request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
+                for request in view.requests
             ],
             "more_requests": view.more_requests,
         }
-        return _event(b"view", to_compact_json(facts)[:-1] + b',"cells":' + self._cells + b"}")
+        return _event(b"view", to_compact_json(fields)[:-1] + b',"cells":' + self._cells + b"}")
 
 
-def request_of(request: RequestView, *, own: bool) -> dict[str, Any]:
-    """A request as its tenant sees it, or as others do: without id and counts."""
+def request_fields(request: RequestView, *, is_visible: bool) -> dict[str, Any]:
+    """Return the JSON fields of a request. is_visible: the subscriber may see id and counts."""
     return {
         "owner": request.owner,
-        "id": (request.label or None) if own else None,
+        "id": (request.label or None) if is_visible else None,
         "state": REQUEST_STATES[request.state],
-        "prompt_tokens": request.prompt_tokens if own else None,
-        "output_tokens": request.output_tokens if own else None,
-        "computed_tokens": request.computed_tokens if own else None,
-        "cached_tokens": request.cached_tokens if own else None,
+        "prompt_tokens": request.prompt_tokens if is_visible else None,
+        "output_tokens": request.output_tokens if is_visible else None,
+        "computed_tokens": request.computed_tokens if is_visible else None,
+        "cached_tokens": request.cached_tokens if is_visible else None,
         "num_blocks": request.num_blocks,
     }
 
 
 def cells_of(blocks: BlockMap) -> list[list[int]]:
-    """[length, state, owner] for each run."""
+    """Return [length, state, owner] for each run of equal cells."""
     columns = (
         np.frombuffer(blocks.lengths, "<i4"),
         np.frombuffer(blocks.states, np.uint8),
@@ -123,13 +123,13 @@ def cells_of(blocks: BlockMap) -> list[list[int]]:
 
 
 def rate(number: int, seconds: float) -> float:
-    """A second; 0 after so short a time that one step would be a rate of thousands."""
-    return round(number / seconds, 1) if seconds >= LEAST_SECONDS else 0.0
+    """Return `number` per second; 0 for intervals shorter than MIN_RATE_SECONDS."""
+    return round(number / seconds, 1) if seconds >= MIN_RATE_SECONDS else 0.0
 
 
 def _event(name: bytes, data: bytes) -> bytes:
     return b"event: " + name + b"\ndata: " + data + b"\n\n"
 
 
-COMMENT: Final = b": keep-alive\n\n"
-"""For a stream that has nothing to say; clients skip it."""
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which clients skip, for a stream without events."""

@@ -1,10 +1,11 @@
-"""The live view of one API server: its subscribers, and the one subscription of the engine.
+"""The live view of one API server: its subscribers, and the events that they get.
 
     first subscriber ─ Watch(wanted) ─▶ engine ─ EngineView ─▶ one event per scope ─▶ queues
     last one leaves ─ Watch(not wanted) ─▶ the engine sends no more views
 
-A new engine is asked again; its shape is sent again if it differs. A subscriber that does not read
-its stream is dropped.
+The engine client sends `Watch` and passes the views on. After a change of the engine, its
+properties are published again if they differ. A subscriber that does not read its stream is
+dropped.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from api_server.live_view.events import (
+    EncodedView,
     NoticeKind,
     ServerInfo,
-    ShownView,
     SubscriberScope,
     hello_event,
     notice_event,
@@ -26,8 +27,12 @@ from proto.errors import OverloadedError
 from proto.lifecycle import EngineReady, Role, process_title
 from proto.view import EngineView
 
+logger = logging.getLogger("tokend.api")
+
 MAX_UNREAD: Final = 16
-"""Events in a queue, one per quarter of a second."""
+"""Most events in a subscriber's queue; a view is published every quarter of a second."""
+MAX_SUBSCRIBERS: Final = 16
+"""Most subscribers of one API server."""
 
 
 class Subscriber:
@@ -42,7 +47,7 @@ class Subscriber:
         self._events: deque[bytes] = deque()
         self._changed = asyncio.Event()
 
-    def put(self, event: bytes) -> None:
+    def enqueue_event(self, event: bytes) -> None:
         """Queue an event; if the queue is full, clear it and end the stream."""
         if self.finished:
             return
@@ -58,12 +63,12 @@ class Subscriber:
         self.finished = True
         self._changed.set()
 
-    async def take(self, seconds: float | None) -> bytes:
-        """Return all queued events once there is one; empty after this time."""
+    async def drain_events(self, timeout_seconds: float | None) -> bytes:
+        """Return all queued events once there is one; empty after a timeout."""
         if not self._events and not self.finished:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), seconds)
+                await asyncio.wait_for(self._changed.wait(), timeout_seconds)
             except TimeoutError:
                 return b""
         events = b"".join(self._events)
@@ -71,113 +76,95 @@ class Subscriber:
         return events
 
 
-logger = logging.getLogger("tokend.api")
-
-MAX_SUBSCRIBERS: Final = 16
-"""Of one API server."""
-
-
-class Engine(Protocol):
-    """The engine client, as far as the live view needs it."""
-
-    @property
-    def engine(self) -> EngineReady: ...
-
-    def watch(self) -> None: ...
-
-
 class LiveViewPublisher:
-    """Publish the views of the current engine to the subscribers. clock: monotonic."""
+    """Publish the views of the current engine to the subscribers. clock: monotonic seconds."""
 
-    def __init__(
-        self, around: ServerInfo, client: Engine, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._around = around
-        self._client = client
+    def __init__(self, server: ServerInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = server
         self._clock = clock
-        self._began = clock()
+        self._start = clock()
         self._subscribers: list[Subscriber] = []
         self._hello = b""
-        self._shown: ShownView | None = None
+        self._last_view: EncodedView | None = None
 
     @property
-    def is_watched(self) -> bool:
+    def has_subscribers(self) -> bool:
         return bool(self._subscribers)
 
-    def subscribe(self, scope: SubscriberScope) -> Subscriber:
-        """Add a subscriber; it gets the hello event, the last view, and all that follow.
+    def subscribe(self, scope: SubscriberScope, engine: EngineReady) -> Subscriber:
+        """Add a subscriber; it gets the hello event, the last view, and all events that follow.
 
-        Raises OverloadedError when there are MAX_SUBSCRIBERS, NotAvailableError before an engine is
-        connected.
+        engine: the properties of the current one. Raises OverloadedError when there are
+        MAX_SUBSCRIBERS.
         """
-        self._hello = hello_event(self._around, self._client.engine)
+        self._hello = hello_event(self._server, engine)
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            raise OverloadedError(f"{MAX_SUBSCRIBERS} clients watch already")
+            raise OverloadedError(f"the live view has {MAX_SUBSCRIBERS} subscribers already")
         subscriber = Subscriber(scope)
-        subscriber.put(self._hello)
-        if self._shown is not None:
-            subscriber.put(self._shown.event(scope))
+        subscriber.enqueue_event(self._hello)
+        if self._last_view is not None:
+            subscriber.enqueue_event(self._last_view.event_for(scope))
         self._subscribers.append(subscriber)
-        if len(self._subscribers) == 1:
-            self._client.watch()
         return subscriber
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Remove a subscriber; nothing for one that was removed before."""
-        if subscriber not in self._subscribers:
-            return
-        self._subscribers.remove(subscriber)
-        if not self._subscribers:
-            self._shown = None
-            self._client.watch()
+        """Remove a subscriber, unless it was removed before."""
+        if subscriber in self._subscribers:
+            self._subscribers.remove(subscriber)
+            if not self._subscribers:
+                self._last_view = None
 
     def on_engine_ready(self, engine: EngineReady) -> None:
-        """Send hello again if the current engine has another shape."""
-        hello = hello_event(self._around, engine)
-        self._shown = None  # of another engine
+        """Publish hello again if the current engine has other properties."""
+        hello = hello_event(self._server, engine)
+        self._last_view = None  # of another engine
         if hello != self._hello:
             self._hello = hello
-            self._put(hello)
+            self._publish_event(hello)
 
-    def publish(self, view: EngineView) -> None:
-        """Send a view of the current engine to all subscribers."""
+    def publish_view(self, view: EngineView) -> None:
+        """Publish a view of the current engine."""
         if not self._subscribers:
             return
         try:
-            shown = ShownView(view, view.timestamp - self._began)
-            events = {each.scope: shown.event(each.scope) for each in self._subscribers}
+            encoded = EncodedView(view, view.timestamp - self._start)
+            events = {
+                subscriber.scope: encoded.event_for(subscriber.scope)
+                for subscriber in self._subscribers
+            }
         except Exception:  # a bad view must not stop the engine's outputs
             logger.exception("a view could not be encoded")
             return
-        self._shown = shown
-        self._put_all(lambda subscriber: events[subscriber.scope])
+        self._last_view = encoded
+        for subscriber in list(self._subscribers):
+            self._send(subscriber, events[subscriber.scope])
         if view.preemptions:
-            requests = "request" if view.preemptions == 1 else "requests"
-            self.notice("preemption", f"{view.preemptions} {requests} were preempted")
+            requests = "request was" if view.preemptions == 1 else "requests were"
+            self.publish_notice("preemption", f"{view.preemptions} {requests} preempted")
+
+    def publish_notice(self, kind: NoticeKind, text: str) -> None:
+        """Publish an event about the daemon."""
+        if self._subscribers:
+            self._publish_event(notice_event(self._clock() - self._start, kind, text))
+
+    def publish_restart(self, role: Role, *, hung: bool) -> None:
+        """Publish that a process was restarted. hung: its watchdog had killed it."""
+        title = process_title(role)
+        if hung:
+            self.publish_notice("watchdog", f"{title} hung: it was killed and restarted")
+        else:
+            self.publish_notice("restart", f"{title} was restarted")
 
     def close(self) -> None:
         """End all streams."""
         for subscriber in self._subscribers:
             subscriber.end()
 
-    def notice(self, kind: NoticeKind, text: str) -> None:
-        """Send an event about the daemon to all subscribers."""
-        if self._subscribers:
-            self._put(notice_event(self._clock() - self._began, kind, text))
-
-    def restarted(self, role: Role, *, hung: bool) -> None:
-        """Report that a process was restarted. hung: its watchdog had killed it."""
-        title = process_title(role)
-        if hung:
-            self.notice("watchdog", f"{title} hung: it was killed and restarted")
-        else:
-            self.notice("restart", f"{title} was restarted")
-
-    def _put(self, event: bytes) -> None:
-        self._put_all(lambda subscriber: event)
-
-    def _put_all(self, event_for: Callable[[Subscriber], bytes]) -> None:
+    def _publish_event(self, event: bytes) -> None:
         for subscriber in list(self._subscribers):
-            subscriber.put(event_for(subscriber))
-            if subscriber.finished:  # it does not read
-                self.unsubscribe(subscriber)
+            self._send(subscriber, event)
+
+    def _send(self, subscriber: Subscriber, event: bytes) -> None:
+        subscriber.enqueue_event(event)
+        if subscriber.finished:  # it does not read
+            self.unsubscribe(subscriber)

@@ -1,27 +1,28 @@
-"""The metrics of all API servers, in shared memory.
+"""Cells in shared memory that all API servers count in, and the metrics over these cells.
 
-API servers accept connections from one socket, so /metrics may reach any of them:
-all must show the same. Each one counts in a row of its own, and all rows are added up where
-they are shown. A row outlives its API server, and the restarted one continues it.
+API servers accept connections from one socket, so /metrics may reach any of them and all must show
+the same. Each API server writes a row of its own; a shown value combines all rows. A row outlives
+its API server, and the restarted one continues it.
 
     API server 0    | 3 | 17 | …     written by API server 0 only
     API server 1    | 5 |  9 | …
-    shown          | 8 | 26 | …
+    shown           | 8 | 26 | …
 
-Cells have no names: each metric takes its cells in the same order in every process.
+Cells have no names: each metric allocates its cells in the same order in every process.
 """
 
 import mmap
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from proto.stats import METRIC_BYTES, METRIC_CELLS
 
 
 class MetricSheet:
-    """Rows of METRIC_CELLS numbers, at first 0.
+    """Rows of METRIC_CELLS numbers, initially 0, one row per API server.
 
-    memory: of all rows, METRIC_BYTES each. row: of this process.
+    memory: METRIC_BYTES per row. row: index of this process's row.
     """
 
     def __init__(self, memory: bytearray | mmap.mmap, row: int = 0) -> None:
@@ -29,8 +30,8 @@ class MetricSheet:
         self._rows = [
             cells[start : start + METRIC_CELLS] for start in range(0, len(cells), METRIC_CELLS)
         ]
-        self._own = self._rows[row]
-        self._num_taken = 0
+        self._own_row = self._rows[row]
+        self._num_allocated = 0
 
     @classmethod
     def of_one(cls) -> "MetricSheet":
@@ -39,132 +40,134 @@ class MetricSheet:
 
     @classmethod
     def shared(cls, descriptor: int, row: int, num_rows: int) -> "MetricSheet":
-        """descriptor: of memory that all API servers have inherited."""
+        """Return a sheet over memory that all API servers have inherited as `descriptor`."""
         return cls(mmap.mmap(descriptor, num_rows * METRIC_BYTES), row)
 
     @property
     def num_rows(self) -> int:
-        """API servers, of which some may be dead."""
+        """Number of API servers, dead ones included."""
         return len(self._rows)
 
-    def take(self, count: int = 1) -> int:
-        """Return the first of so many unused cells."""
-        first, self._num_taken = self._num_taken, self._num_taken + count
-        assert self._num_taken <= METRIC_CELLS, "a row is too short for what is counted"
+    def allocate_cells(self, count: int = 1) -> int:
+        """Return the index of the first of `count` unused cells."""
+        first, self._num_allocated = self._num_allocated, self._num_allocated + count
+        assert self._num_allocated <= METRIC_CELLS, "the metrics need more cells than a row has"
         return first
 
-    def add(self, cell: int, amount: float = 1) -> None:
-        self._own[cell] += amount
+    def add_to_cell(self, cell: int, amount: float = 1) -> None:
+        self._own_row[cell] += amount
 
-    def write(self, first: int, values: Sequence[float]) -> None:
-        """Set cells of the own row."""
+    def write_cells(self, first: int, values: Sequence[float]) -> None:
+        """Set cells of this process's row."""
         for cell, value in enumerate(values, first):
-            self._own[cell] = value
+            self._own_row[cell] = value
 
-    def own(self, first: int, count: int) -> list[float]:
-        """Cells of the own row."""
-        return list(self._own[first : first + count])
+    def own_cells(self, first: int, count: int) -> list[float]:
+        """Return cells of this process's row, [count]."""
+        return list(self._own_row[first : first + count])
 
-    def of_each(self, first: int, count: int) -> list[list[float]]:
-        """The same cells of every row, [num_rows, count]."""
+    def cells_by_row(self, first: int, count: int) -> list[list[float]]:
+        """Return the same cells of every row, [num_rows, count]."""
         return [list(row[first : first + count]) for row in self._rows]
 
-    def totals(self, first: int, count: int) -> list[float]:
-        """Cells added up over all rows, [count]."""
-        return [sum(column) for column in zip(*self.of_each(first, count), strict=True)]
+    def sums(self, first: int, count: int) -> list[float]:
+        """Return cells summed over all rows, [count]."""
+        return [sum(column) for column in zip(*self.cells_by_row(first, count), strict=True)]
 
 
 class Counter:
-    """A number that only grows."""
+    """A number that only grows, summed over all API servers."""
 
     __slots__ = ("_cell", "_sheet")
 
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet
-        self._cell = sheet.take()
+        self._cell = sheet.allocate_cells()
 
-    def add(self, amount: float = 1) -> None:
-        self._sheet.add(self._cell, amount)
+    def increment(self, amount: float = 1) -> None:
+        self._sheet.add_to_cell(self._cell, amount)
 
     @property
     def value(self) -> float:
-        """Of all API servers."""
-        return self._sheet.totals(self._cell, 1)[0]
+        return self._sheet.sums(self._cell, 1)[0]
 
 
 class Gauge:
-    """A count of open `with` blocks; a restarted API server forgets those of the dead one."""
+    """The number of open `with` blocks; a restarted API server starts at 0."""
 
     __slots__ = ("_cell", "_sheet")
 
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet
-        self._cell = sheet.take()
-        sheet.write(self._cell, [0.0])
+        self._cell = sheet.allocate_cells()
+        sheet.write_cells(self._cell, [0.0])
 
     def __enter__(self) -> None:
-        self._sheet.add(self._cell)
+        self._sheet.add_to_cell(self._cell)
 
     def __exit__(self, *how: object) -> None:
-        self._sheet.add(self._cell, -1)
+        self._sheet.add_to_cell(self._cell, -1)
 
     @property
     def value(self) -> float:
-        """In all API servers."""
-        return self._sheet.totals(self._cell, 1)[0]
+        """Sum over all API servers."""
+        return self._sheet.sums(self._cell, 1)[0]
 
     @property
-    def own(self) -> float:
-        """In this API server."""
-        return self._sheet.own(self._cell, 1)[0]
+    def own_value(self) -> float:
+        """Value of this API server."""
+        return self._sheet.own_cells(self._cell, 1)[0]
 
     @property
-    def each(self) -> list[float]:
-        """In every API server."""
-        return [row[0] for row in self._sheet.of_each(self._cell, 1)]
+    def values(self) -> list[float]:
+        """Value of each API server."""
+        return [row[0] for row in self._sheet.cells_by_row(self._cell, 1)]
 
 
 class Histogram:
-    """Counts per bucket. `bounds`: upper ends, ascending, without infinity."""
+    """Observations by bucket. bounds: upper ends of the buckets, ascending, without infinity."""
 
     __slots__ = ("_first", "_sheet", "bounds")
 
     def __init__(self, sheet: MetricSheet, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self._sheet = sheet
-        self._first = sheet.take(len(self.bounds) + 2)  # the counts, that of infinity, the sum
+        # one cell per bucket, one for the bucket to infinity, one for the sum
+        self._first = sheet.allocate_cells(len(self.bounds) + 2)
 
     def observe(self, value: float) -> None:
         bucket = bisect_left(self.bounds, value)
-        self._sheet.add(self._first + bucket)
-        self._sheet.add(self._first + len(self.bounds) + 1, value)
+        self._sheet.add_to_cell(self._first + bucket)
+        self._sheet.add_to_cell(self._first + len(self.bounds) + 1, value)
 
-    def totals(self) -> tuple[list[float], float]:
-        """Of all API servers: observations by bucket, the last for infinity, and their sum."""
-        *counts, total = self._sheet.totals(self._first, len(self.bounds) + 2)
-        return counts, total
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Return Prometheus' buckets (upper end, cumulative count) and the sum of observations."""
+        *counts, total = self._sheet.sums(self._first, len(self.bounds) + 2)
+        ends = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(ends, accumulate(counts), strict=True)), total
 
 
-class News:
-    """A count of events that every API server receives; a dead one may have missed some.
+class BroadcastCounter:
+    """A count of events that every API server is notified of.
 
-    So the highest of all counts is shown, and an API server begins with that.
+    A dead API server misses events, so the highest count of any is shown, and a restarted API
+    server starts with it.
     """
 
     __slots__ = ("_cell", "_sheet")
 
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet
-        self._cell = sheet.take()
+        self._cell = sheet.allocate_cells()
         self.raise_to(self.value)
 
-    def add(self) -> None:
-        self._sheet.add(self._cell)
+    def increment(self) -> None:
+        self._sheet.add_to_cell(self._cell)
 
     def raise_to(self, count: float) -> None:
-        """There were so many at least."""
-        self._sheet.write(self._cell, [max(count, *self._sheet.own(self._cell, 1))])
+        """Set the count to at least `count`."""
+        self._sheet.write_cells(self._cell, [max(count, *self._sheet.own_cells(self._cell, 1))])
 
     @property
     def value(self) -> float:
-        return max(row[0] for row in self._sheet.of_each(self._cell, 1))
+        return max(row[0] for row in self._sheet.cells_by_row(self._cell, 1))

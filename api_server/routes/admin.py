@@ -21,6 +21,7 @@ from proto.codec import to_json_line
 from proto.config import SECRET_FIELDS
 from proto.engine_io import PauseMode
 from proto.errors import ConflictError, InvalidRequestError, shown
+from proto.lifecycle import AbortRequests, DrainRequested
 
 router = APIRouter(dependencies=[Depends(check_operator)])
 
@@ -48,7 +49,8 @@ class AbortBody(Strict):
 async def drain(request: Request) -> Response:
     """202: no more requests are taken; the daemon ends when those under way have finished."""
     app_state = app_state_of(request)
-    app_state.drain_state.ask_drain()
+    app_state.health.draining = True  # here at once; the supervisor notifies the other servers
+    app_state.supervisor.send(DrainRequested(app_state.supervisor.index))
     return JSONResponse(
         {"status": "draining", "requests_under_way": app_state.in_flight.number}, status_code=202
     )
@@ -64,7 +66,7 @@ async def pause(request: Request) -> Response:
     mode, ends_unfinished = _word(request, "mode", _PAUSES, "wait")
     if _word(request, "clear_cache", _TRUTHS, "false"):
         raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
-    await app_state_of(request).client.admin(
+    await app_state_of(request).client.call_admin(
         "pause", pause_mode=mode, ends_unfinished=ends_unfinished
     )
     return JSONResponse({"status": "paused"})
@@ -73,14 +75,14 @@ async def pause(request: Request) -> Response:
 @router.post("/resume")
 async def resume(request: Request) -> Response:
     """200: the engine is not paused."""
-    await app_state_of(request).client.admin("resume")
+    await app_state_of(request).client.call_admin("resume")
     return JSONResponse({"status": "resumed"})
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
     """Whether a pause lasts."""
-    reply = await app_state_of(request).client.admin("get_pause")
+    reply = await app_state_of(request).client.call_admin("get_pause")
     return JSONResponse({"is_paused": bool(reply.value)})
 
 
@@ -94,7 +96,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     running = _word(request, "reset_running_requests", _TRUTHS, "false")
     external = _word(request, "reset_external", _TRUTHS, "false")
     client = app_state_of(request).client
-    reply = await client.admin(
+    reply = await client.call_admin(
         "reset_prefix_cache", reset_running_requests=running, reset_external=external
     )
     if not reply.ok:
@@ -110,8 +112,8 @@ async def abort_requests(request: Request) -> Response:
     """
     ignored = IgnoredFields()
     fields = parse(AbortBody, await read_json(request), {}, ignored)
-    owner = None if has_operators_key(request) else key_name_of(request)
-    app_state_of(request).request_abort(fields.request_ids, owner)
+    key_name = None if has_operators_key(request) else key_name_of(request)
+    app_state_of(request).supervisor.send(AbortRequests(fields.request_ids, key_name))
     response = JSONResponse({"status": "aborting"}, status_code=202)
     response.raw_headers += ignored.headers()
     return response

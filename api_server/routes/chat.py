@@ -118,7 +118,7 @@ def _counting(
     """Return the parser of an answer; it counts parsed tool calls if the request has tools."""
     if calling.format is None:
         return make_parser
-    return lambda: CountedParser(make_parser(), app_state.metrics.choice_parsed)
+    return lambda: CountedParser(make_parser(), app_state.metrics.count_tool_parse)
 
 
 async def count_tokens(

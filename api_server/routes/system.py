@@ -25,7 +25,7 @@ async def health(request: Request) -> Response:
     Also while a process is restarted, because requests wait for it.
     """
     app_state = app_state_of(request)
-    app_state.drain_state.check()
+    app_state.health.check_not_draining()
     _ = app_state.client.engine
     return Response()
 
@@ -41,7 +41,7 @@ async def live() -> Response:
 @router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 while requests come along as they should; 503 with the reasons why not."""
-    reasons = app_state_of(request).health.reasons()
+    reasons = app_state_of(request).health.not_ready_reasons()
     if reasons:
         body = {"ready": False, "reasons": reasons}
         return JSONResponse(body, 503, {"retry-after": "1"})
@@ -63,7 +63,7 @@ async def load(request: Request) -> dict[str, int]:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(
-        app_state_of(request).metrics.text(),
+        app_state_of(request).metrics.render(),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 

@@ -1,5 +1,4 @@
-"""Load against an OpenAI-compatible server on this machine, and what it cost.
+"""Benchmarks of OpenAI-compatible servers: `tokend bench`.
 
-Knows the HTTP interface and /proc, nothing of tokend's insides, so that peers are
-measured by the same code.
+They use only HTTP and /proc, so that the same code measures tokend and other servers.
 """

@@ -1,4 +1,8 @@
-"""Requests to one server over as many keep-alive connections as are under way."""
+"""HTTP client of the load test: streamed requests over keep-alive connections.
+
+It time-stamps each chunk in the transport's callback, and costs little CPU time (see
+docs/benchmarks/client.md). `BenchClient.send_request` sends one request.
+"""
 
 import asyncio
 import http.client
@@ -10,42 +14,40 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from deploy.bench.stream import Exchange, StreamedAnswer
+from deploy.bench.stream import RequestResult, StreamedResponse
 from proto.errors import ConfigError, TokendError
 
-# A keep-alive connection that hands what arrives to the answer it belongs to, at once.
 
-
-class StreamConnection(asyncio.Protocol):
-    """One request at a time."""
+class HttpConnection(asyncio.Protocol):
+    """A keep-alive connection, for one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: StreamedAnswer | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._response: StreamedResponse | None = None
+        self._done: asyncio.Future[None] | None = None
         self.used = False
 
     @property
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, request: bytes, answer: StreamedAnswer) -> None:
-        """Until the answer is complete; raises TokendError or OSError."""
+    async def send(self, request: bytes, response: StreamedResponse) -> None:
+        """Send a request and read its response to the end; raises TokendError or OSError."""
         if self._transport is None:
-            raise ConnectionResetError("the connection was closed before anything was asked")
-        self._answer = answer
-        self._over = asyncio.get_running_loop().create_future()
+            raise ConnectionResetError("the connection was closed before the request was sent")
+        self._response = response
+        self._done = asyncio.get_running_loop().create_future()
         try:
             self._transport.write(request)
-            await self._over
+            await self._done
         finally:
-            self._answer = self._over = None
+            self._response = self._done = None
             self.used = True
-            if not (answer.response.complete and answer.response.reusable):
+            if not (response.parser.complete and response.parser.reusable):
                 self.close()
 
     def close(self) -> None:
-        """Without waiting for anything."""
+        """Close at once, without sending pending data."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -54,37 +56,37 @@ class StreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        answer = self._answer
-        if answer is None:
-            self.close()  # nobody asked
+        response = self._response
+        if response is None:
+            self.close()  # no request is open
             return
         try:
-            answer.take(data, now)
+            response.feed(data, now)
         except TokendError as error:
             self._finish(error)
         else:
-            if answer.response.complete:
+            if response.parser.complete:
                 self._finish(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        if self._answer is None or error is not None:
+        if self._response is None or error is not None:
             self._finish(error)
             return
         try:
-            self._answer.end(time.perf_counter())
-        except TokendError as broken:
-            self._finish(broken)
+            self._response.end(time.perf_counter())
+        except TokendError as incomplete:
+            self._finish(incomplete)
         else:
             self._finish(None)
 
     def _finish(self, error: Exception | None) -> None:
-        if self._over is None or self._over.done():
+        if self._done is None or self._done.done():
             return
         if error is None:
-            self._over.set_result(None)
+            self._done.set_result(None)
         else:
-            self._over.set_exception(error)
+            self._done.set_exception(error)
 
 
 COMPLETIONS: Final = "/v1/completions"
@@ -94,7 +96,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Target:
-    """A server. url: without /v1. fields: that each request has beside its own."""
+    """A server. url: without /v1. timeout: seconds. fields: further fields of every request."""
 
     url: str
     model: str
@@ -104,11 +106,11 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to ask. content: the prompt or the messages.
+class BenchRequest:
+    """A request. content: the field `prompt` or `messages`.
 
-    checked: it is asked greedily, and its answer is compared with others to the same.
-    job: whose turn it is, told to the server; empty for nobody's. is_last_step: of that job.
+    checked: whether it is sampled greedily, and its answer compared with others to the same.
+    job: agent job of the request, sent to the server; "" for none. is_last_step: of that job.
     """
 
     path: str
@@ -120,15 +122,15 @@ class Ask:
 
 
 def base_url(text: str) -> str:
-    """A URL as people give it, without /v1; raises ConfigError."""
+    """Return the URL of a server without /v1; raises ConfigError if it is invalid."""
     parts = urlsplit(text)
     if parts.scheme not in _PORTS or not parts.hostname:
         raise ConfigError(f"--url {text}: not a URL such as http://127.0.0.1:8000")
     return text.rstrip("/").removesuffix("/v1")
 
 
-class Client:
-    """Belongs to one event loop. Connections are made as they are needed, and kept."""
+class BenchClient:
+    """Sends requests to one server, in one event loop, and keeps connections open."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -142,84 +144,86 @@ class Client:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
             f"Accept: text/event-stream\r\n{key}"
         )
-        self._idle: list[StreamConnection] = []
+        self._idle: list[HttpConnection] = []
 
-    async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
-        """One request to its end; what goes wrong is part of what came of it."""
-        exchange = Exchange(ask.output_tokens, keep_text or ask.checked, waited)
-        request = self._request(ask)
-        exchange.started = time.perf_counter()
+    async def send_request(
+        self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
+    ) -> RequestResult:
+        """Send a request and read its answer; errors are part of the result."""
+        result = RequestResult(request.output_tokens, keep_text or request.checked, waited)
+        encoded = self._encode(request)
+        result.started = time.perf_counter()
         try:
             async with asyncio.timeout(self.target.timeout):
-                await self._exchange(request, exchange)
+                await self._send(encoded, result)
         except TimeoutError:
-            exchange.error = f"no end after {self.target.timeout:g} s"
+            result.error = f"not complete after {self.target.timeout:g} s"
         except (TokendError, OSError) as error:
-            exchange.error = exchange.error or str(error) or type(error).__name__
-        return exchange
+            result.error = result.error or str(error) or type(error).__name__
+        return result
 
     def close(self) -> None:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
-    async def _exchange(self, request: bytes, exchange: Exchange) -> None:
+    async def _send(self, encoded: bytes, result: RequestResult) -> None:
         while True:
             connection = await self._connection()
-            again = connection.used
-            answer = StreamedAnswer(exchange)
+            reused = connection.used
+            response = StreamedResponse(result)
             try:
-                await connection.ask(request, answer)
+                await connection.send(encoded, response)
             except (TokendError, OSError):
                 # A server may close an idle connection at the moment it is used again.
-                if again and not answer.response.begun:
+                if reused and not response.parser.begun:
                     continue
                 raise
             if connection.open:
                 self._idle.append(connection)
             return
 
-    async def _connection(self) -> StreamConnection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
                 return connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            StreamConnection, self._host, self._port, ssl=self._tls
+            HttpConnection, self._host, self._port, ssl=self._tls
         )
         return connection
 
-    def _request(self, ask: Ask) -> bytes:
+    def _encode(self, request: BenchRequest) -> bytes:
         body = {
             "model": self.target.model,
-            **ask.content,
-            "max_tokens": ask.output_tokens,
+            **request.content,
+            "max_tokens": request.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.target.fields,
         }
-        if ask.checked:
+        if request.checked:
             body["temperature"] = 0
-        head = f"POST {self._prefix}{ask.path} HTTP/1.1\r\n{self._head}"
-        if ask.job:
-            body["agent_hint"] = {"job_id": ask.job, "is_last_step": ask.is_last_step}
-            head += f"X-Session-ID: {ask.job}\r\n"
+        head = f"POST {self._prefix}{request.path} HTTP/1.1\r\n{self._head}"
+        if request.job:
+            body["agent_hint"] = {"job_id": request.job, "is_last_step": request.is_last_step}
+            head += f"X-Session-ID: {request.job}\r\n"
         content = json.dumps(body, separators=(",", ":")).encode()
         return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-# What is asked of a server beside the load: whether it is up, and what it serves.
+# ---- Single requests ----
 #
-# With the standard library's client: it is asked while a server starts on the same cores, and a
-# client that reads certificates first would be part of what is measured.
+# With the client of the standard library: these requests are sent while a server starts on the same
+# cores, and a client that loads certificates first would slow down the start that is measured.
 
 
 _ANSWER_SECONDS: Final = 30.0
 
 
 def get(url: str, api_key: str = "", timeout: float = _ANSWER_SECONDS) -> tuple[int, bytes]:
-    """(status, body); raises OSError or HTTPException when there is no answer."""
+    """Send a GET request and return status and body; raises OSError or HTTPException."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -227,14 +231,14 @@ def get(url: str, api_key: str = "", timeout: float = _ANSWER_SECONDS) -> tuple[
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         connection.request("GET", parts.path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        response = connection.getresponse()
+        return response.status, response.read()
     finally:
         connection.close()
 
 
 def is_up(url: str, timeout: float) -> bool:
-    """Whether the answer is a 200."""
+    """Whether a GET request is answered with status 200."""
     try:
         return get(url, timeout=timeout)[0] == 200
     except (OSError, http.client.HTTPException):
@@ -242,7 +246,7 @@ def is_up(url: str, timeout: float) -> bool:
 
 
 def first_model(url: str, api_key: str = "") -> str:
-    """What the server says it serves; raises TokendError."""
+    """Return the first model in /v1/models; raises TokendError."""
     try:
         _, body = get(f"{url}/v1/models", api_key)
         return str(json.loads(body)["data"][0]["id"])
@@ -250,4 +254,4 @@ def first_model(url: str, api_key: str = "") -> str:
         *(OSError, http.client.HTTPException),
         *(ValueError, KeyError, IndexError, TypeError),
     ) as error:
-        raise TokendError(f"{url}/v1/models does not name a model: {error!r}") from None
+        raise TokendError(f"{url}/v1/models lists no model: {error!r}") from None

@@ -1,8 +1,8 @@
-"""`tokend bench compare`: servers, or settings of the daemon, against each other in turns.
+"""`tokend bench compare`: compares servers, or settings of the daemon, round by round.
 
-All of them run all the time (--restart: only while it is their turn) and one of them works: a
-round gives each the same loads, and who goes first changes. A machine that is slower for a
-minute is slower for all, so the ratio of each round says more than the figures do.
+All servers run all the time (--restart: only during their turn), and one is loaded at a time. Each
+round sends the same loads to every server, in changing order. A machine that is slower for a minute
+is slower for all servers, so the ratio within a round is more reliable than the absolute figures.
 
   tokend bench compare --server tokend=http://127.0.0.1:8000 \
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target, first_model
-from deploy.bench.dataset_options import add_sizes, material_of, sizes_of
-from deploy.bench.datasets import Draws, RandomPrompts, Sizes
-from deploy.bench.figures import Answers, Goodput, figures_of
-from deploy.bench.load import Pace, Played, Run, Screen, measure, screen_for, warm_up
+from deploy.bench.dataset_options import add_sizes, prompt_source_of, sizes_of
+from deploy.bench.datasets import RandomDataset, RequestSizes, SessionSeeds
+from deploy.bench.figures import AnswerComparison, Goodput, figures_of
+from deploy.bench.load import LoadPattern, LoadResult, LoadRun, measure, warm_up
 from deploy.bench.options import (
-    Parser,
+    BenchParser,
     at_least_one,
     from_zero,
     positive,
@@ -41,50 +41,44 @@ from deploy.bench.options import (
 from deploy.bench.servers import ServerSpec, running, tokend
 from proto.errors import ConfigError
 
-# What servers did in the rounds of a comparison, and what is made of it.
-#
-# Knows nothing of how it was measured. The first server is the one that is compared with each
-# other one, round by round.
-
-
-Turn = dict[str, Any]
+TurnFigures = dict[str, Any]
 """Figures of one server in one round, by name."""
 _SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A row. key: its name in a turn, with the unit. title: for people. digits: after the point."""
+class ComparedFigure:
+    """A row of the table. key: name in TurnFigures. title: shown name. digits: decimals shown."""
 
     key: str
     title: str
     digits: int = 2
 
-    def show(self, value: float) -> str:
-        """A value for people; a dash where there is none."""
+    def format(self, value: float) -> str:
+        """Format a value; "-" for NaN."""
         return "-" if math.isnan(value) else f"{value:.{self.digits}f}"
 
 
 @dataclass(frozen=True)
-class Ratios:
-    """Of the first server to another one, one a round."""
+class RoundRatios:
+    """Ratios of the first server to another one, one per round."""
 
     values: Sequence[float]
 
     @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Ratios":
-        """Rounds in which one of them has no figure are left out."""
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "RoundRatios":
+        """Create from values per round; rounds in which one value is NaN are omitted."""
         pairs = zip(ours, theirs, strict=True)
         return cls([a / b for a, b in pairs if not (math.isnan(a) or math.isnan(b)) and b])
 
     def describe(self) -> str:
-        """Median (lowest to highest)."""
+        """Return "median (minimum to maximum)"."""
         if not self.values:
             return "-"
         low, high = min(self.values), max(self.values)
         return f"{statistics.median(self.values):.3f} ({low:.3f} to {high:.3f})"
 
-    def plain(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         if not self.values:
             return {}
         return {
@@ -95,23 +89,23 @@ class Ratios:
 
 
 @dataclass
-class Share:
-    """What one server had over all rounds: time, the client's CPU, failures, answers."""
+class ServerTotals:
+    """Sums over all rounds of one server: time, the client's CPU time, failures, answers."""
 
     name: str
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     num_requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    answers: Answers = field(default_factory=Answers)
+    answers: AnswerComparison = field(default_factory=AnswerComparison)
 
-    def note(self, played: Played) -> None:
-        self.seconds += played.seconds
-        self.cpu_seconds += played.cpu_seconds
-        self.num_requests += len(played.exchanges)
-        self.errors.update(each.error for each in played.exchanges if each.error)
-        for ask, exchange in played.checked:
-            self.answers.note(ask, exchange.text)
+    def note_run(self, load_result: LoadResult) -> None:
+        self.seconds += load_result.seconds
+        self.cpu_seconds += load_result.cpu_seconds
+        self.num_requests += len(load_result.results)
+        self.errors.update(result.error for result in load_result.results if result.error)
+        for request, result in load_result.checked:
+            self.answers.note(request, result.text)
 
     @property
     def cpu_share(self) -> float:
@@ -119,65 +113,66 @@ class Share:
 
 
 class Comparison:
-    """names: of the servers. figures: the rows."""
+    """The figures of all servers and rounds. names: of the servers. figures: rows of the table."""
 
-    def __init__(self, names: Sequence[str], figures: Sequence[Figure]) -> None:
+    def __init__(self, names: Sequence[str], figures: Sequence[ComparedFigure]) -> None:
         self._names = list(names)
         self._figures = list(figures)
-        self._shares = {name: Share(name) for name in names}
-        self._rounds: list[dict[str, Turn]] = []
+        self._totals = {name: ServerTotals(name) for name in names}
+        self._rounds: list[dict[str, TurnFigures]] = []
 
     @property
     def num_rounds(self) -> int:
         return len(self._rounds)
 
-    def share(self, name: str) -> Share:
-        return self._shares[name]
+    def totals(self, name: str) -> ServerTotals:
+        return self._totals[name]
 
-    def note(self, number: int, name: str, turn: Turn) -> None:
-        """A server's turn in a round, counted from 0."""
+    def note_turn(self, number: int, name: str, turn: TurnFigures) -> None:
+        """Note the figures of a server in a round, counted from 0."""
         if number == len(self._rounds):
             self._rounds.append({})
         self._rounds[number][name] = turn
 
-    def values(self, name: str, figure: Figure) -> list[float]:
-        """One a round; not a number where every request failed."""
-        return [float(each[name].get(figure.key, math.nan)) for each in self._rounds]
+    def values(self, name: str, figure: ComparedFigure) -> list[float]:
+        """Return the values per round; NaN if all requests failed."""
+        return [float(turns[name].get(figure.key, math.nan)) for turns in self._rounds]
 
-    def median(self, name: str, figure: Figure) -> float:
-        values = [each for each in self.values(name, figure) if not math.isnan(each)]
+    def median(self, name: str, figure: ComparedFigure) -> float:
+        values = [value for value in self.values(name, figure) if not math.isnan(value)]
         return statistics.median(values) if values else math.nan
 
-    def ratios(self, figure: Figure, other: str) -> Ratios:
-        """Of the first server to another one."""
-        return Ratios.of(self.values(self._names[0], figure), self.values(other, figure))
+    def ratios(self, figure: ComparedFigure, other: str) -> RoundRatios:
+        """Return the ratios of the first server to another one."""
+        return RoundRatios.of(self.values(self._names[0], figure), self.values(other, figure))
 
     def show(self, console: Console, title: str) -> None:
-        """Print everything."""
+        """Print the table and the notes about each server."""
         first, *others = self._names
         table = Table(title=title)
         table.add_column("figure")
         for column in (*self._names, *(f"{first} / {other}" for other in others)):
             table.add_column(column, justify="right")
         for figure in self._figures:
-            medians = [figure.show(self.median(name, figure)) for name in self._names]
+            medians = [figure.format(self.median(name, figure)) for name in self._names]
             ratios = [self.ratios(figure, other).describe() for other in others]
             table.add_row(figure.title, *medians, *ratios)
         console.print(table)
         for name in self._names:
-            for line in self._notes(self._shares[name]):
+            for line in self._notes(self._totals[name]):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def plain(self) -> Mapping[str, object]:
-        """For JSON."""
+    def to_dict(self) -> Mapping[str, object]:
+        """Return a dict for JSON."""
         first, *others = self._names
         return {
-            "servers": {name: self._plain_share(self._shares[name]) for name in self._names},
+            "servers": {name: self._totals_dict(self._totals[name]) for name in self._names},
             "figures": {
                 figure.key: {
-                    "medians": {name: self._plain_median(name, figure) for name in self._names},
+                    "medians": {name: self._median_or_none(name, figure) for name in self._names},
                     "ratios": {
-                        f"{first} / {other}": self.ratios(figure, other).plain() for other in others
+                        f"{first} / {other}": self.ratios(figure, other).to_dict()
+                        for other in others
                     },
                 }
                 for figure in self._figures
@@ -185,40 +180,41 @@ class Comparison:
             "rounds": self._rounds,
         }
 
-    def _plain_median(self, name: str, figure: Figure) -> float | None:
+    def _median_or_none(self, name: str, figure: ComparedFigure) -> float | None:
         median = self.median(name, figure)
         return None if math.isnan(median) else median
 
-    def _plain_share(self, share: Share) -> dict[str, object]:
+    def _totals_dict(self, totals: ServerTotals) -> dict[str, object]:
         return {
-            "client_cpu_share": share.cpu_share,
-            "num_requests": share.num_requests,
-            "num_failed": share.errors.total(),
-            "errors": dict(share.errors),
-            "answers_compared": share.answers.num_compared,
-            "answers_different": len(share.answers.different),
+            "client_cpu_share": totals.cpu_share,
+            "num_requests": totals.num_requests,
+            "num_failed": totals.errors.total(),
+            "errors": dict(totals.errors),
+            "answers_compared": totals.answers.num_compared,
+            "answers_different": len(totals.answers.different),
         }
 
-    def _notes(self, share: Share) -> list[str]:
-        answers = share.answers
+    def _notes(self, totals: ServerTotals) -> list[str]:
+        answers = totals.answers
         found = [
-            f"{share.name}: {share.num_requests} requests, {share.errors.total()} failed; answers "
-            f"to the same request: {answers.num_compared} compared, {len(answers.different)} "
-            f"different; the client took {share.cpu_share:.1%} of one core"
+            f"{totals.name}: {totals.num_requests} requests, {totals.errors.total()} failed; "
+            f"answers to equal requests: {answers.num_compared} compared, "
+            f"{len(answers.different)} different; the client used "
+            f"{totals.cpu_share:.1%} of one core"
         ]
-        found += [f"  failed: {error}" for error, _ in share.errors.most_common(_SHOWN)]
-        return found + [f"  different: {each}" for each in answers.different[:_SHOWN]]
+        found += [f"  failed: {error}" for error, _ in totals.errors.most_common(_SHOWN)]
+        return found + [f"  different: {difference}" for difference in answers.different[:_SHOWN]]
 
 
-_SEEDS: Final = 1_000
+_SEED_STEP: Final = 1_000
 _NO_LIMITS: Final = Goodput({})
 ALONE: Final = "alone"
-"""The load of one request after the other."""
+"""Name of the load that sends one request after the other."""
 
 
 @dataclass(frozen=True)
 class ClosedLoad:
-    """`num_requests` in all, `concurrency` at once, all of the same lengths."""
+    """A closed loop: `num_requests` in total, `concurrency` at the same time, equal lengths."""
 
     concurrency: int
     num_requests: int
@@ -227,7 +223,7 @@ class ClosedLoad:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, print the tables, write the figures."""
+    """Run the comparison, print the table and write the figures."""
     CompareBench(parse(words)).run()
 
 
@@ -238,14 +234,14 @@ class CompareBench:
         self.options = options
         self.specs = _specs(options)
 
-    def extra_figures(self, load: str, title: str) -> Sequence[Figure]:
+    def extra_figures(self, load: str, title: str) -> Sequence[ComparedFigure]:
         """Return further rows of the table for one load."""
         return ()
 
     def before_turn(self, spec: ServerSpec) -> None:
         """Measure what a turn is compared with; all servers are idle."""
 
-    def after_turn(self, spec: ServerSpec, turn: Turn) -> Turn:
+    def after_turn(self, spec: ServerSpec, turn: TurnFigures) -> TurnFigures:
         """Return the figures of the turn with those of `extra_figures`."""
         return turn
 
@@ -254,33 +250,35 @@ class CompareBench:
         return ()
 
     def run(self) -> None:
-        """Play all rounds, print the tables, write the figures."""
+        """Run all rounds, print the table and write the figures."""
         options = self.options
         with writable("--json", options.json) as rows:
             comparison = Comparison([spec.name for spec in self.specs], self.figures())
-            self._play(comparison)
+            self._run_rounds(comparison)
             console = Console(width=max(120, 40 + 32 * len(self.specs)))
             comparison.show(console, _title(options, comparison))
             for line in self.notes():
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             write(rows, json.dumps(_document(options, comparison), indent=2) + "\n")
 
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[ComparedFigure]:
         """Return the rows of the table, with the names that they have in a turn."""
         found = [
-            Figure("alone_ttft_ms_p50", "first token alone, ms"),
-            Figure("alone_tpot_ms_p50", "time per token alone, ms"),
+            ComparedFigure("alone_ttft_ms_p50", "first token alone, ms"),
+            ComparedFigure("alone_tpot_ms_p50", "time per token alone, ms"),
             *self._figures_of_load(ALONE, ALONE),
         ]
         for number in self.options.concurrency:
-            load, title = f"at_{number}", f"{number} at once"
+            load, title = f"at_{number}", f"concurrency {number}"
             found += [
-                Figure(f"{load}_output_tokens_per_s", f"output tokens/s, {title}"),
-                Figure(f"{load}_ttft_ms_p50", f"first token, {title}, ms"),
-                Figure(f"{load}_tpot_ms_p50", f"time per token, {title}, ms"),
-                Figure(f"{load}_itl_ms_p50", f"between tokens, median, {title}, ms"),
-                Figure(f"{load}_itl_ms_p99", f"between tokens, p99, {title}, ms"),
-                Figure(f"{load}_itl_p99_of_p50", f"between tokens, p99 / median, {title} (<= 2)"),
+                ComparedFigure(f"{load}_output_tokens_per_s", f"output tokens/s, {title}"),
+                ComparedFigure(f"{load}_ttft_ms_p50", f"first token, {title}, ms"),
+                ComparedFigure(f"{load}_tpot_ms_p50", f"time per token, {title}, ms"),
+                ComparedFigure(f"{load}_itl_ms_p50", f"between tokens, median, {title}, ms"),
+                ComparedFigure(f"{load}_itl_ms_p99", f"between tokens, p99, {title}, ms"),
+                ComparedFigure(
+                    f"{load}_itl_p99_of_p50", f"between tokens, p99 / median, {title} (<= 2)"
+                ),
                 *self._figures_of_load(load, title),
             ]
         return found
@@ -295,69 +293,71 @@ class CompareBench:
             for number in options.concurrency
         }
 
-    def _figures_of_load(self, load: str, title: str) -> list[Figure]:
-        client = Figure(f"{load}_client_cpu_share", f"client's part of a core, {title}", 3)
+    def _figures_of_load(self, load: str, title: str) -> list[ComparedFigure]:
+        client = ComparedFigure(f"{load}_client_cpu_share", f"client's part of a core, {title}", 3)
         return [client, *self.extra_figures(load, title)]
 
-    def _play(self, comparison: Comparison) -> None:
+    def _run_rounds(self, comparison: Comparison) -> None:
         options, specs = self.options, self.specs
-        screen = screen_for(sys.stderr)
         with ExitStack() as stack:
             targets = {}
             if not options.restart:
-                targets = {spec.name: _prepared(options, stack, spec) for spec in specs}
+                targets = {spec.name: _warmed_up(options, stack, spec) for spec in specs}
             for number in range(options.rounds):
                 first = number % len(specs)
                 for spec in (*specs[first:], *specs[:first]):
                     with ExitStack() as turn:
                         self.before_turn(spec)
-                        target = targets.get(spec.name) or _prepared(options, turn, spec)
-                        share = comparison.share(spec.name)
-                        played = self._turn(target, number, share, screen)
-                        comparison.note(number, spec.name, self.after_turn(spec, played))
+                        target = targets.get(spec.name) or _warmed_up(options, turn, spec)
+                        totals = comparison.totals(spec.name)
+                        load_result = self._run_turn(target, number, totals)
+                        comparison.note_turn(number, spec.name, self.after_turn(spec, load_result))
 
-    def _turn(self, target: Target, number: int, share: Share, screen: Screen) -> Turn:
-        """Play the loads of one round on one server, with new prompts in each round; then a few
-        requests that are the same in all rounds, whose answers are compared and whose times are
-        not: a server may have them in its cache."""
+    def _run_turn(self, target: Target, number: int, totals: ServerTotals) -> TurnFigures:
+        """Send the loads of one round to one server and return the figures.
+
+        Prompts differ between rounds. A few requests at the end are the same in all rounds: their
+        answers are compared, but not their times, because a server may have them in its cache.
+        """
         options = self.options
-        found: Turn = {}
+        found: TurnFigures = {}
         for index, (name, load) in enumerate(self.loads().items()):
-            draws = Draws(options.seed + _SEEDS * number + index)
+            seeds = SessionSeeds(options.seed + _SEED_STEP * number + index)
             ratio = 0.0 if name == ALONE else options.range_ratio
-            sizes = Sizes(load.input_tokens, load.output_tokens, ratio)
-            dataset = RandomPrompts(sizes, material_of(options))
-            pace = Pace(load.concurrency, max_requests=load.num_requests)
-            label = f"round {number + 1}, {share.name}, {name.replace('_', ' ')}"
-            played = measure(target, Run(label, dataset, draws, pace), screen)
-            share.note(played)
-            plain = with_gap_ratio(figures_of(name, played, _NO_LIMITS).plain())
+            sizes = RequestSizes(load.input_tokens, load.output_tokens, ratio)
+            dataset = RandomDataset(sizes, prompt_source_of(options))
+            pattern = LoadPattern(load.concurrency, max_requests=load.num_requests)
+            label = f"round {number + 1}, {totals.name}, {name.replace('_', ' ')}"
+            load_result = measure(target, LoadRun(label, dataset, seeds, pattern), sys.stderr)
+            totals.note_run(load_result)
+            plain = with_gap_ratio(figures_of(name, load_result, _NO_LIMITS).to_dict())
             found |= {f"{name}_{key}": value for key, value in plain.items()}
         if options.checks:
-            dataset = RandomPrompts(sizes_of(options), material_of(options))
-            pace = Pace(options.checks, max_requests=options.checks)
-            draws = Draws(options.seed, check_share=1.0)
-            share.note(measure(target, Run(f"{share.name}, checks", dataset, draws, pace), screen))
+            dataset = RandomDataset(sizes_of(options), prompt_source_of(options))
+            pattern = LoadPattern(options.checks, max_requests=options.checks)
+            seeds = SessionSeeds(options.seed, check_share=1.0)
+            run = LoadRun(f"{totals.name}, checks", dataset, seeds, pattern)
+            totals.note_run(measure(target, run, sys.stderr))
         return found
 
 
-def _prepared(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Target:
-    """A server that runs until the stack is left, and has been warmed up."""
+def _warmed_up(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Target:
+    """Return a server that is warmed up, and runs until the stack is closed."""
     url = stack.enter_context(running(spec))
     fields = {"temperature": 0, "ignore_eos": True}
     target = Target(url, first_model(url), fields=fields)
-    warm_up(target, material_of(options), options.warm_ups)
+    warm_up(target, prompt_source_of(options), options.warm_ups)
     return target
 
 
-def with_gap_ratio(plain: Turn) -> Turn:
-    """Figures, and how long the longest gaps are by the usual one where there are such gaps."""
+def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
+    """Add the ratio of the 99th percentile to the median of the gaps between tokens."""
     median = plain.get("itl_ms_p50", 0.0)
     return {**plain, "itl_p99_of_p50": plain["itl_ms_p99"] / median} if median else plain
 
 
 def _specs(options: argparse.Namespace) -> list[ServerSpec]:
-    """The servers in the order of the table."""
+    """Return the servers in the order of the table; raises ConfigError."""
     if options.other is not None:
         if options.server:
             raise ConfigError("bench compare: --other or --server, not both")
@@ -369,11 +369,11 @@ def _specs(options: argparse.Namespace) -> list[ServerSpec]:
     if options.serve_flags:
         raise ConfigError("bench compare: flags after -- go with --other")
     specs = [
-        ServerSpec.parse(each, options.ready_path, options.start_seconds) for each in options.server
+        ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
     ]
     if len({spec.name for spec in specs}) < max(2, len(specs)):
         raise ConfigError(
-            "bench compare wants two --server NAME=... of different names, or --other"
+            "bench compare needs two --server NAME=... with different names, or --other"
         )
     return specs
 
@@ -388,11 +388,11 @@ def _title(options: argparse.Namespace, comparison: Comparison) -> str:
 
 def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, object]:
     flags = {name: value for name, value in vars(options).items() if name != "json"}
-    return {"command": "tokend bench compare", "options": flags, **comparison.plain()}
+    return {"command": "tokend bench compare", "options": flags, **comparison.to_dict()}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="tokend bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -402,28 +402,43 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=...",
-        help="a URL, or a command with {port} in it; the first is compared with each other one",
+        help="a URL, or a command with {port} in it; the first is compared with all others",
     )
-    parser.add_argument("--other", help='flags of tokend serve: "--async-scheduling"')
-    parser.add_argument("--restart", action="store_true", help="start servers for each turn")
-    parser.add_argument("--ready-path", default="/health", help="200 when it is up (/health)")
-    parser.add_argument("--start-seconds", type=positive, default=600.0, help="at most (600)")
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="(3)")
+    parser.add_argument(
+        "--other",
+        help='flags of serve: compare tokend with and without them ("--async-scheduling")',
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="start the server anew for each turn"
+    )
+    parser.add_argument(
+        "--ready-path",
+        default="/health",
+        help="path that answers 200 when the server is ready (/health)",
+    )
+    parser.add_argument(
+        "--start-seconds", type=positive, default=600.0, help="limit of a start (600)"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="number of rounds (3)")
     parser.add_argument(
         "--concurrency", type=several_counts, default=[16], metavar="N[,N...]", help="(16)"
     )
-    parser.add_argument("--requests", type=at_least_one, help="of each load; twice as many as run")
-    parser.add_argument("--alone", type=at_least_one, default=3, help="one after the other (3)")
+    parser.add_argument(
+        "--requests", type=at_least_one, help="requests per load; by default twice the concurrency"
+    )
+    parser.add_argument(
+        "--alone", type=at_least_one, default=3, help="requests sent one after the other (3)"
+    )
     parser.add_argument("--alone-input-tokens", type=at_least_one, default=128, help="(128)")
     parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")
     parser.add_argument(
         "--checks",
         type=from_zero,
         default=4,
-        help="requests of each round that are always the same; their answers are compared, and "
-        "their times are in no figure (4)",
+        help="requests of each round that are always the same; their answers are compared, "
+        "their times are not measured (4)",
     )
     add_sizes(parser, 256, 128)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of both daemons (--other)")
     return parser.parse_args(words)

@@ -1,4 +1,8 @@
-"""A client's conversation with a server, and where its chances come from."""
+"""Data sets of the load test: sessions of requests, random but reproducible.
+
+A `Dataset` yields sessions; a session yields requests, each after the answer to the last. All
+random choices come from `SessionSeeds`.
+"""
 
 import itertools
 import json
@@ -8,17 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from deploy.bench.client import CHAT, COMPLETIONS, Ask
+from deploy.bench.client import CHAT, COMPLETIONS, BenchRequest
 
-# What random prompts are made of: token ids, or words for servers that take no ids.
-#
-# The words are such that nearly every tokenizer has each of them, with the space before it, as
-# one token: a text of n words is about n tokens, and the server's own count is what is reported.
-
+# ---- Random prompts ----
 
 LOWEST_TOKEN_ID: Final = 1000
 HIGHEST_TOKEN_ID: Final = 30_000
-"""Plain tokens in any vocabulary of the usual size: special ones lie at the ends."""
+"""Ordinary tokens in any vocabulary of the usual size; special ones are at its ends."""
 
 _WORDS: Final = (
     "the of and to in is was for on as with by at from his her that it he she they we you this "
@@ -36,28 +36,32 @@ WORDS: Final = tuple(_WORDS.split())
 Prompt = list[int] | str
 
 
-class TokenIds:
-    """Prompts as lists of token ids, which any count is exact of."""
+class RandomTokenIds:
+    """Random prompts as token ids, with an exact number of tokens."""
 
     def __init__(self, lowest: int = LOWEST_TOKEN_ID, highest: int = HIGHEST_TOKEN_ID) -> None:
         self._ids = range(lowest, highest + 1)
 
-    def prompt(self, rng: random.Random, number: int) -> list[int]:
+    def make_prompt(self, rng: random.Random, number: int) -> list[int]:
         return rng.choices(self._ids, k=number)
 
 
-class Words:
-    """Prompts as text."""
+class RandomWords:
+    """Random prompts as text, for servers that accept no token ids.
 
-    def prompt(self, rng: random.Random, number: int) -> str:
+    Most tokenizers encode each word and the space before it as one token, so n words are about n
+    tokens; reports use the count of the server.
+    """
+
+    def make_prompt(self, rng: random.Random, number: int) -> str:
         return " ".join(rng.choices(WORDS, k=number))
 
 
-Material = TokenIds | Words
+PromptSource = RandomTokenIds | RandomWords
 
 
 def joined(first: Prompt, second: Prompt) -> Prompt:
-    """One prompt of two of a kind."""
+    """Return the concatenation of two prompts of the same kind."""
     if isinstance(first, str):
         assert isinstance(second, str)
         return f"{first} {second}" if first and second else first + second
@@ -65,146 +69,154 @@ def joined(first: Prompt, second: Prompt) -> Prompt:
     return first + second
 
 
-def ask_for(
+def make_request(
     prompt: Prompt, output_tokens: int, *, checked: bool = False, chat: bool = False
-) -> Ask:
-    """A completion of the prompt, or a chat of one message, which must be text."""
+) -> BenchRequest:
+    """Return a completion request for a prompt, or a chat request if it is text."""
     if chat:
         assert isinstance(prompt, str)
         messages = [{"role": "user", "content": prompt}]
-        return Ask(CHAT, {"messages": messages}, output_tokens, checked)
-    return Ask(COMPLETIONS, {"prompt": prompt}, output_tokens, checked)
+        return BenchRequest(CHAT, {"messages": messages}, output_tokens, checked)
+    return BenchRequest(COMPLETIONS, {"prompt": prompt}, output_tokens, checked)
 
 
-class Session(Protocol):
-    """Requests of one client, each after the other's answer.
+class BenchSession(Protocol):
+    """Requests of one client, each sent after the answer to the last.
 
-    needs_answers: later requests contain what the server answered.
+    needs_answers: whether later requests contain earlier answers.
     """
 
     needs_answers: bool
 
-    def next_ask(self, answer: str) -> Ask | None:
-        """What follows on this answer (empty at first); None when the session is over."""
+    def next_request(self, answer: str) -> BenchRequest | None:
+        """Return the request that follows an answer ("" at first); None at the end."""
         ...
 
 
-class OneRequest:
+class SingleRequest:
     """A session of a single request."""
 
     needs_answers = False
 
-    def __init__(self, ask: Ask) -> None:
-        self._asks = [ask]
+    def __init__(self, request: BenchRequest) -> None:
+        self._requests = [request]
 
-    def next_ask(self, answer: str) -> Ask | None:
-        return self._asks.pop() if self._asks else None
+    def next_request(self, answer: str) -> BenchRequest | None:
+        return self._requests.pop() if self._requests else None
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Chances of the sessions of a run: each has its own, so that their order is of no matter.
+class SessionSeeds:
+    """Random number generators of the sessions of a run, one per session.
 
-    Of every 1 / check_share sessions one is checked, the first among them. What is checked is
-    the same whatever the seed is, and all else is new with each seed: answers can be compared
-    between rounds, and few of the prompts of a round are in the server's cache.
+    One of 1 / check_share sessions is checked, beginning with the first. Checked sessions are the
+    same for all seeds, so that answers can be compared between rounds. All others differ between
+    seeds, so that few prompts of a round are in the prefix cache of the server.
     """
 
     seed: int
     check_share: float = 0.0
 
-    def checked(self, index: int) -> bool:
+    def is_checked(self, index: int) -> bool:
+        """Whether the answers of a session are compared between rounds."""
         return math.ceil((index + 1) * self.check_share) > math.ceil(index * self.check_share)
 
     def rng(self, index: int) -> random.Random:
-        """Of one session."""
+        """Return the generator of one session."""
         return random.Random(f"{self.name(index)}:{index}")
 
     def name(self, index: int) -> str:
-        """Of the round that a session belongs to: those that are checked belong to all."""
-        return "checked" if self.checked(index) else f"seed {self.seed}"
+        """Return the seed of a session as text; checked sessions share one seed."""
+        return "checked" if self.is_checked(index) else f"seed {self.seed}"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Tokens of a request: uniform from `mean * (1 - spread)`, rounded down, to
-    `mean * (1 + spread)`, rounded up, and at least one, as `--random-range-ratio` of vLLM."""
+class RequestSizes:
+    """Distribution of the tokens of requests: uniform in mean * (1 ± spread), at least 1.
+
+    The bounds are rounded down and up, like `--random-range-ratio` of vLLM.
+    """
 
     input_tokens: int
     output_tokens: int
     spread: float = 0.0
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """(input, output)"""
-        return self._one(rng, self.input_tokens), self._one(rng, self.output_tokens)
+        """Return random numbers of input and output tokens."""
+        return self._draw_one(rng, self.input_tokens), self._draw_one(rng, self.output_tokens)
 
-    def _one(self, rng: random.Random, mean: int) -> int:
+    def _draw_one(self, rng: random.Random, mean: int) -> int:
         low, high = math.floor(mean * (1 - self.spread)), math.ceil(mean * (1 + self.spread))
         return rng.randint(max(1, low), max(1, high))
 
 
 class Dataset(Protocol):
-    """Where sessions come from."""
+    """A source of sessions."""
 
-    def sessions(self, draws: Draws) -> Iterator[Session]:
-        """In the order in which they begin; may be without end."""
+    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
+        """Yield sessions in the order in which they begin; may be infinite."""
         ...
 
 
-# Prompts that have nothing in common, or only how they begin.
+# ---- Data sets of independent requests ----
 
 
 @dataclass(frozen=True)
-class RandomPrompts:
-    """None is like another."""
+class RandomDataset:
+    """Random prompts without common prefixes."""
 
-    sizes: Sizes
-    material: Material
+    sizes: RequestSizes
+    prompt_source: PromptSource
     chat: bool = False
 
-    def sessions(self, draws: Draws) -> Iterator[Session]:
+    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
         for index in itertools.count():
-            rng, checked = draws.rng(index), draws.checked(index)
+            rng, checked = seeds.rng(index), seeds.is_checked(index)
             input_tokens, output_tokens = self.sizes.draw(rng)
-            prompt = self.material.prompt(rng, input_tokens)
-            yield OneRequest(ask_for(prompt, output_tokens, checked=checked, chat=self.chat))
+            prompt = self.prompt_source.make_prompt(rng, input_tokens)
+            yield SingleRequest(
+                make_request(prompt, output_tokens, checked=checked, chat=self.chat)
+            )
 
 
 @dataclass(frozen=True)
-class SharedPrefix:
-    """Groups of prompts that begin alike; the sizes are those of what follows the prefix.
+class SharedPrefixDataset:
+    """Groups of prompts with a common prefix. sizes: of the part after the prefix.
 
-    prefix 0 | own        request 0
-    prefix 1 | own        request 1
-    prefix 0 | own        request 2, of two groups
+    prefix 0 | own part    request 0
+    prefix 1 | own part    request 1
+    prefix 0 | own part    request 2, with two groups
     """
 
-    sizes: Sizes
-    material: Material
+    sizes: RequestSizes
+    prompt_source: PromptSource
     num_groups: int
     prefix_tokens: int
     chat: bool = False
 
-    def sessions(self, draws: Draws) -> Iterator[Session]:
+    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
         for index in itertools.count():
-            rng, checked = draws.rng(index), draws.checked(index)
-            group = random.Random(f"{draws.name(index)}:prefix {index % self.num_groups}")
-            prefix = self.material.prompt(group, self.prefix_tokens)
+            rng, checked = seeds.rng(index), seeds.is_checked(index)
+            group = random.Random(f"{seeds.name(index)}:prefix {index % self.num_groups}")
+            prefix = self.prompt_source.make_prompt(group, self.prefix_tokens)
             input_tokens, output_tokens = self.sizes.draw(rng)
-            prompt = joined(prefix, self.material.prompt(rng, input_tokens))
-            yield OneRequest(ask_for(prompt, output_tokens, checked=checked, chat=self.chat))
+            prompt = joined(prefix, self.prompt_source.make_prompt(rng, input_tokens))
+            yield SingleRequest(
+                make_request(prompt, output_tokens, checked=checked, chat=self.chat)
+            )
 
 
-# Sessions that grow: each request repeats all that was said, the server's answers included.
+# ---- Data sets of conversations ----
 
 
-_CONVERSATION_WORDS: Final = Words()
+_CONVERSATION_WORDS: Final = RandomWords()
 
 
-class Conversation:
-    """turns: what the client says, and how many tokens it wants for an answer, in order.
+class ConversationSession:
+    """A conversation; each request repeats all messages and answers before it.
 
-    chat: as messages, otherwise as one growing text. job: told to the server; empty for none.
+    turns: text and requested output tokens of each turn. chat: send messages; otherwise one
+    growing text. job: agent job for the server; "" for none.
     """
 
     needs_answers = True
@@ -223,104 +235,107 @@ class Conversation:
         self._checked = checked
         self._chat = chat
         self._job = job
-        self._said = False
+        self._begun = False
 
-    def next_ask(self, answer: str) -> Ask | None:
-        if self._said:
+    def next_request(self, answer: str) -> BenchRequest | None:
+        if self._begun:
             self._messages.append({"role": "assistant", "content": answer})
         if not self._turns:
             return None
         text, output_tokens = self._turns.pop()
-        self._said = True
+        self._begun = True
         self._messages.append({"role": "user", "content": text})
-        said: dict[str, Any] = {"messages": list(self._messages)}
+        content: dict[str, Any] = {"messages": list(self._messages)}
         if not self._chat:
-            said = {"prompt": "\n".join(each["content"] for each in self._messages)}
+            content = {"prompt": "\n".join(message["content"] for message in self._messages)}
         path, is_last = CHAT if self._chat else COMPLETIONS, bool(self._job) and not self._turns
-        return Ask(path, said, output_tokens, self._checked, self._job, is_last)
+        return BenchRequest(path, content, output_tokens, self._checked, self._job, is_last)
 
 
 @dataclass(frozen=True)
-class MultiTurn:
-    """People who ask again. sizes: of a question, and of its answer. jobs: as `job_of` has it."""
+class MultiTurnDataset:
+    """Conversations of several turns. sizes: of a question and its answer.
 
-    sizes: Sizes
+    jobs: prefix of the agent jobs sent to the server, see `job_of`; "" for none.
+    """
+
+    sizes: RequestSizes
     num_turns: int
     chat: bool = True
     jobs: str = ""
 
-    def sessions(self, draws: Draws) -> Iterator[Session]:
+    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
         for index in itertools.count():
-            rng = draws.rng(index)
+            rng = seeds.rng(index)
             turns = [_turn(rng, self.sizes) for _ in range(self.num_turns)]
-            yield Conversation(
+            yield ConversationSession(
                 *("", turns),
-                checked=draws.checked(index),
+                checked=seeds.is_checked(index),
                 chat=self.chat,
-                job=job_of(self.jobs, draws, index),
+                job=job_of(self.jobs, seeds, index),
             )
 
 
 @dataclass(frozen=True)
-class Agent:
-    """A program that calls tools: all its sessions begin with the same instructions and tools.
+class AgentDataset:
+    """Agents that call tools: all sessions begin with the same instructions and tools.
 
-    sizes: of what a tool returns, and of the model's next step. The tools are told in the
-    instructions, as the templates of models do it, so that any server takes them.
-    jobs: as `job_of` has it.
+    The tools are part of the instructions, as in the chat templates of models, so that any server
+    accepts them. sizes: of a tool's result and of the model's next step.
+    jobs: prefix of the agent jobs sent to the server, see `job_of`; "" for none.
     """
 
-    sizes: Sizes
+    sizes: RequestSizes
     num_turns: int
     system_tokens: int
     num_tools: int
     chat: bool = True
     jobs: str = ""
 
-    def sessions(self, draws: Draws) -> Iterator[Session]:
+    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
         for index in itertools.count():
-            rng = draws.rng(index)
-            system = self._instructions(random.Random(f"{draws.name(index)}:instructions"))
+            rng = seeds.rng(index)
+            system = self._instructions(random.Random(f"{seeds.name(index)}:instructions"))
             turns = [_turn(rng, self.sizes) for _ in range(self.num_turns)]
-            told = [
+            messages = [
                 (text if number == 0 else f"Tool result: {text}", tokens)
                 for number, (text, tokens) in enumerate(turns)
             ]
-            yield Conversation(
-                *(system, told),
-                checked=draws.checked(index),
+            yield ConversationSession(
+                *(system, messages),
+                checked=seeds.is_checked(index),
                 chat=self.chat,
-                job=job_of(self.jobs, draws, index),
+                job=job_of(self.jobs, seeds, index),
             )
 
     def _instructions(self, rng: random.Random) -> str:
         tools = [_tool(rng, number) for number in range(self.num_tools)]
-        text = _CONVERSATION_WORDS.prompt(rng, self.system_tokens)
+        text = _CONVERSATION_WORDS.make_prompt(rng, self.system_tokens)
         return f"{text}\nTools:\n{json.dumps(tools)}" if tools else text
 
 
-def job_of(jobs: str, draws: Draws, index: int) -> str:
-    """What the server is told of a session. jobs: what all of a run begin with; empty for none."""
-    return f"{jobs}-{draws.seed}-{index}" if jobs else ""
+def job_of(jobs: str, seeds: SessionSeeds, index: int) -> str:
+    """Return the agent job of a session; "" without a prefix. jobs: prefix of all jobs of a run."""
+    return f"{jobs}-{seeds.seed}-{index}" if jobs else ""
 
 
-def _turn(rng: random.Random, sizes: Sizes) -> tuple[str, int]:
+def _turn(rng: random.Random, sizes: RequestSizes) -> tuple[str, int]:
     input_tokens, output_tokens = sizes.draw(rng)
-    return _CONVERSATION_WORDS.prompt(rng, input_tokens), output_tokens
+    return _CONVERSATION_WORDS.make_prompt(rng, input_tokens), output_tokens
 
 
 def _tool(rng: random.Random, number: int) -> dict[str, Any]:
-    """A function with two parameters, as a JSON schema."""
-    names = rng.sample(sorted(set(_CONVERSATION_WORDS.prompt(rng, 40).split())), 2)
+    """Return a random function with two parameters, as JSON schema."""
+    names = rng.sample(sorted(set(_CONVERSATION_WORDS.make_prompt(rng, 40).split())), 2)
     parameters = {
-        name: {"type": "string", "description": _CONVERSATION_WORDS.prompt(rng, 8)}
+        name: {"type": "string", "description": _CONVERSATION_WORDS.make_prompt(rng, 8)}
         for name in names
     }
     return {
         "type": "function",
         "function": {
             "name": f"tool_{number}",
-            "description": _CONVERSATION_WORDS.prompt(rng, 16),
+            "description": _CONVERSATION_WORDS.make_prompt(rng, 16),
             "parameters": {"type": "object", "properties": parameters, "required": names[:1]},
         },
     }

@@ -1,4 +1,4 @@
-"""What a run came to, in the terms of `vllm bench serve`: see `openai/exchange.py`."""
+"""Figures of a load test, defined as by `vllm bench serve`: calculation, tables, page of plots."""
 
 import hashlib
 import json
@@ -12,28 +12,29 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.client import Ask
-from deploy.bench.load import Played
-from deploy.bench.plot import Panel, Points, Rows, page
-from deploy.bench.stream import Exchange
-from deploy.bench.verdicts import percentile
-
-# Whether a server answers the same request the same way again.
-#
-# Owns the first answer to each checked request; requests are the same when their bytes are.
+from deploy.bench.client import BenchRequest
+from deploy.bench.limits import percentile
+from deploy.bench.load import LoadResult
+from deploy.bench.plot import PlotPanel, PlotTable, Points, plot_page
+from deploy.bench.stream import RequestResult
 
 
 @dataclass
-class Answers:
-    """Of one server. num_compared: answers that another one was known of. different: in words."""
+class AnswerComparison:
+    """Compares the answers of one server to equal requests with the first answer to each.
+
+    num_compared: answers that could be compared. different: descriptions of the differences.
+    """
 
     num_compared: int = 0
     different: list[str] = field(default_factory=list)
     _known: dict[bytes, str] = field(default_factory=dict)
 
-    def note(self, ask: Ask, text: str) -> None:
-        """A whole answer to a checked request."""
-        body = json.dumps([ask.path, ask.content, ask.output_tokens], sort_keys=True).encode()
+    def note(self, request: BenchRequest, text: str) -> None:
+        """Compare a complete answer to a checked request."""
+        body = json.dumps(
+            [request.path, request.content, request.output_tokens], sort_keys=True
+        ).encode()
         key = hashlib.sha256(body).digest()
         if key not in self._known:
             self._known[key] = text
@@ -41,12 +42,13 @@ class Answers:
         known = self._known[key]
         self.num_compared += 1
         if known != text:
-            place = next(
+            position = next(
                 (i for i, (a, b) in enumerate(zip(known, text, strict=False)) if a != b),
                 min(len(known), len(text)),
             )
             self.different.append(
-                f"after {place} characters: {known[place:][:40]!r}, then {text[place:][:40]!r}"
+                f"after {position} characters: "
+                f"{known[position:][:40]!r}, then {text[position:][:40]!r}"
             )
 
 
@@ -56,28 +58,29 @@ PERCENTILES: Final = (50, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Goodput:
-    """Limits in milliseconds that a good request keeps, by metric (ttft, tpot, e2el)."""
+    """Limits of a good request in milliseconds, by metric (ttft, tpot, e2el)."""
 
     limits_ms: Mapping[str, float]
 
-    def count(self, exchanges: Sequence[Exchange]) -> int | None:
-        """The good ones; None where there is no limit."""
-        return sum(map(self._good, exchanges)) if self.limits_ms else None
+    def count(self, results: Sequence[RequestResult]) -> int | None:
+        """Return the number of good requests; None without limits."""
+        return sum(map(self._good, results)) if self.limits_ms else None
 
-    def _good(self, exchange: Exchange) -> bool:
+    def _good(self, result: RequestResult) -> bool:
         return all(
-            1e3 * getattr(exchange, metric) <= limit for metric, limit in self.limits_ms.items()
+            1e3 * getattr(result, metric) <= limit for metric, limit in self.limits_ms.items()
         )
 
 
 @dataclass(frozen=True)
-class Figures:
-    """One run. num_good: requests within the limits, None without limits.
+class RunFigures:
+    """Figures of one run.
 
+    cpu_share: share of one core that the client used.
+    num_good: requests within the goodput limits; None without limits.
     times: all values in milliseconds, by metric; the ITLs of all requests together.
-
-    cpu_share: part of one core that the client itself took. short: answers of fewer or more
-    tokens than were asked for. waited_ms: of each request, for a place in the client.
+    waited_ms: per request, delay by the concurrency limit of the client.
+    num_other_length: answers with another number of tokens than requested.
     """
 
     name: str
@@ -90,7 +93,7 @@ class Figures:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    num_short: int = 0
+    num_other_length: int = 0
     peak_output_tokens_per_s: float = 0.0
     peak_concurrency: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -116,19 +119,19 @@ class Figures:
         return (self.input_tokens + self.output_tokens) / self.seconds
 
     def time_ms(self, metric: str, percent: float) -> float:
-        """A percentile of a metric; not a number where there is no value."""
+        """Return a percentile of a metric; NaN without values."""
         values = self.times[metric]
         return percentile(values, percent) if values else math.nan
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON: everything that the tables show, with units in the names."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures for JSON, with units in the names."""
         found: dict[str, Any] = {
             "name": self.name,
             "duration_s": self.seconds,
             "num_completed": self.num_completed,
             "num_failed": self.num_failed,
             "errors": dict(self.errors),
-            "num_other_length": self.num_short,
+            "num_other_length": self.num_other_length,
             "input_tokens": self.input_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
@@ -152,13 +155,13 @@ class Figures:
         return found
 
 
-def figures_of(name: str, played: Played, goodput: Goodput) -> Figures:
-    """Of one run."""
-    done = [each for each in played.exchanges if not each.error]
-    return Figures(
+def figures_of(name: str, load_result: LoadResult, goodput: Goodput) -> RunFigures:
+    """Return the figures of one run."""
+    done = [each for each in load_result.results if not each.error]
+    return RunFigures(
         name=name,
-        seconds=played.seconds,
-        cpu_share=played.cpu_seconds / played.seconds,
+        seconds=load_result.seconds,
+        cpu_share=load_result.cpu_seconds / load_result.seconds,
         num_good=goodput.count(done),
         times={
             "ttft": [1e3 * each.ttft for each in done],
@@ -171,21 +174,21 @@ def figures_of(name: str, played: Played, goodput: Goodput) -> Figures:
         input_tokens=sum(each.input_tokens for each in done),
         cached_tokens=sum(each.cached_tokens for each in done),
         output_tokens=sum(each.output_tokens for each in done),
-        num_short=sum(each.output_tokens != each.asked_tokens for each in done),
+        num_other_length=sum(each.output_tokens != each.requested_tokens for each in done),
         peak_output_tokens_per_s=_peak_rate(done),
         peak_concurrency=_peak_concurrency(done),
-        errors=Counter(each.error for each in played.exchanges if each.error),
+        errors=Counter(each.error for each in load_result.results if each.error),
     )
 
 
-def note_answers(played: Played, answers: Answers) -> None:
-    """Compare what was checked with what is known of earlier runs."""
-    for ask, exchange in played.checked:
-        answers.note(ask, exchange.text)
+def note_answers(load_result: LoadResult, answers: AnswerComparison) -> None:
+    """Compare the answers to checked requests with those of earlier runs."""
+    for request, result in load_result.checked:
+        answers.note(request, result.text)
 
 
-def _peak_rate(done: Sequence[Exchange]) -> float:
-    """Most chunks in one of the seconds after the first request was sent."""
+def _peak_rate(done: Sequence[RequestResult]) -> float:
+    """Return the maximum of chunks in one second, counted from the first request."""
     begin = min((each.started for each in done), default=0.0)
     buckets: Counter[int] = Counter()
     for each in done:
@@ -197,8 +200,8 @@ def _peak_rate(done: Sequence[Exchange]) -> float:
     return float(max(buckets.values(), default=0))
 
 
-def _peak_concurrency(done: Sequence[Exchange]) -> int:
-    """Most requests under way at a moment; one that ends makes room for one that begins then."""
+def _peak_concurrency(done: Sequence[RequestResult]) -> int:
+    """Return the maximum of concurrent requests; an end counts before a begin at the same time."""
     events = sorted([(each.started, 1) for each in done] + [(each.last, -1) for each in done])
     now = peak = 0
     for _, change in events:
@@ -207,7 +210,7 @@ def _peak_concurrency(done: Sequence[Exchange]) -> int:
     return peak
 
 
-# The figures of runs as tables and as a page of curves.
+# ---- Tables and plots ----
 
 
 TITLES: Final = {
@@ -221,8 +224,8 @@ _SHOWN: Final = 10
 _CURVE_STEPS: Final = 200
 
 
-def show(console: Console, runs: Sequence[Figures], answers: Answers) -> None:
-    """Print everything; of a single run with more percentiles."""
+def show(console: Console, runs: Sequence[RunFigures], answers: AnswerComparison) -> None:
+    """Print tables and notes; a single run is shown with more percentiles."""
     console.print(_overview(runs))
     if len(runs) == 1:
         console.print(_percentiles(runs[0]))
@@ -232,17 +235,17 @@ def show(console: Console, runs: Sequence[Figures], answers: Answers) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-def notes(runs: Sequence[Figures], answers: Answers) -> list[str]:
-    """Whatever is to be said beside the figures."""
+def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
+    """Return remarks: failures, wrong lengths, different answers, CPU time of the client."""
     found = [
         f"{each.name}: {number} failed: {error}"
         for each in runs
         for error, number in each.errors.most_common(_SHOWN)
     ]
     found += [
-        f"{each.name}: {each.num_short} answers of another length than was asked for"
+        f"{each.name}: {each.num_other_length} answers of another length than requested"
         for each in runs
-        if each.num_short
+        if each.num_other_length
     ]
     if answers.num_compared:
         found.append(
@@ -252,23 +255,23 @@ def notes(runs: Sequence[Figures], answers: Answers) -> list[str]:
     found += [f"different: {each}" for each in answers.different[:_SHOWN]]
     if answers.different:
         found.append(
-            "a different one is no failure by itself: two tokens that score alike change places "
-            "with the sequences beside them, unless the arithmetic is float32"
+            "a difference need not be an error: with low precision, the batch decides between two "
+            "tokens of nearly equal logits"
         )
     shares = ", ".join(f"{each.cpu_share:.1%}" for each in runs)
-    found.append(f"the client itself took {shares} of one core")
+    found.append(f"the client used {shares} of one core")
     return found
 
 
-def html_page(title: str, runs: Sequence[Figures], answers: Answers) -> str:
-    """One file: how latencies are distributed, and what throughput costs in latency."""
+def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison) -> str:
+    """Return an HTML page: distributions of latencies, and latency by throughput."""
     panels = [
-        Panel(
+        PlotPanel(
             f"{_NAMES[metric]}, cumulative share",
             {each.name: _distribution(each.times[metric]) for each in runs},
             "milliseconds",
             log_x=True,
-            parts=True,
+            shares=True,
         )
         for metric in METRICS
     ]
@@ -283,21 +286,21 @@ def html_page(title: str, runs: Sequence[Figures], answers: Answers) -> str:
             for percent in (99, 50)
         }
         panels.append(
-            Panel(
+            PlotPanel(
                 f"{_NAMES[metric]} in milliseconds, by throughput",
                 curves,
                 "output tokens/s",
                 names=[each.name for each in known],
             )
         )
-    return page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
+    return plot_page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
 
 
-def _rows(runs: Sequence[Figures]) -> Rows:
-    """What the tables of the terminal have, of each load in one row."""
+def _rows(runs: Sequence[RunFigures]) -> PlotTable:
+    """Return the figures of the tables with one row per run."""
     head = ["load", "done", "failed", "output tokens/s", "requests/s"]
     head += [f"{metric.upper()} p50 / p99, ms" for metric in METRICS]
-    return Rows(
+    return PlotTable(
         [*head, "client CPU"],
         [
             [
@@ -314,10 +317,10 @@ def _rows(runs: Sequence[Figures]) -> Rows:
     )
 
 
-def _overview(runs: Sequence[Figures]) -> Table:
+def _overview(runs: Sequence[RunFigures]) -> Table:
     table = _table(
         "load", "done", "failed", "s", "requests/s", "good/s", "tokens in", "out",
-        "output tokens/s", "all tokens/s", "at once", "client CPU",
+        "output tokens/s", "all tokens/s", "concurrency", "client CPU",
     )  # fmt: skip
     for each in runs:
         table.add_row(
@@ -337,7 +340,7 @@ def _overview(runs: Sequence[Figures]) -> Table:
     return table
 
 
-def _percentiles(run: Figures) -> Table:
+def _percentiles(run: RunFigures) -> Table:
     table = _table("", "mean", "std", *(f"p{each}" for each in PERCENTILES))
     for metric in METRICS:
         values = run.times[metric]
@@ -348,14 +351,14 @@ def _percentiles(run: Figures) -> Table:
     return table
 
 
-def _latencies(runs: Sequence[Figures]) -> Table:
+def _latencies(runs: Sequence[RunFigures]) -> Table:
     table = _table("load", *(f"{metric.upper()} p50 / p99, ms" for metric in METRICS))
     for each in runs:
         table.add_row(each.name, *(_pair(each, metric) for metric in METRICS))
     return table
 
 
-def _pair(run: Figures, metric: str) -> str:
+def _pair(run: RunFigures, metric: str) -> str:
     median = run.time_ms(metric, 50)
     return "-" if math.isnan(median) else f"{median:.1f} / {run.time_ms(metric, 99):.1f}"
 
@@ -369,11 +372,11 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _distribution(values: Sequence[float]) -> Points:
-    """(value, part that is not above it) in steps, at most so many of them."""
+    """Return the cumulative distribution as points (value, share), with at most 200 steps."""
     ordered = sorted(values)
     number = min(len(ordered), _CURVE_STEPS)
-    found = []
+    points = []
     for step in range(1, number + 1):
         value = ordered[math.ceil(step * len(ordered) / number) - 1]
-        found += [(value, (step - 1) / number), (value, step / number)]
-    return found
+        points += [(value, (step - 1) / number), (value, step / number)]
+    return points

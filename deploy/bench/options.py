@@ -1,4 +1,4 @@
-"""Command lines of the measurements."""
+"""Types of command line options, and output files, of `tokend bench` and `tokend trace`."""
 
 import argparse
 import contextlib
@@ -8,15 +8,15 @@ from typing import NoReturn, TextIO
 from proto.errors import ConfigError
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong as the rest of the command line does."""
+class BenchParser(argparse.ArgumentParser):
+    """Raises ConfigError for invalid arguments, like the rest of the command line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}")
 
 
 def at_least_one(text: str) -> int:
-    """For `type=`: a whole number of which there must be one."""
+    """Parse a whole number of at least 1; for `type=`."""
     number = int(text)
     if number < 1:
         raise ValueError
@@ -24,7 +24,7 @@ def at_least_one(text: str) -> int:
 
 
 def from_zero(text: str) -> int:
-    """For `type=`: a whole number, 0 included."""
+    """Parse a whole number of at least 0; for `type=`."""
     number = int(text)
     if number < 0:
         raise ValueError
@@ -32,7 +32,7 @@ def from_zero(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """For `type=`: a number above 0."""
+    """Parse a number above 0; for `type=`."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise ValueError
@@ -40,7 +40,7 @@ def positive(text: str) -> float:
 
 
 def from_zero_number(text: str) -> float:
-    """For `type=`: a number, 0 included."""
+    """Parse a number of at least 0; for `type=`."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise ValueError
@@ -48,7 +48,7 @@ def from_zero_number(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """For `type=`: a number from 0 to 1."""
+    """Parse a number from 0 to 1; for `type=`."""
     number = float(text)
     if not 0 <= number <= 1:
         raise ValueError
@@ -56,7 +56,7 @@ def share(text: str) -> float:
 
 
 def several_counts(text: str) -> list[int]:
-    """For `type=`: whole numbers from 1 with commas between; A..B stands for A, 2 A, 4 A … B."""
+    """Parse numbers from 1 separated by commas; A..B means A, 2 A, 4 A … B; for `type=`."""
     found: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")
@@ -69,15 +69,16 @@ def several_counts(text: str) -> list[int]:
 
 
 def several_rates(text: str) -> list[float]:
-    """For `type=`: numbers above 0 with commas between."""
+    """Parse numbers above 0 separated by commas; for `type=`."""
     return [positive(part) for part in text.split(",")]
 
 
 @contextlib.contextmanager
 def writable(flag: str, name: str | None) -> Iterator[Sequence[TextIO]]:
-    """The file that a flag names, if any; its old content goes when something is written.
+    """Open the output file of a flag, if given; its old content is kept until `write`.
 
-    Looked at first: a name that is no good must not cost the measurement.
+    It is opened before the measurement, which must not be lost to an invalid name. Raises
+    ConfigError.
     """
     if name is None:
         yield ()
@@ -87,7 +88,7 @@ def writable(flag: str, name: str | None) -> Iterator[Sequence[TextIO]]:
 
 
 def write(files: Sequence[TextIO], text: str) -> None:
-    """Into the files of `writable`."""
+    """Replace the content of the files that `writable` has yielded."""
     for file in files:
         file.seek(0)
         file.truncate()

@@ -1,4 +1,4 @@
-"""Curves as one HTML file that needs nothing else: inline SVG, no script, light and dark.
+"""Plots as one self-contained HTML file: inline SVG, no script, light and dark.
 
 A drawing, in units of its viewBox:
 
@@ -15,9 +15,9 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
-# Axes of a drawing: from values to a part of the axis, and which values are written beside it.
+# ---- Axes ----
 
 
 _STEPS: Final = 4
@@ -26,46 +26,36 @@ _OF_A_DECADE: Final = (1.0, 2.0, 5.0, 10.0)
 _MOST_TICKS: Final = 12
 
 
-class Scale(Protocol):
-    """One axis. ticks: values on it, from its one end to the other."""
-
-    @property
-    def ticks(self) -> Sequence[float]: ...
-
-    def part(self, value: float) -> float:
-        """Where a value lies: 0 at the one end, 1 at the other."""
-        ...
-
-
 @dataclass(frozen=True)
 class LinearScale:
-    """From 0 to `high`."""
+    """A linear axis from 0 to `high`."""
 
     high: float
 
     @classmethod
-    def to(cls, values: Sequence[float]) -> "LinearScale":
-        """On which every step is a round number and all values have room."""
+    def including(cls, values: Sequence[float]) -> "LinearScale":
+        """Return a scale that includes all values, with round numbers as ticks."""
         return cls(_round_end(max(values, default=0.0)))
 
     @property
     def ticks(self) -> Sequence[float]:
         return [self.high * step / _STEPS for step in range(_STEPS + 1)]
 
-    def part(self, value: float) -> float:
+    def position(self, value: float) -> float:
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         return value / self.high
 
 
 @dataclass(frozen=True)
 class LogScale:
-    """Equal ways for equal ratios, between two values of 1, 2, 5, 10, 20, …"""
+    """A logarithmic axis between two values of 1, 2, 5, 10, 20, …"""
 
     low: float
     high: float
 
     @classmethod
-    def around(cls, values: Sequence[float]) -> "LogScale":
-        """All values above 0 have room, and the ends differ."""
+    def including(cls, values: Sequence[float]) -> "LogScale":
+        """Return a scale that includes all values above 0."""
         above = [value for value in values if value > 0] or [1.0]
         low = max(each for each in _nice(min(above)) if each <= min(above) * (1 + 1e-9))
         high = min(each for each in _nice(max(above)) if each >= max(above) * (1 - 1e-9))
@@ -73,7 +63,7 @@ class LogScale:
 
     @property
     def ticks(self) -> Sequence[float]:
-        """With many decades, powers of ten and the ends."""
+        """Values with a label; with many decades only powers of ten and the ends."""
         found, value = [], self.low
         while value < self.high * (1 - 1e-9):
             found.append(value)
@@ -84,12 +74,16 @@ class LogScale:
         inner = [each for each in found[1:-1] if math.log10(each).is_integer()]
         return [found[0], *inner, found[-1]]
 
-    def part(self, value: float) -> float:
+    def position(self, value: float) -> float:
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
 
+Scale = LinearScale | LogScale
+
+
 def label(value: float) -> str:
-    """A value beside an axis."""
+    """Format a value for an axis."""
     return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
 
 
@@ -98,7 +92,7 @@ def percent_label(part: float) -> str:
 
 
 def _nice(value: float) -> list[float]:
-    """1, 2, 5 and 10 of the decade of a value, and those beside it."""
+    """Return 1, 2, 5 and 10 times the power of ten of a value, and of its neighbours."""
     power = math.floor(math.log10(value))
     return [each * 10.0**near for near in (power - 1, power, power + 1) for each in _OF_A_DECADE]
 
@@ -120,10 +114,10 @@ _RIGHT: Final = 26
 _BOTTOM: Final = 44
 _TOP: Final = 16
 _COLOURS: Final = 7
-"""Of the style below; then they come again, dashed."""
+"""Colours in the style sheet; further curves repeat them, dashed."""
 _FEW: Final = 24
 _NAME_WIDTH: Final = 74
-"""Room that the name of a point needs; one that would touch the last one is left out."""
+"""Width of the name of a point; names that would overlap are omitted."""
 
 _STYLE: Final = """
 :root{color-scheme:light dark;
@@ -159,38 +153,39 @@ polyline{fill:none;stroke-width:2;stroke-linejoin:round}
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One drawing. curves: (x, y) by name; a curve of few points shows each, unless it is of parts.
+class PlotPanel:
+    """One plot.
 
-    x_title: where it is not that of the page. log_x: values above 0 by their ratios; else both
-    axes begin at 0. parts: y goes from 0 to 1 and is written as percent.
-    names: of the points of the first curve, in order, written beside them.
+    curves: points (x, y) by name; curves with few points get markers, unless `shares`.
+    x_title: overrides that of the page. log_x: logarithmic x axis; otherwise axes begin at 0.
+    shares: whether y is a share, from 0 to 1, shown in percent.
+    names: labels of the points of the first curve, in order.
     """
 
     title: str
     curves: Mapping[str, Points]
     x_title: str = ""
     log_x: bool = False
-    parts: bool = False
+    shares: bool = False
     names: Sequence[str] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A table above the drawings."""
+class PlotTable:
+    """A table above the plots."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-def page(
+def plot_page(
     title: str,
     notes: Sequence[str],
-    panels: Sequence[Panel],
+    panels: Sequence[PlotPanel],
     x_title: str,
-    table: Rows | None = None,
+    table: PlotTable | None = None,
 ) -> str:
-    """The whole file. notes: lines above the drawings."""
+    """Return the whole HTML file. notes: lines above the plots."""
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     drawings = "".join(_figure(panel, panel.x_title or x_title) for panel in panels)
     return (
@@ -202,7 +197,7 @@ def page(
     )
 
 
-def _table(table: Rows) -> str:
+def _table(table: PlotTable) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(each)}</{tag}>' for each in cells)}</tr>"
 
@@ -210,12 +205,14 @@ def _table(table: Rows) -> str:
     return f'<div class="table"><table>{row(table.head, "th")}{rows}</table></div>'
 
 
-def _figure(panel: Panel, x_title: str) -> str:
+def _figure(panel: PlotPanel, x_title: str) -> str:
     curves = {name: points for name, points in panel.curves.items() if points}
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
-    scale: Scale = LogScale.around(xs) if panel.log_x else LinearScale.to(xs)
-    frame = _Frame(scale, LinearScale(1.0) if panel.parts else LinearScale.to(ys), panel.parts)
+    scale: Scale = LogScale.including(xs) if panel.log_x else LinearScale.including(xs)
+    frame = _Frame(
+        scale, LinearScale(1.0) if panel.shares else LinearScale.including(ys), panel.shares
+    )
     shapes = [*frame.axes(x_title)]
     legend = []
     for number, (name, points) in enumerate(curves.items()):
@@ -237,18 +234,18 @@ def _colour(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """From values to places in the drawing."""
+    """Draws axes and curves of one plot."""
 
     x: Scale
     y: Scale
-    parts: bool
+    shares: bool
 
     def axes(self, x_title: str) -> list[str]:
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
         found = []
         for value in self.y.ticks:
             y = self._y(value)
-            text = percent_label(value) if self.parts else label(value)
+            text = percent_label(value) if self.shares else label(value)
             found += [
                 f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
                 f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
@@ -270,7 +267,7 @@ class _Frame:
         title = f"<title>{html.escape(name)}</title>"
         colour = _colour(number)
         line = f'<polyline points="{places}" style="stroke:{colour}"{dashes}>{title}</polyline>'
-        if self.parts or len(points) > _FEW:
+        if self.shares or len(points) > _FEW:
             return line
         return line + "".join(
             f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.5" style="fill:{colour}">'
@@ -279,7 +276,7 @@ class _Frame:
         )
 
     def names(self, points: Points, names: Sequence[str]) -> list[str]:
-        """Above their points, from the right, where the last one is."""
+        """Return labels above the points, from the right to the left."""
         found, free = [], float("inf")
         pairs = zip(points, names, strict=True)
         for (value, height), name in sorted(pairs, reverse=True):
@@ -293,8 +290,8 @@ class _Frame:
         return found
 
     def _x(self, value: float) -> float:
-        return _LEFT + self.x.part(value) * (_WIDTH - _RIGHT - _LEFT)
+        return _LEFT + self.x.position(value) * (_WIDTH - _RIGHT - _LEFT)
 
     def _y(self, value: float) -> float:
         height = _HEIGHT - _BOTTOM - _TOP
-        return _TOP + height * (1 - self.y.part(value))
+        return _TOP + height * (1 - self.y.position(value))

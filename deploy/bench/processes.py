@@ -1,7 +1,6 @@
-"""What the processes of a daemon take of the machine, from /proc.
+"""CPU time, memory and descriptors of the processes of a daemon, from /proc.
 
-A process that ends while it is looked at is left out, and so is one that has no title
-yet: what it takes then says nothing.
+Processes that end meanwhile, or have no title yet, are omitted.
 """
 
 import contextlib
@@ -11,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
+
+from deploy.bench.servers import MeasuredDaemon
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -21,10 +22,11 @@ SUPERVISOR: Final = _PREFIX + "supervisor"
 
 
 @dataclass(frozen=True)
-class Usage:
-    """cpu_seconds: user and system since the start. resident_mib: memory now.
+class ProcessUsage:
+    """Resources of one process.
 
-    descriptors: open files, sockets among them.
+    cpu_seconds: user and system time since its start. resident_mib: resident memory.
+    descriptors: open descriptors, including sockets.
     """
 
     pid: int
@@ -34,25 +36,25 @@ class Usage:
     sockets: int
 
 
-def usage_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, Usage]:
-    """Each process of the daemon whose supervisor is `pid`, by what it calls itself.
+def usage_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, ProcessUsage]:
+    """Return the resources of a process and its descendants, by process title.
 
-    prefix: of the titles of processes that count. Whatever `pid` is, it is called SUPERVISOR.
+    pid: of the supervisor, which gets the title SUPERVISOR. prefix: omit other titles.
     """
     found = {}
-    for title, each in _processes(pid, prefix):
+    for title, process in _processes(pid, prefix):
         with contextlib.suppress(OSError):
-            found[title] = _usage(each)
+            found[title] = _usage(process)
     return found
 
 
 def pids_by_title(pid: int) -> dict[str, int]:
-    """The same without what they take."""
+    """Return the ids of a supervisor and its descendants, by process title."""
     return dict(_processes(pid))
 
 
 def run_directory(pid: int) -> Path | None:
-    """Where the sockets of the daemon are, told by the lock that its supervisor holds."""
+    """Return the run directory of a daemon, found by the lock that its supervisor holds."""
     for target in _targets(pid):
         if target.endswith(_LOCK):
             return Path(target).parent
@@ -61,12 +63,12 @@ def run_directory(pid: int) -> Path | None:
 
 def _processes(pid: int, prefix: str = _PREFIX) -> Iterator[tuple[str, int]]:
     yield SUPERVISOR, pid
-    for each in _descendants(pid):
+    for process in _descendants(pid):
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
             title = b" ".join(words).decode(errors="replace").strip()
             if title.startswith(prefix):
-                yield title, each
+                yield title, process
 
 
 def _descendants(pid: int) -> list[int]:
@@ -78,12 +80,12 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _usage(pid: int) -> Usage:
+def _usage(pid: int) -> ProcessUsage:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])  # utime, stime
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     targets = list(_targets(pid))
-    return Usage(
+    return ProcessUsage(
         pid,
         ticks / _TICKS,
         pages * _PAGE / (1 << 20),
@@ -93,40 +95,32 @@ def _usage(pid: int) -> Usage:
 
 
 def _targets(pid: int) -> Iterator[str]:
-    """What the open descriptors of a process are."""
+    """Yield the targets of the open descriptors of a process."""
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
 
-# Whether memory stays flat: the resident size of each process, second by second.
+MAX_GROWTH_MIB: Final = 8.0
+"""Maximum growth of a process during an overload: less than 0.5 KiB per refused request."""
 
 
-MAX_MIB: Final = 8.0
-"""Most growth of a process under a flood: less than half a KiB of each that is refused."""
-
-
-class Memory:
-    """pid: of the supervisor. Sizes in MiB, by process title."""
+class MemoryLog:
+    """Resident memory of each process over time. sizes: in MiB, by process title."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.sizes: defaultdict[str, list[float]] = defaultdict(list)
 
-    def look(self) -> None:
-        """Note what each process has now."""
+    def sample(self) -> None:
+        """Record the present size of each process."""
         for title, usage in usage_by_title(self._pid).items():
             self.sizes[title].append(usage.resident_mib)
 
     def growth(self, title: str) -> float:
-        """MiB from the end of the first tenth of the time, when buffers have their sizes."""
+        """Return the growth in MiB since the first tenth of the time, which allocates buffers."""
         sizes = self.sizes[title]
         return sizes[-1] - sizes[len(sizes) // 10]
-
-
-# A daemon at rest, before and after a disturbance: nothing may be left of it.
-#
-# Looks at what clients and operators can see: gauges, processes, descriptors.
 
 
 GAUGES: Final = (
@@ -138,24 +132,12 @@ _SETTLE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.1
 
 
-class Observed(Protocol):
-    """A daemon that can be looked at."""
-
-    @property
-    def pid(self) -> int:
-        """Of its supervisor."""
-        ...
-
-    def metric(self, name: str) -> float:
-        """Sum over the samples of a metric."""
-        ...
-
-
 @dataclass(frozen=True)
-class Rest:
-    """gauges: of requests and blocks, by metric. descriptors: open files of each process.
+class IdleState:
+    """State of an idle daemon, to compare before and after a disturbance.
 
-    num_paths: in the run directory, where each life of a process has sockets of its own.
+    gauges: of requests and blocks, by metric. descriptors: open descriptors by process title.
+    num_paths: files in the run directory, which contains sockets of each incarnation.
     """
 
     gauges: dict[str, float]
@@ -163,22 +145,22 @@ class Rest:
     num_paths: int = 0
 
     @classmethod
-    def of(cls, daemon: Observed) -> "Rest":
+    def of(cls, daemon: MeasuredDaemon) -> "IdleState":
         gauges = {name: daemon.metric(name) for name in GAUGES}
         usage = usage_by_title(daemon.pid)
-        descriptors = {title: each.descriptors for title, each in sorted(usage.items())}
+        descriptors = {title: process.descriptors for title, process in sorted(usage.items())}
         directory = run_directory(daemon.pid)
         return cls(gauges, descriptors, len(list(directory.iterdir())) if directory else 0)
 
-    def left_over(self, after: "Rest") -> list[str]:
-        """What is not as it was here, in words."""
+    def find_leftovers(self, after: "IdleState") -> list[str]:
+        """Return descriptions of resources that have grown since this state."""
         found = [
             f"{name} was {self.gauges[name]:g} and is {value:g}"
             for name, value in after.gauges.items()
             if value != self.gauges[name]
         ]
         if after.num_paths > self.num_paths:
-            found.append(f"{after.num_paths} names in the run directory, not {self.num_paths}")
+            found.append(f"{after.num_paths} files in the run directory, not {self.num_paths}")
         for title in sorted(self.descriptors.keys() | after.descriptors.keys()):
             before, now = self.descriptors.get(title), after.descriptors.get(title)
             if before is None or now is None:
@@ -188,10 +170,10 @@ class Rest:
         return found
 
 
-def left_over(before: Rest, daemon: Observed) -> list[str]:
-    """What is still not as it was when the daemon has had time to settle."""
+def find_leftovers(before: IdleState, daemon: MeasuredDaemon) -> list[str]:
+    """Return what has grown since `before` and does not shrink again within 15 s."""
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while found := before.left_over(Rest.of(daemon)):
+    while found := before.find_leftovers(IdleState.of(daemon)):
         if time.monotonic() > deadline:
             return found
         time.sleep(_POLL_SECONDS)

@@ -1,8 +1,8 @@
-"""`tokend bench serve`: load on any OpenAI-compatible server, and what it does under it.
+"""`tokend bench serve`: load test of any OpenAI-compatible server.
 
 Closed loop (--concurrency), open loop (--request-rate) or the time stamps of a trace (--trace).
 Several values are measured one after the other. TTFT, TPOT, ITL and E2EL are defined as by
-`vllm bench serve`; token counts are the server's own where it gives them.
+`vllm bench serve`; token counts are those of the server if it reports them.
 """
 
 import argparse
@@ -16,26 +16,33 @@ from rich.console import Console
 
 from deploy.bench.client import Target, base_url, first_model
 from deploy.bench.dataset_options import (
-    Trace,
+    TraceDataset,
     add_dataset,
     add_sizes,
     dataset_of,
     is_chat,
-    material_of,
+    prompt_source_of,
 )
-from deploy.bench.datasets import Dataset, Draws
+from deploy.bench.datasets import Dataset, SessionSeeds
 from deploy.bench.figures import (
-    Answers,
-    Figures,
+    AnswerComparison,
     Goodput,
+    RunFigures,
     figures_of,
     html_page,
     note_answers,
     show,
 )
-from deploy.bench.load import Pace, Run, gamma_arrivals, measure, ramped, screen_for, warm_up
+from deploy.bench.load import (
+    LoadPattern,
+    LoadRun,
+    gamma_arrivals,
+    measure,
+    ramped,
+    warm_up,
+)
 from deploy.bench.options import (
-    Parser,
+    BenchParser,
     at_least_one,
     from_zero,
     positive,
@@ -47,38 +54,39 @@ from deploy.bench.options import (
 )
 from proto.errors import ConfigError, TokendError
 
-# The command line of `tokend bench serve`.
-
-
-_LIMITS: Final = ("ttft", "tpot", "e2el")
+_GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 
 
 def parse(words: Sequence[str], description: str) -> argparse.Namespace:
-    """Raises ConfigError for words that do not go together."""
-    parser = Parser(
+    """Parse the command line; raises ConfigError for invalid or conflicting flags."""
+    parser = BenchParser(
         prog="tokend bench serve",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", required=True, help="of the server: http://127.0.0.1:8000")
-    parser.add_argument("--model", help="by default the first that the server names")
+    parser.add_argument(
+        "--url", required=True, help="URL of the server, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument("--model", help="model name; by default the first in /v1/models")
     parser.add_argument("--api-key", default="")
     add_sizes(parser, 256, 128)
     add_dataset(parser)
-    _add_pace(parser.add_argument_group("how fast, and how much"))
-    _add_rest(parser.add_argument_group("what is made of it"))
+    _add_pace(parser.add_argument_group("load"))
+    _add_rest(parser.add_argument_group("answers and output"))
     options = parser.parse_args(words)
     if len(options.concurrency or ()) > 1 and (options.request_rate or options.trace):
-        raise ConfigError("one --concurrency at most limits an open loop")
+        raise ConfigError("an open loop takes at most one --concurrency")
     if options.request_rate and options.trace:
-        raise ConfigError("--trace has time stamps of its own: no --request-rate")
+        raise ConfigError("--trace has its own time stamps: omit --request-rate")
     return options
 
 
 def _goodput(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
-    if name not in _LIMITS:
-        raise argparse.ArgumentTypeError(f"{text!r}: one of {', '.join(_LIMITS)}, as in ttft:500")
+    if name not in _GOODPUT_METRICS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: one of {', '.join(_GOODPUT_METRICS)}, as in ttft:500"
+        )
     return name, positive(limit)
 
 
@@ -101,36 +109,36 @@ def _add_pace(group: "argparse._ArgumentGroup") -> None:
         "--concurrency",
         type=several_counts,
         metavar="N[,N...]",
-        help="closed loop: so many at once, one value after the other; 1..32 doubles (16); "
-        "with --request-rate or --trace: at most so many under way",
+        help="closed loop: concurrent requests; several values are measured in turn, 1..32 means "
+        "1,2,4,8,16,32 (16); with --request-rate or --trace: maximum of concurrent requests",
     )
     group.add_argument(
         "--request-rate",
         type=several_rates,
         metavar="R[,R...]",
-        help="open loop: sessions that begin in a second, one value after the other",
+        help="open loop: sessions per second; several values are measured in turn",
     )
     group.add_argument(
         "--burstiness",
         type=_burstiness,
         default=1.0,
-        help="shape of the gamma distributed gaps; 1: Poisson, inf: a fixed beat (1)",
+        help="shape of the gamma distributed gaps; 1: Poisson, inf: constant gaps (1)",
     )
     group.add_argument(
         "--ramp-seconds",
         type=positive,
         default=0.0,
-        help="clients of a run join one by one within this time, or its rate grows to what it is",
+        help="the clients of a run start one by one within this time, or its rate grows linearly",
     )
-    group.add_argument("--max-requests", type=at_least_one, help="of each run")
-    group.add_argument("--duration", type=positive, help="seconds in which a run sends requests")
-    group.add_argument("--rounds", type=at_least_one, default=1, help="of all runs (1)")
+    group.add_argument("--max-requests", type=at_least_one, help="maximum requests per run")
     group.add_argument(
-        "--warm-ups", type=from_zero, default=4, help="short requests before all that (4)"
+        "--duration", type=positive, help="seconds during which a run sends requests"
     )
+    group.add_argument("--rounds", type=at_least_one, default=1, help="repetitions of all runs (1)")
     group.add_argument(
-        "--timeout", type=positive, default=600.0, help="seconds for an answer (600)"
+        "--warm-ups", type=from_zero, default=4, help="short requests before the first run (4)"
     )
+    group.add_argument("--timeout", type=positive, default=600.0, help="seconds per request (600)")
 
 
 def _add_rest(group: "argparse._ArgumentGroup") -> None:
@@ -139,17 +147,21 @@ def _add_rest(group: "argparse._ArgumentGroup") -> None:
         "--no-ignore-eos",
         dest="ignore_eos",
         action="store_false",
-        help="let answers end before they have all their tokens",
+        help="let answers end at the end-of-sequence token",
     )
     group.add_argument(
-        "--extra-body", type=_object, default={}, metavar="JSON", help="fields of every request"
+        "--extra-body",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="further fields of every request",
     )
     group.add_argument(
         "--check-share",
         type=share,
         default=0.05,
-        help="part of the sessions that is the same in every run, greedy, and whose answers "
-        "are compared (0.05)",
+        help="share of the sessions that are the same in every run and sampled greedily, "
+        "so that their answers can be compared (0.05)",
     )
     group.add_argument(
         "--goodput",
@@ -157,19 +169,19 @@ def _add_rest(group: "argparse._ArgumentGroup") -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="limits of a good request: ttft:500 tpot:50 e2el:10000",
+        help="limits for goodput: ttft:500 tpot:50 e2el:10000",
     )
-    group.add_argument("--json", metavar="FILE", help="write the figures there, too")
-    group.add_argument("--html", metavar="FILE", help="write curves there")
+    group.add_argument("--json", metavar="FILE", help="write the figures to a file")
+    group.add_argument("--html", metavar="FILE", help="write a page with plots to a file")
 
 
 _CONCURRENCY: Final = [16]
-_SEEDS: Final = 1_000
-"""Between those of two rounds, so that whoever adds 1 to --seed gets no round once more."""
+_SEED_STEP: Final = 1_000
+"""Difference between the seeds of two rounds, so that --seed + 1 repeats no round."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, print, write; raises TokendError when no request was answered."""
+    """Run all loads, print and write the figures; raises TokendError if no request succeeded."""
     options = parse(words, __doc__ or "")
     dataset, goodput = dataset_of(options), Goodput(dict(options.goodput))
     url = base_url(options.url)
@@ -180,67 +192,71 @@ def main(words: Sequence[str]) -> None:
         show(Console(width=150), runs, answers)
         write(rows, _document(options, target, runs, answers))
         write(pages, html_page(f"{model} at {url}", runs, answers))
-    if not any(each.num_completed for each in runs):
-        raise TokendError("bench serve: no request was answered")
+    if not any(run.num_completed for run in runs):
+        raise TokendError("bench serve: all requests failed")
 
 
 def _measure(
     target: Target, options: argparse.Namespace, dataset: Dataset, goodput: Goodput
-) -> tuple[list[Figures], Answers]:
+) -> tuple[list[RunFigures], AnswerComparison]:
     chat = is_chat(options)
-    warm_up(target, material_of(options, chat=chat), options.warm_ups, chat=chat)
-    runs, answers, screen = [], Answers(), screen_for(sys.stderr)
+    warm_up(target, prompt_source_of(options, chat=chat), options.warm_ups, chat=chat)
+    runs, answers = [], AnswerComparison()
     for run in _runs(options, dataset):
-        played = measure(target, run, screen)
-        runs.append(figures_of(run.name, played, goodput))
-        note_answers(played, answers)
+        load_result = measure(target, run, sys.stderr)
+        runs.append(figures_of(run.name, load_result, goodput))
+        note_answers(load_result, answers)
     return runs, answers
 
 
-def _runs(options: argparse.Namespace, dataset: Dataset) -> Iterator[Run]:
-    """Every load in every round, each with prompts of its own."""
+def _runs(options: argparse.Namespace, dataset: Dataset) -> Iterator[LoadRun]:
+    """Yield every load of every round, each with different prompts."""
     number = 0
-    for turn in range(1, options.rounds + 1):
-        for name, pace in _paces(options, dataset, options.seed + _SEEDS * (turn - 1)):
-            draws = Draws(options.seed + _SEEDS * number, options.check_share)
-            suffix = f", round {turn}" if options.rounds > 1 else ""
-            yield Run(name + suffix, dataset, draws, pace)
+    for round_number in range(1, options.rounds + 1):
+        for name, pattern in _patterns(
+            options, dataset, options.seed + _SEED_STEP * (round_number - 1)
+        ):
+            seeds = SessionSeeds(options.seed + _SEED_STEP * number, options.check_share)
+            suffix = f", round {round_number}" if options.rounds > 1 else ""
+            yield LoadRun(name + suffix, dataset, seeds, pattern)
             number += 1
 
 
-def _paces(options: argparse.Namespace, dataset: Dataset, seed: int) -> Iterator[tuple[str, Pace]]:
+def _patterns(
+    options: argparse.Namespace, dataset: Dataset, seed: int
+) -> Iterator[tuple[str, LoadPattern]]:
     duration = options.duration or math.inf
-    if isinstance(dataset, Trace):
+    if isinstance(dataset, TraceDataset):
         (limit,) = options.concurrency or [None]
-        most = min(len(dataset.lines), options.max_requests or math.inf)
-        yield "trace", Pace(limit, dataset.offsets, 0.0, most, duration)
+        max_requests = min(len(dataset.lines), options.max_requests or math.inf)
+        yield "trace", LoadPattern(limit, dataset.offsets, 0.0, max_requests, duration)
         return
     if options.request_rate:
         (limit,) = options.concurrency or [None]
         for rate in options.request_rate:
-            number = _number(options, 100)
+            number = _num_requests(options, 100)
             arrivals = gamma_arrivals(rate, options.burstiness, seed, number)
             if options.ramp_seconds:
                 arrivals = ramped(arrivals, options.ramp_seconds)
-            most = number or math.inf
-            yield f"{rate:g} a second", Pace(limit, arrivals, 0.0, most, duration)
+            max_requests = number or math.inf
+            yield f"{rate:g} per second", LoadPattern(limit, arrivals, 0.0, max_requests, duration)
         return
     for concurrency in options.concurrency or _CONCURRENCY:
-        most = _number(options, max(32, 4 * concurrency)) or math.inf
-        pace = Pace(concurrency, None, options.ramp_seconds, most, duration)
-        yield f"{concurrency} at once", pace
+        max_requests = _num_requests(options, max(32, 4 * concurrency)) or math.inf
+        pattern = LoadPattern(concurrency, None, options.ramp_seconds, max_requests, duration)
+        yield f"concurrency {concurrency}", pattern
 
 
-def _number(options: argparse.Namespace, otherwise: int) -> int | None:
-    """Requests of a run; None where only the time ends it."""
+def _num_requests(options: argparse.Namespace, default: int) -> int | None:
+    """Return the number of requests of a run; None if only --duration ends it."""
     if options.max_requests or options.duration:
         number: int | None = options.max_requests
         return number
-    return otherwise
+    return default
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Of every request."""
+    """Return the fields of every request."""
     fields: dict[str, Any] = {"temperature": options.temperature}
     if options.ignore_eos:
         fields["ignore_eos"] = True
@@ -249,7 +265,10 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _document(
-    options: argparse.Namespace, target: Target, runs: Sequence[Figures], answers: Answers
+    options: argparse.Namespace,
+    target: Target,
+    runs: Sequence[RunFigures],
+    answers: AnswerComparison,
 ) -> str:
     flags = {
         name: value
@@ -261,7 +280,7 @@ def _document(
         "url": target.url,
         "model": target.model,
         "options": flags,
-        "runs": [each.plain() for each in runs],
+        "runs": [run.to_dict() for run in runs],
         "answers_compared": answers.num_compared,
         "answers_different": len(answers.different),
     }

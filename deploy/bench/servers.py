@@ -1,8 +1,7 @@
-"""Servers to measure: those that run already, and those that a command starts.
+"""Servers to measure: running ones, and ones that a command starts.
 
-NAME=http://127.0.0.1:8000            runs already
-NAME=llama-server -m x.gguf --port {port}
-                                      started; {port} is a free one of this machine
+NAME=http://127.0.0.1:8000                   a running server
+NAME=llama-server -m x.gguf --port {port}    a command; {port} is replaced by a free port
 """
 
 import os
@@ -27,14 +26,11 @@ import httpx
 from deploy.bench.client import base_url, is_up
 from proto.errors import ConfigError, TokendError
 
-# A program that runs for as long as a measurement needs it.
-
-
 END_SECONDS: Final = 30.0
 
 
-class Program:
-    """Ends with the `with` block: asked first, killed when that takes too long."""
+class BenchProcess:
+    """A process that ends with the `with` block: by SIGTERM, by SIGKILL after 30 s."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -47,7 +43,7 @@ class Program:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its own processes end with it
+            self._process.kill()
             self._process.wait()
 
 
@@ -55,13 +51,13 @@ PORT: Final = "{port}"
 _KEPT_LINES: Final = 1_000
 _SHOWN_LINES: Final = 20
 _POLL_SECONDS: Final = 0.01
-_ASKED_SECONDS: Final = 5.0
-"""A server that takes connections before it can answer them is asked again after this time."""
+_HEALTH_SECONDS: Final = 5.0
+"""Timeout of a health check; a server may accept connections before it answers them."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a server printed. seconds: since the command."""
+class PrintedLine:
+    """A line that a server has printed. seconds: since its start."""
 
     seconds: float
     text: str
@@ -69,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """url: of one that runs already, else empty. command: that starts it, with {port} in it."""
+    """A server. url: of a running one, otherwise "". command: starts it, with {port} in it."""
 
     name: str
     url: str = ""
@@ -79,7 +75,7 @@ class ServerSpec:
 
     @classmethod
     def parse(cls, text: str, ready_path: str, start_seconds: float) -> "ServerSpec":
-        """NAME=URL or NAME=COMMAND; raises ConfigError."""
+        """Parse NAME=URL or NAME=COMMAND; raises ConfigError."""
         name, found, rest = text.partition("=")
         if not found or not name or not rest.strip():
             raise ConfigError(f"--server {text}: NAME=URL or NAME='COMMAND ... {PORT} ...'")
@@ -95,25 +91,25 @@ class ServerSpec:
 
 
 def tokend(name: str, flags: Sequence[str], start_seconds: float = 600.0) -> ServerSpec:
-    """The daemon of this installation with these flags of `tokend serve`."""
+    """Return the daemon of this installation. flags: of `tokend serve`."""
     program = str(Path(sys.executable).with_name("tokend"))
     words = (program, "serve", "--port", PORT, "--disable-log-requests", *flags)
     return ServerSpec(name, command=words, start_seconds=start_seconds)
 
 
-class StartedServer(Program):
-    """Ready when the constructor returns; raises TokendError when it does not get so far.
+class StartedServer(BenchProcess):
+    """A server started by a command; ready when the constructor returns. Raises TokendError.
 
-    url: where it answers. begun: when the command was given, on the clock of the exchanges.
-    seconds_to_ready: from then until it is up. lines: what it printed, the last of it.
+    started_at: seconds of the performance counter. seconds_to_ready: from then until it answers.
+    lines: the last lines that it has printed.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
         port = _free_port()
         words = [word.replace(PORT, str(port)) for word in spec.command]
         self.url = f"http://127.0.0.1:{port}"
-        self.lines: deque[Line] = deque(maxlen=_KEPT_LINES)
-        self.begun = time.perf_counter()
+        self.lines: deque[PrintedLine] = deque(maxlen=_KEPT_LINES)
+        self.started_at = time.perf_counter()
         super().__init__(_start(spec.name, words))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -122,28 +118,28 @@ class StartedServer(Program):
         except BaseException:
             self.__exit__()
             raise
-        self.seconds_to_ready = time.perf_counter() - self.begun
+        self.seconds_to_ready = time.perf_counter() - self.started_at
 
     @property
     def pid(self) -> int:
-        """Of the command's process."""
+        """Process id of the command."""
         return self._process.pid
 
     def __exit__(self, *how: object) -> None:
         super().__exit__(*how)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # whatever it has left behind
+            os.killpg(self._process.pid, signal.SIGKILL)  # its children
         self._reader.join()
 
     def _wait_until_up(self, spec: ServerSpec) -> None:
-        while not is_up(self.url + spec.ready_path, _ASKED_SECONDS):
-            seconds = time.perf_counter() - self.begun
+        while not is_up(self.url + spec.ready_path, _HEALTH_SECONDS):
+            seconds = time.perf_counter() - self.started_at
             if self._process.poll() is not None:
                 self._reader.join()
                 raise TokendError(f"{spec.name} did not start:\n{self._last_lines()}")
             if seconds > spec.start_seconds:
                 text = self._last_lines()
-                raise TokendError(f"{spec.name} is not up after {seconds:.0f} s:\n{text}")
+                raise TokendError(f"{spec.name} is not ready after {seconds:.0f} s:\n{text}")
             time.sleep(_POLL_SECONDS)
 
     def _last_lines(self) -> str:
@@ -152,13 +148,13 @@ class StartedServer(Program):
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            seconds = time.perf_counter() - self.begun
-            self.lines.append(Line(seconds, line.decode(errors="replace").rstrip()))
+            seconds = time.perf_counter() - self.started_at
+            self.lines.append(PrintedLine(seconds, line.decode(errors="replace").rstrip()))
 
 
 @contextmanager
 def running(spec: ServerSpec) -> Iterator[str]:
-    """The URL of a server, which is started and ended if it does not run already."""
+    """Yield the URL of a server, which is started and stopped if it does not run already."""
     if spec.url:
         yield spec.url
         return
@@ -185,20 +181,16 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# A daemon of this machine's tokend, started for a measurement and ended after it.
-
-
 _KEPT_LOG_LINES: Final = 10_000
 _READY: Final = re.compile(r"ready.* (https?://\S+)")
 _ANSWER_SECONDS: Final = 30.0
 
 
-class MeasuredDaemon(Program):
-    """A daemon on a free port; ready when the constructor returns.
+class MeasuredDaemon(BenchProcess):
+    """A daemon of this installation on a free port; ready when the constructor returns.
 
-    command: starts it, before its flags; `tokend serve` by default. variables: added to the
-    environment.
-    seconds_to_ready: from the command to the ready line. lines: the last that it printed.
+    flags: of `tokend serve`. command: replaces `tokend serve`. variables: added to the environment.
+    seconds_to_ready: from the start to the ready line. lines: the last lines that it has printed.
     """
 
     def __init__(
@@ -221,45 +213,45 @@ class MeasuredDaemon(Program):
         )
         self.lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self.url = ""
-        self._known = threading.Event()
+        self._ready_or_ended = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
-        self._known.wait()
+        self._ready_or_ended.wait()
         if not self.url:
             raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
         self.seconds_to_ready = time.monotonic() - started
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     @property
     def text(self) -> str:
-        """What it printed."""
+        """The last lines that it has printed."""
         return "\n".join(self.lines)
 
     def metric(self, name: str) -> float:
-        """Sum over the samples of a metric; 0 where there is none."""
+        """Return the sum over the samples of a metric; 0 if there are none."""
         return metrics_of(self.url, name)[0]
 
     def num_steps(self) -> float:
-        """Steps since the start."""
+        """Return the steps since the start."""
         return self.metric("vllm:iteration_tokens_total_count")
 
     def _read(self) -> None:
-        """Whoever does not read what the daemon prints stops it, sooner or later."""
+        """Read the output all the time: a full pipe would block the daemon."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line.decode(errors="replace").rstrip("\n"))
             ready = None if self.url else _READY.search(self.lines[-1])
             if ready:
                 self.url = ready.group(1)
-                self._known.set()
-        self._known.set()
+                self._ready_or_ended.set()
+        self._ready_or_ended.set()
 
 
 def metrics_of(url: str, *names: str) -> list[float]:
-    """Of any server, at one moment: sums over the samples of metrics; 0 where there is none."""
+    """Return the sum over the samples of each metric of a server; 0 if there are none."""
     text = httpx.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
     found = (
         re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names

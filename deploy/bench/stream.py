@@ -1,4 +1,7 @@
-"""From the bytes of a streamed answer to its exchange."""
+"""Parses a streamed response: bytes → HTTP body → server-sent events → times and counts.
+
+HttpResponseParser → EventSplitter → decode_event → RequestResult;  StreamedResponse joins them
+"""
 
 from array import array
 from collections.abc import Callable
@@ -9,28 +12,26 @@ import msgspec
 
 from proto.errors import ProtocolError, TokendError
 
-# What a client reads of the stream of an OpenAI-compatible server, ours or another.
+# ---- Events of an OpenAI-compatible server ----
 #
-# Only the fields that a load test looks at; whatever else is in an event is skipped without
-# being made into objects.
+# Only the fields that a load test needs; all others are skipped without creating objects.
 
 
 class StreamDelta(msgspec.Struct):
-    """Of a chat: what is new in the message."""
+    """New content of a chat message."""
 
     content: str | None = None
 
 
 class StreamChoice(msgspec.Struct):
-    """text: of a completion. delta: of a chat. finish_reason: with the last token."""
+    """text: of a completion. delta: of a chat. finish_reason: set with the last token."""
 
     text: str | None = None
     delta: StreamDelta | None = None
     finish_reason: str | None = None
 
     @property
-    def added(self) -> str:
-        """The text that is new, whichever endpoint it is of."""
+    def new_text(self) -> str:
         if self.text is not None:
             return self.text
         return (self.delta.content or "") if self.delta is not None else ""
@@ -41,7 +42,7 @@ class StreamPromptDetails(msgspec.Struct):
 
 
 class StreamUsage(msgspec.Struct):
-    """Tokens of the whole request."""
+    """Token counts of the whole request."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -49,8 +50,7 @@ class StreamUsage(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """One event. error, message: what a server says that fails after it has begun; their form
-    differs from server to server."""
+    """One event. error, object, message: of an error event, whose form differs between servers."""
 
     choices: list[StreamChoice] | None = None
     usage: StreamUsage | None = None
@@ -59,8 +59,8 @@ class StreamEvent(msgspec.Struct):
     message: Any = None
 
     @property
-    def failure(self) -> str:
-        """The message of an error event, empty for any other."""
+    def error_message(self) -> str:
+        """Message of an error event; "" for any other event."""
         if self.error:
             if isinstance(self.error, dict) and self.error.get("message"):
                 return str(self.error["message"])
@@ -72,38 +72,39 @@ _decoder = msgspec.json.Decoder(StreamEvent)
 
 
 def decode_event(data: bytes) -> StreamEvent:
-    """Raises ProtocolError for what is no event."""
+    """Parse an event; raises ProtocolError if it is invalid."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"an event that is none ({error}): {data[:200]!r}") from None
+        raise ProtocolError(f"invalid event ({error}): {data[:200]!r}") from None
 
 
-# Server-sent events out of a body that arrives in pieces of any size.
-#
-# Only the data is of interest; names, ids and comments are skipped. The format is that of the
-# HTML standard, section 9.2.6, without its lone carriage returns.
+# ---- Server-sent events ----
 
 
 class EventSplitter:
-    """Holds what has come of a line and of an event that are not over."""
+    """Splits a body, which arrives in chunks of any size, into the data of server-sent events.
+
+    Names, ids and comments are skipped. Format: HTML standard, section 9.2.6, without lone
+    carriage returns.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that `piece` completes."""
-        if not self._rest and not self._data and piece.startswith(b"data: "):
-            # Nearly always: one event, and nothing else.
-            end = piece.find(b"\n")
-            if end == len(piece) - 2 and piece.endswith(b"\n\n"):
-                return [piece[6:-2]]
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the data of the events that a chunk completes."""
+        if not self._rest and not self._data and chunk.startswith(b"data: "):
+            # The usual case: exactly one event.
+            end = chunk.find(b"\n")
+            if end == len(chunk) - 2 and chunk.endswith(b"\n\n"):
+                return [chunk[6:-2]]
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         return self._events(lines)
 
     def end(self) -> list[bytes]:
-        """The data of an event that was not closed by an empty line."""
+        """Return the data of a last event without the empty line after it."""
         lines, self._rest = [self._rest, b""], b""
         return self._events(lines)
 
@@ -119,9 +120,7 @@ class EventSplitter:
         return found
 
 
-# The bytes of one HTTP/1.1 response, as they come, to the bytes of its body.
-#
-# Knows nothing of sockets, and nothing of what the body means.
+# ---- HTTP ----
 #
 #       HTTP/1.1 200 OK\r\n … \r\n\r\n   5\r\n  hello  \r\n  0\r\n  \r\n
 #       └────────── head ─────────────┘   └size┘└data┘ └─┘  └size┘└trailer┘
@@ -131,14 +130,15 @@ _MAX_HEAD_BYTES: Final = 1 << 16
 _MAX_LINE_BYTES: Final = 1 << 12
 
 
-class BrokenResponseError(TokendError):
-    """What came is no response, or not all of one."""
+class InvalidResponseError(TokendError):
+    """The server sent an invalid or incomplete response."""
 
 
-class ResponseReader:
-    """status: 0 until the head is there. complete: nothing more belongs to this response.
+class HttpResponseParser:
+    """Parses one HTTP/1.1 response that arrives in chunks of any size.
 
-    reusable: the connection may carry another request when this one is complete.
+    status: 0 until the head has arrived. complete: whether the whole response has arrived.
+    reusable: whether the connection can be used for another request after it.
     """
 
     def __init__(self) -> None:
@@ -151,11 +151,11 @@ class ResponseReader:
 
     @property
     def begun(self) -> bool:
-        """Something has come."""
+        """Whether a part of the response has arrived."""
         return self.status > 0 or bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """What `data` adds to the body; raises BrokenResponseError."""
+        """Return the bytes of the body in `data`; raises InvalidResponseError."""
         self._rest = self._rest + data if self._rest else data
         pieces: list[bytes] = []
         while not self.complete and self._read(pieces):
@@ -165,22 +165,22 @@ class ResponseReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def end(self) -> None:
-        """The connection is closed; raises BrokenResponseError if something is missing."""
+        """Note that the connection was closed; raises InvalidResponseError if bytes are missing."""
         if self._read == self._read_all:
             self.complete = True
         elif not self.complete:
-            what = "in the middle of an answer" if self.begun else "without an answer"
-            raise BrokenResponseError(f"the connection was closed {what}")
+            when = "during the response" if self.begun else "before the response"
+            raise InvalidResponseError(f"the connection was closed {when}")
 
     def _read_head(self, _: list[bytes]) -> bool:
         end = self._rest.find(b"\r\n\r\n")
         if end < 0:
             if len(self._rest) > _MAX_HEAD_BYTES:
-                raise BrokenResponseError("the head of the answer does not end")
+                raise InvalidResponseError("the head of the response is too long")
             return False
         lines, self._rest = self._rest[:end].split(b"\r\n"), self._rest[end + 4 :]
         status = _status(lines[0])
-        if status < 200:  # 100 Continue and the like come before the response
+        if status < 200:  # such as 100 Continue, before the response
             return True
         headers = dict(map(_header, lines[1:]))
         self.status = status
@@ -202,7 +202,7 @@ class ResponseReader:
             self._read = self._read_all
 
     def _read_content(self, pieces: list[bytes]) -> bool:
-        self._take(pieces)
+        self._read_body(pieces)
         self.complete = self._left == 0
         return False
 
@@ -222,7 +222,7 @@ class ResponseReader:
     def _read_chunk(self, pieces: list[bytes]) -> bool:
         if not self._rest:
             return False
-        self._take(pieces)
+        self._read_body(pieces)
         if not self._left:
             self._read = self._read_chunk_end
         return True
@@ -231,7 +231,7 @@ class ResponseReader:
         if len(self._rest) < 2:
             return False
         if not self._rest.startswith(b"\r\n"):
-            raise BrokenResponseError("a chunk of the answer is longer than it says")
+            raise InvalidResponseError("a chunk of the response is longer than its size")
         self._rest = self._rest[2:]
         self._read = self._read_size
         return True
@@ -241,7 +241,7 @@ class ResponseReader:
         self.complete = line == b""
         return line is not None
 
-    def _take(self, pieces: list[bytes]) -> None:
+    def _read_body(self, pieces: list[bytes]) -> None:
         piece = self._rest[: self._left]
         if piece:
             pieces.append(piece)
@@ -249,11 +249,11 @@ class ResponseReader:
         self._left -= len(piece)
 
     def _line(self) -> bytes | None:
-        """The next line; None while its end is missing."""
+        """Return the next line; None until it is complete."""
         end = self._rest.find(b"\r\n")
         if end < 0:
             if len(self._rest) > _MAX_LINE_BYTES:
-                raise BrokenResponseError("a line of the answer does not end")
+                raise InvalidResponseError("a line of the response is too long")
             return None
         line, self._rest = self._rest[:end], self._rest[end + 2 :]
         return line
@@ -262,7 +262,7 @@ class ResponseReader:
 def _status(line: bytes) -> int:
     version, _, rest = line.partition(b" ")
     if not version.startswith(b"HTTP/1."):
-        raise BrokenResponseError(f"not HTTP: {line[:80]!r}")
+        raise InvalidResponseError(f"not HTTP: {line[:80]!r}")
     return _number(rest.partition(b" ")[0], 10)
 
 
@@ -277,13 +277,13 @@ def _number(text: bytes, base: int) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise BrokenResponseError(f"not a number: {text[:80]!r}")
+        raise InvalidResponseError(f"not a number: {text[:80]!r}")
     return number
 
 
-# One request and what came of it: when, how much, and whether it failed.
+# ---- Times and counts of one request ----
 #
-# The figures are those of `vllm bench serve`:
+# Defined as by `vllm bench serve`:
 #
 #     sent        first event with a choice                          last such event
 #       │◀──── TTFT ────▶│◀─ gap ─▶│◀─ gap ─▶│ …                          │
@@ -296,14 +296,17 @@ def no_gaps() -> "array[float]":
 
 
 @dataclass(slots=True)
-class Exchange:
-    """Seconds on the monotonic clock. error: empty if it did not fail.
+class RequestResult:
+    """Times and token counts of one request. Times: seconds of the performance counter.
 
-    waited: seconds in the client itself, for a place among those that may be under way.
-    asked_tokens: output tokens that were asked for. keep_text: whether pieces are kept.
+    requested_tokens: max_tokens of the request. keep_text: whether to keep the text.
+    waited: seconds that the client held the request back because of its concurrency limit.
+    first, last: arrival of the first and the last chunk. gaps: seconds between chunks.
+    counted_tokens: output tokens as counted by the server; 0 if it does not count.
+    error: "" if the request succeeded.
     """
 
-    asked_tokens: int
+    requested_tokens: int
     keep_text: bool = False
     waited: float = 0.0
     started: float = 0.0
@@ -316,10 +319,10 @@ class Exchange:
     counted_tokens: int = 0
     finished: bool = False
     error: str = ""
-    pieces: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
-    def take(self, event: StreamEvent, now: float) -> None:
-        """Note an event that arrived now."""
+    def note_event(self, event: StreamEvent, now: float) -> None:
+        """Note an event that has arrived now."""
         if event.choices:
             if self.num_chunks:
                 self.gaps.append(now - self.last)
@@ -330,34 +333,36 @@ class Exchange:
             for choice in event.choices:
                 self.finished = self.finished or choice.finish_reason is not None
                 if self.keep_text:
-                    self.pieces.append(choice.added)
+                    self.texts.append(choice.new_text)
         if event.usage is not None:
             self.input_tokens = event.usage.prompt_tokens or 0
             self.counted_tokens = event.usage.completion_tokens or 0
             details = event.usage.prompt_tokens_details
             self.cached_tokens = (details.cached_tokens or 0) if details else 0
-        self.error = self.error or event.failure
+        self.error = self.error or event.error_message
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.texts)
 
     @property
     def output_tokens(self) -> int:
-        """What the server has counted; its chunks where it counts nothing."""
+        """Output tokens as counted by the server, or the number of chunks if it does not count."""
         return self.counted_tokens or self.num_chunks
 
     @property
     def ttft(self) -> float:
+        """Time to first token."""
         return self.first - self.started
 
     @property
     def e2el(self) -> float:
+        """End-to-end latency: time to the last token."""
         return self.last - self.started
 
     @property
     def tpot(self) -> float:
-        """0 for a single token."""
+        """Time per output token after the first; 0 for a single token."""
         return (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else 0
 
 
@@ -365,46 +370,46 @@ _DONE = b"[DONE]"
 _SHOWN_CHARACTERS = 300
 
 
-class StreamedAnswer:
-    """One answer in the making; whatever goes wrong becomes the error of the exchange."""
+class StreamedResponse:
+    """Parses one streamed response into a RequestResult; a refusal becomes its error."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.response = ResponseReader()
-        self._exchange = exchange
+    def __init__(self, result: RequestResult) -> None:
+        self.parser = HttpResponseParser()
+        self._result = result
         self._splitter = EventSplitter()
         self._refusal: list[bytes] = []
         self._done = False
 
-    def take(self, data: bytes, now: float) -> None:
-        """Bytes from the socket; raises TokendError when they make no sense."""
-        body = self.response.feed(data)
+    def feed(self, data: bytes, now: float) -> None:
+        """Parse bytes that have arrived now; raises TokendError if they are invalid."""
+        body = self.parser.feed(data)
         if body:
-            if self.response.status == 200:
-                self._note(self._splitter.feed(body), now)
+            if self.parser.status == 200:
+                self._note_events(self._splitter.feed(body), now)
             else:
                 self._refusal.append(body)
-        if self.response.complete:
-            self._conclude(now)
+        if self.parser.complete:
+            self._finish(now)
 
     def end(self, now: float) -> None:
-        """The connection is closed; raises TokendError when something is missing."""
-        self.response.end()
-        self._conclude(now)
+        """Note that the connection was closed; raises TokendError if the response is incomplete."""
+        self.parser.end()
+        self._finish(now)
 
-    def _note(self, events: list[bytes], now: float) -> None:
+    def _note_events(self, events: list[bytes], now: float) -> None:
         for data in events:
             if data == _DONE:
                 self._done = True
             else:
-                self._exchange.take(decode_event(data), now)
+                self._result.note_event(decode_event(data), now)
 
-    def _conclude(self, now: float) -> None:
-        exchange = self._exchange
-        self._note(self._splitter.end(), now)
-        if self.response.status != 200:
+    def _finish(self, now: float) -> None:
+        result = self._result
+        self._note_events(self._splitter.end(), now)
+        if self.parser.status != 200:
             text = b"".join(self._refusal).decode(errors="replace")
-            exchange.error = f"status {self.response.status}: {text[:_SHOWN_CHARACTERS]}"
-        elif not exchange.error and not (self._done or exchange.finished):
-            exchange.error = "the stream ended without [DONE] and without a reason"
-        elif not exchange.error and not exchange.num_chunks:
-            exchange.error = "an answer without a token"
+            result.error = f"status {self.parser.status}: {text[:_SHOWN_CHARACTERS]}"
+        elif not result.error and not (self._done or result.finished):
+            result.error = "the stream ended without [DONE] and without a finish reason"
+        elif not result.error and not result.num_chunks:
+            result.error = "no token in the answer"

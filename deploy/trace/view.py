@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deploy.bench.options import Parser, writable, write
+from deploy.bench.options import BenchParser, writable, write
 from deploy.trace.condense import condense
 from deploy.trace.page import render
 from proto.errors import ConfigError, ProtocolError
@@ -12,7 +12,9 @@ from proto.sched_trace import TraceLine, read_line
 
 def main(words: Sequence[str]) -> int:
     """Write the page and say where it is."""
-    parser = Parser(prog="tokend trace view", description="Make a page of a scheduler's trace.")
+    parser = BenchParser(
+        prog="tokend trace view", description="Make a page of a scheduler's trace."
+    )
     parser.add_argument("file", metavar="FILE", help="of tokend serve --sched-trace FILE")
     parser.add_argument("-o", "--output", metavar="PAGE", help="by default FILE with .html")
     options = parser.parse_args(words)

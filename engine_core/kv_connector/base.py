@@ -1,18 +1,21 @@
-"""The deciding half of a KV connector, as the scheduler sees it.
+"""The scheduler's half of a KV connector.
 
-A connector knows KV that this engine's pool does not hold: in host memory, on a disk, in another
-engine. It decides in the engine, without ever waiting for anything; its other half copies in the
-workers. Method names are the field's (vLLM's KVConnectorBase_V1).
+A connector knows KV that is not in this engine's block pool: in host memory, on a disk, in a Redis
+server. This half decides in the engine what to load and to store, without ever blocking; the other
+half (`worker/kv_connector`) copies. Method names are those of vLLM's KVConnectorBase_V1. Start with
+`SchedulerConnector`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.config import ServeConfig
-from proto.kv_connector import KVConnectorOutput, Payload
+from proto.event_fd import NO_DESCRIPTOR
+from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.kv_events import KVEvent
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
@@ -20,53 +23,39 @@ from proto.stats import KVMediumStats
 
 
 class Match(NamedTuple):
-    """What a connector has of a request beyond what the device has.
+    """Tokens of a request that a connector can load after those in the device's prefix cache.
 
-    num_tokens: a number of whole blocks; None: not known yet, ask again after a wake.
-    is_async: the request waits in WAITING_FOR_REMOTE_KVS until its load is reported; otherwise the
-        worker has it done before the step computes.
+    num_tokens: whole blocks; None: not known yet, the connector will unblock the request.
+    is_async: the request waits in WAITING_FOR_REMOTE_KVS until the load is reported; otherwise the
+        worker loads before it computes the step.
     """
 
     num_tokens: int | None
     is_async: bool
 
 
-NO_MATCH = Match(0, is_async=False)
-ASK_AGAIN = Match(None, is_async=False)
-
-
-class BlockHolds(Protocol):
-    """References of a connector's own on device blocks, beside those of requests and pins."""
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep the content of blocks that some request holds now, whatever becomes of it."""
-        ...
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Give up references taken by `hold`, last block first; free ones stay findable."""
-        ...
-
-
+NO_MATCH: Final = Match(0, is_async=False)
+NOT_KNOWN_YET: Final = Match(None, is_async=False)
 DEFAULTS: Final = ServeConfig()
 
 
-def always_sound(seq_id: int) -> bool:
-    """Where nobody loads within a step."""
+def always_storable(seq_id: int) -> bool:
+    """Value of `is_storable` for a connector that is used without a scheduler."""
     return True
 
 
 @dataclass(frozen=True)
 class SchedulerContext:
-    """What a deciding half may know of its engine.
+    """Parts of the engine that a connector may use.
 
-    geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
-    changes KV values, the same on every rank. num_ranks: workers that share the model.
-    block_ids: the block tables of a request now, by seq_id, a copy; null blocks for what a
-    window has passed.
-    wake: puts requests that were told to ask again back into the line; in the engine's thread.
-    serve_config: all settings, for those that some media cannot do with.
-    is_storable: by seq_id, whether nothing of a request rests on a load that is not known yet to
-    have succeeded; only then is what it computes to be stored.
+    geometry: KV cache of one rank. block_size: tokens of a device block. fingerprint: digest of
+    everything that changes KV values, equal on all ranks. num_ranks: tensor-parallel workers.
+    transfer_refs: references that keep device blocks allocated during a copy.
+    block_ids: returns a copy of a sequence's block tables, with null blocks outside its window.
+    unblock: reschedules a request that got NOT_KNOWN_YET; engine thread only.
+    serve_config: all settings.
+    is_storable: whether all loads that a sequence relies on have succeeded; if not, its computed KV
+    must not be stored.
     """
 
     geometry: KVCacheGeometry
@@ -74,101 +63,98 @@ class SchedulerContext:
     num_blocks: int
     fingerprint: bytes
     num_ranks: int
-    holds: BlockHolds
+    transfer_refs: TransferRefs
     block_ids: Callable[[int], BlockIds]
-    wake: Callable[[Request], None]
+    unblock: Callable[[Request], None]
     serve_config: ServeConfig = DEFAULTS
-    is_storable: Callable[[int], bool] = always_sound
+    is_storable: Callable[[int], bool] = always_storable
 
 
-class SchedulerConnector(Protocol):
-    """Called between the scheduler's own decisions; none of these waits for anything.
+class SchedulerConnector:
+    """Base class of the scheduler's halves; by default it has no KV and copies nothing.
 
-    All of it is called in the engine's own thread. Made from (KVTransferConfig, SchedulerContext).
-    supports_groups: it copes with several KV cache groups (hybrid models).
+    Subclasses are constructed with (KVTransferConfig, SchedulerContext). All methods are called in
+    the engine's thread and must not block. supports_groups: whether the connector works with
+    several KV cache groups (hybrid models).
     """
 
-    @property
-    def supports_groups(self) -> bool: ...
+    supports_groups: bool = True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
-        """Tokens it has after the first `num_computed_tokens`, which the device has.
+        """Return how many tokens can be loaded after the first `num_computed_tokens`.
 
-        At least one token of the request is left to compute. May be asked often for the same.
+        At least one token of the request is left to compute. May be called repeatedly.
         """
-        ...
+        return NO_MATCH
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """The request was given blocks: its whole tables, a list per group.
+        """Plan the load of a request for which blocks were allocated.
 
-        num_external_tokens: of what was matched, those that are to be loaded; 0: it starts without.
+        block_ids: complete block tables, one for each KV cache group.
+        num_external_tokens: matched tokens to load; 0: the request starts without a load.
         """
-        ...
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:
-        """What the other half is to do with this step. Called once for every step."""
-        ...
+        """Return the workers' instructions for this step. Called once for every step."""
+        return NO_PAYLOAD
 
-    def wants_step(self) -> bool:
-        """Whether the workers are to have a step, even one that computes nothing.
+    def needs_step(self) -> bool:
+        """Whether the workers must receive a step even if it computes nothing.
 
-        Asked before each step; the next build_connector_meta is for it. What a worker puts off
-        until the step that follows may need one.
+        Called before each step; the next build_connector_meta belongs to that step. Deferred copies
+        need one.
         """
-        ...
+        return False
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """One rank has reported. Called for every report of every rank.
+        """Process one rank's report.
 
-        finished_sending, finished_recving: what all ranks have finished with this report.
-        invalid_block_ids, worker_metadata: of this rank; others say so themselves.
+        finished_sending, finished_recving: requests for which all ranks have finished.
+        invalid_block_ids, worker_metadata: of this rank only.
         """
-        ...
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over, whatever state it was in.
+        """Handle the end of a request in any state.
 
-        Returns whether its blocks are to be kept until `finished_sending` names it, and what
-        the client is told as `kv_transfer_params`.
+        Returns whether its blocks must stay allocated until `finished_sending` contains it, and
+        the `kv_transfer_params` for the client.
         """
-        ...
+        return False, None
 
-    def withdraw(self, request: Request) -> None:
-        """What a request computed cannot be trusted: nobody is to find any of it.
+    def invalidate_request(self, request: Request) -> None:
+        """Make everything that a running or finished request has stored impossible to find.
 
-        Whether the request is over or not, and its copies as well.
+        Called if its KV may be corrupt.
         """
-        ...
 
     def take_events(self) -> Iterable[KVEvent]:
-        """What changed on its media since the last call."""
-        ...
+        """Return blocks stored on and removed from the media since the last call."""
+        return ()
 
-    def take_stats(self) -> list[KVMediumStats]:
-        """What was copied since the last call, and how full each medium is."""
-        ...
+    def drain_stats(self) -> list[KVMediumStats]:
+        """Return copies since the last call and the current usage, for each medium."""
+        return []
 
     def reset_cache(self) -> bool:
-        """Forget all it has; False where something is being copied."""
-        ...
+        """Forget all stored blocks; False, with nothing changed, while copies are in flight."""
+        return True
 
-    def start_over(self) -> None:
-        """Workers of a new epoch: no copy of the old ones is ever reported; nothing is in
-        flight."""
-        ...
+    def on_worker_restart(self) -> None:
+        """Drop all copies in flight: the workers that made them are gone and will not report."""
 
     def fileno(self) -> int:
-        """Readable when a thread of its own has found something; -1: it has none."""
-        ...
+        """Descriptor that becomes readable when a background thread has news; -1: none."""
+        return NO_DESCRIPTOR
 
-    def attend(self) -> None:
-        """That descriptor is readable: take in what was found, and wake who waits for it."""
-        ...
+    def process_notifications(self) -> None:
+        """Handle news from background threads, and unblock requests that waited for it."""
 
     def close(self) -> None:
-        """The engine ends."""
-        ...
+        """Release threads, sockets and descriptors; the engine stops."""
+
+
+NO_CONNECTOR: Final = SchedulerConnector()

@@ -1,9 +1,8 @@
-"""Which class is the deciding half of which connector. Imported when it is asked for."""
+"""Creates the scheduler's half of the configured KV connector; modules are imported on demand."""
 
 from typing import Final
 
-from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
-from engine_core.kv_connector.nothing import NO_CONNECTOR
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector, SchedulerContext
 from proto.component import find_class, load_class
 from proto.errors import ConfigError
 from proto.kv_transfer_config import FIELD, KVTransferConfig
@@ -18,19 +17,19 @@ CONNECTORS: Final = {
 def create_scheduler_connector(
     config: KVTransferConfig, context: SchedulerContext
 ) -> SchedulerConnector:
-    """The deciding half of what is configured, which may be nothing.
+    """Create the scheduler's half; NO_CONNECTOR if none is configured.
 
-    Raises ConfigError for a name that nobody has registered, and for a connector that cannot
-    do with the KV cache groups of this model.
+    Raises ConfigError for an unknown name, and for a connector that does not support the model's
+    KV cache groups.
     """
     name, module_path = config.kv_connector, config.kv_connector_module_path
     if not name:
         return NO_CONNECTOR
     if module_path:
-        made_by = load_class(f"{module_path}:{name}Scheduler", FIELD)
+        connector_class = load_class(f"{module_path}:{name}Scheduler", FIELD)
     else:
-        made_by = find_class(CONNECTORS, name, FIELD)
-    connector: SchedulerConnector = made_by(config, context)
+        connector_class = find_class(CONNECTORS, name, FIELD)
+    connector: SchedulerConnector = connector_class(config, context)
     num_groups = len(context.geometry.groups)
     if num_groups > 1 and not connector.supports_groups:
         connector.close()

@@ -1,7 +1,7 @@
-"""Several connectors as one: loads from the first that has anything, saves to all.
+"""Several connectors as one: loads from the first child that has a match, saves to all.
 
-Owns which child loads for whom, and the references on blocks that children want to keep when
-their requests are over: each child's end on its own, when all ranks have said so.
+It remembers which child loads for which request, and references blocks that a child still sends
+after their request has finished, until all ranks have reported that child's end.
 """
 
 import select
@@ -11,8 +11,8 @@ from typing import Any
 
 from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_connector.base import (
-    ASK_AGAIN,
     NO_MATCH,
+    NOT_KNOWN_YET,
     Match,
     SchedulerConnector,
     SchedulerContext,
@@ -34,35 +34,35 @@ from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats
 
 
-class MultiScheduler:
-    """SchedulerConnector over children, in the order in which they are asked."""
+class MultiScheduler(SchedulerConnector):
+    """SchedulerConnector that combines child connectors, in the order of their priority."""
 
     def __init__(self, config: KVTransferConfig, context: SchedulerContext) -> None:
-        """Raises ConfigError for children that cannot be."""
-        self._holds = context.holds
+        """Raises ConfigError if a child's configuration is wrong."""
+        self._transfer_refs = context.transfer_refs
         self._num_ranks = context.num_ranks
         self.children: list[SchedulerConnector] = [
-            create_scheduler_connector(each, context) for each in child_configs(config)
+            create_scheduler_connector(child, context) for child in child_configs(config)
         ]
+        self.supports_groups = all(child.supports_groups for child in self.children)
         self._poll = select.epoll()
-        self._by_descriptor = {each.fileno(): each for each in self.children if each.fileno() >= 0}
+        self._by_descriptor = {
+            child.fileno(): child for child in self.children if child.fileno() >= 0
+        }
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
         self._chosen: dict[int, int] = {}
-        self._kept: dict[tuple[int, int], list[int]] = {}
+        self._sending_blocks: dict[tuple[int, int], list[int]] = {}
         self._ranks_left: dict[tuple[int, int], int] = {}
 
-    @property
-    def supports_groups(self) -> bool:
-        return all(each.supports_groups for each in self.children)
-
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
-        """All are asked, every time; one that does not know yet makes the request wait."""
+        """Return the first child's match; the request waits if any child does not know yet."""
         matches = [
-            each.get_num_new_matched_tokens(request, num_computed_tokens) for each in self.children
+            child.get_num_new_matched_tokens(request, num_computed_tokens)
+            for child in self.children
         ]
-        if any(each.num_tokens is None for each in matches):
-            return ASK_AGAIN
+        if any(match.num_tokens is None for match in matches):
+            return NOT_KNOWN_YET
         for index, match in enumerate(matches):
             if match.num_tokens:
                 self._chosen[request.seq_id] = index
@@ -72,7 +72,7 @@ class MultiScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """The child that loads gets the blocks, the others none."""
+        """Pass the allocated blocks to the child that loads, and no blocks to the others."""
         chosen = self._chosen.pop(request.seq_id, -1) if num_external_tokens else -1
         for index, child in enumerate(self.children):
             if index == chosen:
@@ -81,11 +81,11 @@ class MultiScheduler:
                 child.update_state_after_alloc(request, [[] for _ in block_ids], 0)
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:
-        parts = [each.build_connector_meta(output) for each in self.children]
+        parts = [child.build_connector_meta(output) for child in self.children]
         return pack(MultiStep(parts)) if any(parts) else NO_PAYLOAD
 
-    def wants_step(self) -> bool:
-        return any(each.wants_step() for each in self.children)
+    def needs_step(self) -> bool:
+        return any(child.needs_step() for child in self.children)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         nothing = [NO_PAYLOAD] * len(self.children)
@@ -93,66 +93,71 @@ class MultiScheduler:
         if output.worker_metadata:
             report = unpack(output.worker_metadata, MultiReport)
         for index, child in enumerate(self.children):
-            sent = [each for each in report.sending[index] if self._is_sent(index, each)]
+            sent = [
+                seq_id for seq_id in report.sending[index] if self._all_ranks_sent(index, seq_id)
+            ]
             child.update_connector_output(
                 KVConnectorOutput(
                     sent, output.finished_recving, output.invalid_block_ids, report.parts[index]
                 )
             )
             for seq_id in sent:
-                self._holds.release(self._kept.pop((index, seq_id), []))
+                self._transfer_refs.release(self._sending_blocks.pop((index, seq_id), []))
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Children that delay the end have references of their own; the request has an end."""
+        """Finish the request in all children, without delaying the release of its own blocks.
+
+        For a child that still sends blocks, they get references of their own.
+        """
         self._chosen.pop(request.seq_id, None)
-        told: dict[str, Any] = {}
+        client_params: dict[str, Any] = {}
         for index, child in enumerate(self.children):
             delays, params = child.request_finished(request, block_ids)
-            told.update(params or {})
+            client_params.update(params or {})
             if delays:
                 blocks = list(chain.from_iterable(block_ids))
-                self._holds.hold(blocks)
-                self._kept[index, request.seq_id] = blocks
-        return False, told or None
+                self._transfer_refs.hold(blocks)
+                self._sending_blocks[index, request.seq_id] = blocks
+        return False, client_params or None
 
-    def withdraw(self, request: Request) -> None:
-        for each in self.children:
-            each.withdraw(request)
+    def invalidate_request(self, request: Request) -> None:
+        for child in self.children:
+            child.invalidate_request(request)
 
     def take_events(self) -> Iterable[KVEvent]:
-        return chain.from_iterable(each.take_events() for each in self.children)
+        return chain.from_iterable(child.take_events() for child in self.children)
 
-    def take_stats(self) -> list[KVMediumStats]:
-        return [stats for each in self.children for stats in each.take_stats()]
+    def drain_stats(self) -> list[KVMediumStats]:
+        return [stats for child in self.children for stats in child.drain_stats()]
 
     def reset_cache(self) -> bool:
-        done = [each.reset_cache() for each in self.children]  # all of them, whoever cannot
+        done = [child.reset_cache() for child in self.children]  # call every child
         return all(done)
 
-    def start_over(self) -> None:
-        """References are given up by the scheduler, with all others."""
+    def on_worker_restart(self) -> None:
+        """Drop all copies; the scheduler releases the block references itself."""
         self._chosen.clear()
-        self._kept.clear()
+        self._sending_blocks.clear()
         self._ranks_left.clear()
-        for each in self.children:
-            each.start_over()
+        for child in self.children:
+            child.on_worker_restart()
 
     def fileno(self) -> int:
         return self._poll.fileno() if self._by_descriptor else -1
 
-    def attend(self) -> None:
+    def process_notifications(self) -> None:
         for descriptor, _ in self._poll.poll(0):
-            self._by_descriptor[descriptor].attend()
+            self._by_descriptor[descriptor].process_notifications()
 
     def close(self) -> None:
         self._poll.close()
-        for each in self.children:
-            each.close()
+        for child in self.children:
+            child.close()
 
-    def _is_sent(self, index: int, seq_id: int) -> bool:
-        """Whether this was the last rank to say so."""
+    def _all_ranks_sent(self, index: int, seq_id: int) -> bool:
+        """Count a rank's report; return whether all ranks have reported."""
         key = (index, seq_id)
         self._ranks_left[key] = self._ranks_left.get(key, self._num_ranks) - 1
         if self._ranks_left[key]:

@@ -1,17 +1,15 @@
 """KV in a folder that several daemons may share: one file for each block, read within a step.
 
-The plainest connector there can be, for trying out a shared folder and as an example of the
-contract. What is in the folder is known from the start and from what this engine stores: nothing
-is looked up while a step is decided. Nobody limits what the folder takes.
+The simplest connector, for trying out a shared folder and as an example. It lists the folder once
+at the start and then knows only the files that this engine adds. The folder's size is not limited.
 """
 
 import os
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
-from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerContext
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
 from engine_core.request import Request
 from proto.errors import ConfigError
 from proto.kv_connector import (
@@ -28,15 +26,15 @@ from proto.kv_transfer_config import FIELD, KVTransferConfig
 from proto.scheduler_output import SchedulerOutput
 
 
-class SharedStorageScheduler(NoConnector):
-    """SchedulerConnector over files."""
+class SharedStorageScheduler(SchedulerConnector):
+    """SchedulerConnector that loads and stores whole blocks as files, synchronously."""
 
-    supports_groups: ClassVar[bool] = False
+    supports_groups = False
 
     def __init__(self, config: KVTransferConfig, context: SchedulerContext) -> None:
-        """Raises ConfigError where no folder is named, it cannot be made, or a layer has a window.
+        """Raises ConfigError without a usable folder, and for models with sliding windows.
 
-        Blocks are found by the whole run before them, of which a window keeps only the end.
+        A hit needs all blocks before it, of which a sliding window keeps only the last ones.
         """
         if any(group.sliding_window is not None for group in context.geometry.groups):
             raise ConfigError(
@@ -46,10 +44,10 @@ class SharedStorageScheduler(NoConnector):
         self._config = config
         self._context = context
         self._num_ranks = context.num_ranks
-        self._present = self._found_in(shared_storage_folder(config, context.fingerprint))
-        self._stored_by: dict[bytes, int] = {}
+        self._present = self._list_blocks(shared_storage_folder(config, context.fingerprint))
+        self._num_ranks_stored: dict[bytes, int] = {}
         self._requests: dict[int, Request] = {}
-        self._num_offered: dict[int, int] = {}
+        self._num_blocks_stored: dict[int, int] = {}
         self._loads: list[tuple[bytes, int]] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
@@ -57,10 +55,10 @@ class SharedStorageScheduler(NoConnector):
             return NO_MATCH
         block_size, hashes = self._context.block_size, request.block_hashes
         first, end = num_computed_tokens // block_size, (request.num_tokens - 1) // block_size
-        at = first
-        while at < end and hashes[at] in self._present:
-            at += 1
-        return Match((at - first) * block_size, is_async=False)
+        index = first
+        while index < end and hashes[index] in self._present:
+            index += 1
+        return Match((index - first) * block_size, is_async=False)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -72,14 +70,14 @@ class SharedStorageScheduler(NoConnector):
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:
         loads, self._loads = self._loads, []
-        stores = list(self._new_blocks(output)) if self._config.stores else []
+        stores = list(self._blocks_to_store(output)) if self._config.stores else []
         if not (loads or stores):
             return NO_PAYLOAD
         return pack(
             SharedStorageStep(
-                [each for each, _ in loads],
+                [block_hash for block_hash, _ in loads],
                 [block for _, block in loads],
-                [each for each, _ in stores],
+                [block_hash for block_hash, _ in stores],
                 [block for _, block in stores],
             )
         )
@@ -88,40 +86,40 @@ class SharedStorageScheduler(NoConnector):
         if not output.worker_metadata:
             return
         report = unpack(output.worker_metadata, SharedStorageReport)
-        for each in report.lost:
-            self._present.discard(each)
-            self._stored_by.pop(each, None)
-        for each in report.stored:
-            self._stored_by[each] = self._stored_by.get(each, 0) + 1
-            if self._stored_by[each] == self._num_ranks:
-                del self._stored_by[each]
-                self._present.add(each)
+        for block_hash in report.lost:
+            self._present.discard(block_hash)
+            self._num_ranks_stored.pop(block_hash, None)
+        for block_hash in report.stored:
+            self._num_ranks_stored[block_hash] = self._num_ranks_stored.get(block_hash, 0) + 1
+            if self._num_ranks_stored[block_hash] == self._num_ranks:
+                del self._num_ranks_stored[block_hash]
+                self._present.add(block_hash)
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.seq_id, None)
-        self._num_offered.pop(request.seq_id, None)
+        self._num_blocks_stored.pop(request.seq_id, None)
         return False, None
 
-    def withdraw(self, request: Request) -> None:
-        """Files stay; this engine reads none of them, and writes those anew that it fills."""
+    def invalidate_request(self, request: Request) -> None:
+        """Stop reading the request's files; they are written again when blocks are recomputed."""
         self._present.difference_update(request.block_hashes)
-        for each in request.block_hashes:
-            self._stored_by.pop(each, None)
+        for block_hash in request.block_hashes:
+            self._num_ranks_stored.pop(block_hash, None)
 
-    def start_over(self) -> None:
-        self._stored_by.clear()
+    def on_worker_restart(self) -> None:
+        self._num_ranks_stored.clear()
         self._loads.clear()
-        self._num_offered.clear()
+        self._num_blocks_stored.clear()
 
     def reset_cache(self) -> bool:
-        """Files stay, for others; this engine does not read those that were there before."""
+        """Stop reading all existing files; they stay for other daemons."""
         self._present.clear()
         return True
 
-    def _new_blocks(self, output: SchedulerOutput) -> Iterable[tuple[bytes, int]]:
-        """(hash, block) of what this step fills and no file has, but for what may be unsound."""
+    def _blocks_to_store(self, output: SchedulerOutput) -> Iterable[tuple[bytes, int]]:
+        """Yield (hash, device block) of storable blocks without a file that this step fills."""
         cached = output.cached_requests
         ends = [
             (new.seq_id, new.num_computed_tokens + new.num_scheduled_tokens)
@@ -136,26 +134,31 @@ class SharedStorageScheduler(NoConnector):
             request = self._requests.get(seq_id)
             if request is None or not self._context.is_storable(seq_id):
                 continue
-            first = self._num_offered.get(seq_id, 0)
+            first = self._num_blocks_stored.get(seq_id, 0)
             end = min(num_computed, request.num_tokens) // self._context.block_size
             if end <= first:
                 continue
-            self._num_offered[seq_id] = end
+            self._num_blocks_stored[seq_id] = end
             hashes, (table, *_) = request.block_hashes, self._context.block_ids(seq_id)
             for index in range(first, end):
                 if table[index] == NULL_BLOCK:
                     continue
-                if hashes[index] not in self._present and hashes[index] not in self._stored_by:
-                    self._stored_by[hashes[index]] = 0
+                if (
+                    hashes[index] not in self._present
+                    and hashes[index] not in self._num_ranks_stored
+                ):
+                    self._num_ranks_stored[hashes[index]] = 0
                     yield hashes[index], table[index]
 
-    def _found_in(self, folder: str) -> set[bytes]:
-        """Blocks of which there is a file of every rank."""
+    def _list_blocks(self, folder: str) -> set[bytes]:
+        """Return the hashes of blocks for which every rank has a file."""
         names = set(os.listdir(folder))
-        hashes = {each for each in map(shared_storage_hash, names) if each}
+        hashes = {block_hash for block_hash in map(shared_storage_hash, names) if block_hash}
         ranks = range(self._num_ranks)
         return {
-            each
-            for each in hashes
-            if all(shared_storage_file(each, rank, self._num_ranks) in names for rank in ranks)
+            block_hash
+            for block_hash in hashes
+            if all(
+                shared_storage_file(block_hash, rank, self._num_ranks) in names for rank in ranks
+            )
         }

@@ -27,8 +27,7 @@ from typing import ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NO_CONNECTOR
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
@@ -268,7 +267,7 @@ class KVTransferManager:
     @property
     def wants_step(self) -> bool:
         """The workers are to have a step, even one without tokens."""
-        return self.connected and self.connector.wants_step()
+        return self.connected and self.connector.needs_step()
 
     @property
     def is_loading(self) -> bool:
@@ -403,7 +402,7 @@ class KVTransferManager:
         Also of one that is over: by then its blocks may be found, and be on every medium.
         """
         self._kv_cache.uncache_content(request)
-        self.connector.withdraw(request)
+        self.connector.invalidate_request(request)
 
     def drop_loads(self) -> None:
         """Nobody waits for a load any more; blocks are kept until the copies are over."""
@@ -428,7 +427,7 @@ class KVTransferManager:
         self._rewound.clear()
         self._left_loading.clear()
         self._left_sending.clear()
-        self.connector.start_over()
+        self.connector.on_worker_restart()
         self._kv_cache.transfer_refs.release_all()
 
     def reset_cache(self) -> bool:

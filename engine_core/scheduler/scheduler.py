@@ -396,7 +396,7 @@ class Scheduler:
             num_queued_tokens=self.queue_limits.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
-            kv_media=self.kv_transfer.connector.take_stats(),
+            kv_media=self.kv_transfer.connector.drain_stats(),
             num_pinned_blocks=self._retained_prefixes.num_blocks,
             num_pinned_jobs=len(self._retained_prefixes),
             num_pins_taken=num_taken,

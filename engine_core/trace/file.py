@@ -1,9 +1,9 @@
-"""The file of a trace, written by a thread so that a slow disk never holds a step up.
+"""The trace of `--sched-trace`: its file, which a thread writes so that a slow disk delays no step.
 
-    step ── put ──▶ buffer, at most MAX_UNWRITTEN bytes ── thread, 4 times a second ──▶ file
+    step ── write_line ──▶ buffer, at most MAX_UNWRITTEN bytes ── thread, 4 times a second ──▶ file
 
-Owns the file and the thread. Encoding is done by the caller: microseconds, while a thread that
-encoded would keep the interpreter's lock from the step for as long as it liked.
+Start with `start_trace`. Lines are encoded by the caller, in microseconds; a thread that encoded
+them would hold the interpreter lock while a step is scheduled.
 """
 
 import errno
@@ -11,24 +11,29 @@ import logging
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from engine_core.pool_plan import PoolPlan
+from engine_core.trace.recorder import TraceRecorder
+from proto.config import SchedulerConfig, TraceConfig
 from proto.errors import ConfigError
-from proto.sched_trace import Dropped, TraceEnd
+from proto.lifecycle import WorkerReady
+from proto.sched_trace import Dropped, TraceEnd, TraceHeader
 
 logger = logging.getLogger("tokend.trace")
 
 MAX_UNWRITTEN: Final = 16 << 20
-"""Bytes; lines that come while so many wait are dropped and counted."""
+"""Bytes in the buffer beyond which further lines are dropped and counted."""
 _PAUSE_SECONDS: Final = 0.25
 _PRIVATE: Final = 0o600
 
 
 def path_of_epoch(path: str, epoch: int) -> str:
-    """The engine that the daemon starts with has the file's name, those after it their own."""
+    """Return the path for an engine: that of the flag for epoch 1, run.2.jsonl for epoch 2."""
     if epoch == 1:
         return path
     name = Path(path)
@@ -36,7 +41,7 @@ def path_of_epoch(path: str, epoch: int) -> str:
 
 
 def _open(path: str) -> int:
-    """An empty private file. What is no file, a device or a pipe, is left as it is."""
+    """Create or empty a private file; raises OSError for a device, a pipe or a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, _PRIVATE)
     try:
@@ -51,9 +56,10 @@ def _open(path: str) -> int:
 
 
 class TraceFile:
-    """Lines for one file. An old file of that name is overwritten; only its owner may read it.
+    """Writes lines to a file that only its owner may read; an old file is overwritten.
 
-    max_bytes: after that many the trace is over. Raises ConfigError where there can be no file.
+    max_bytes: maximum size of the file; the trace ends there. has_ended: after that, or after an
+    error of the disk. Raises ConfigError if the file cannot be created.
     """
 
     def __init__(self, path: str, max_bytes: int, max_unwritten: int = MAX_UNWRITTEN) -> None:
@@ -69,35 +75,35 @@ class TraceFile:
         self._num_dropped = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self.is_over = False
-        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self.has_ended = False
+        self._thread = threading.Thread(target=self._run_thread, name="trace", daemon=True)
         self._thread.start()
 
-    def put(self, line: msgspec.Struct) -> None:
-        """A line, unless the trace is over or the disk too far behind; never waits for it."""
+    def write_line(self, line: msgspec.Struct) -> None:
+        """Buffer a line, or drop it if the trace has ended or the buffer is full; never waits."""
         with self._lock:
-            if self.is_over:
+            if self.has_ended:
                 return
             if self._num_dropped:
-                self._note_dropped()
+                self._append_num_dropped()
             self._append(line)
 
     def close(self) -> None:
-        """Write what there is, and the last line."""
+        """Write the buffer and the last line, and close the file."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._thread.join()
         with self._lock:
-            if not self.is_over:
+            if not self.has_ended:
                 if self._num_dropped:
                     self._append(Dropped(num_lines=self._num_dropped), forced=True)
                 self._append(TraceEnd(reason="shutdown"), forced=True)
         self._write()
         os.close(self._descriptor)
 
-    def _note_dropped(self) -> None:
-        """The number of missing lines, as soon as there is room for it."""
+    def _append_num_dropped(self) -> None:
+        """Append the number of dropped lines; if there is no room, this line counts as dropped."""
         number, self._num_dropped = self._num_dropped, 0
         if not self._append(Dropped(num_lines=number)):
             self._num_dropped += number - 1
@@ -111,19 +117,19 @@ class TraceFile:
         self._encoder.encode_into(line, buffer, -1)
         buffer += b"\n"
         size = len(buffer) - start
-        if size > self._bytes_left and not self.is_over:
+        if size > self._bytes_left and not self.has_ended:
             del buffer[start:]
             self._end("--sched-trace-max-bytes is reached", b'{"kind":"end","reason":"limit"}\n')
             return False
         self._bytes_left -= size
         return True
 
-    def _end(self, why: str, last_line: bytes = b"") -> None:
-        self.is_over = True
+    def _end(self, reason: str, last_line: bytes = b"") -> None:
+        self.has_ended = True
         self._buffer += last_line
-        logger.warning("the trace %s ends: %s", self._path, why)
+        logger.warning("the trace %s ends: %s", self._path, reason)
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         while not self._closing.wait(_PAUSE_SECONDS):
             self._write()
 
@@ -136,6 +142,57 @@ class TraceFile:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
             with self._lock:
-                if not self.is_over:
+                if not self.has_ended:
                     self._end(str(error))
                 self._buffer.clear()
+
+
+class SchedulerTrace:
+    """The trace of one engine: `recorder` writes to a file that begins with the header.
+
+    started_at: the monotonic second at which time_us is 0. Raises ConfigError if the file cannot
+    be created.
+    """
+
+    def __init__(self, path: str, max_bytes: int, header: TraceHeader, started_at: float) -> None:
+        self._file = TraceFile(path, max_bytes)
+        self._file.write_line(header)
+        scheduler = header.scheduler
+        num_seats = min(scheduler.max_num_seqs, scheduler.step_tokens)
+        self.recorder = TraceRecorder(
+            self._file.write_line, started_at=started_at, num_seats=num_seats
+        )
+
+    def close(self) -> None:
+        """End the trace and close its file."""
+        self._file.close()
+
+
+def start_trace(
+    config: TraceConfig,
+    scheduler: SchedulerConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    epoch: int,
+    enable_prefix_caching: bool,
+) -> SchedulerTrace | None:
+    """Start the trace of an engine; None without --sched-trace.
+
+    scheduler: settings in effect. epoch: of the engine. Raises ConfigError if the file cannot be
+    created.
+    """
+    if config.sched_trace is None:
+        return None
+    header = TraceHeader(
+        epoch=epoch,
+        started_at=time.time(),
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        max_model_len=plan.max_model_len,
+        scheduler=scheduler,
+        groups=tuple(worker.geometry.groups),
+        device=worker.device_name,
+    )
+    path = path_of_epoch(config.sched_trace, epoch)
+    return SchedulerTrace(path, config.sched_trace_max_bytes, header, time.monotonic())

@@ -1,11 +1,10 @@
-"""What a scheduler does, as lines of a trace.
+"""Records what a scheduler does as lines of a trace (`proto/sched_trace.py` has the format).
 
-Owns what the lines need to be remembered: who is in the queue, who has no token yet, and which
-contents of blocks were seen. Puts the lines somewhere; knows no file.
+Start with `TraceRecorder`; `TraceFile` in `file.py` writes the lines.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Final
 
@@ -17,11 +16,11 @@ from engine_core.request import Request, RequestStatus
 from engine_core.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.trace.contents import Contents
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import (
     MAX_PINS,
     Arrival,
+    Content,
     Decision,
     Event,
     Finish,
@@ -36,39 +35,44 @@ from proto.sched_trace import (
     TurnEnd,
 )
 
-_BLOCKED: Final = {
-    each: each.name.removeprefix("WAITING_FOR_").lower()
-    for each in RequestStatus
-    if each.is_blocked
+MAX_KNOWN_CONTENTS: Final = 1 << 19
+"""Numbered contents of blocks, about 100 bytes each; beyond it all are forgotten."""
+_KEY_BYTES: Final = 8
+"""Of a block hash, as the key of a content."""
+
+_BLOCKED_REASONS: Final = {
+    status: status.name.removeprefix("WAITING_FOR_").lower()
+    for status in RequestStatus
+    if status.is_blocked
 }
 
 
-class Recorder:
-    """Watches a scheduler, and through `census` its pool.
+class TraceRecorder:
+    """Observes a scheduler, and with `block_counter` its block pool, and writes trace lines.
 
-    put: takes each line. clock: seconds, the scheduler's; started: that time_us counts from.
-    num_seats: sequences that may run at once.
+    write_line: called with each line. clock: seconds, that of the scheduler. started_at: the
+    second at which time_us is 0. num_seats: maximum number of running sequences.
     """
 
     def __init__(
         self,
-        put: Callable[[msgspec.Struct], None],
+        write_line: Callable[[msgspec.Struct], None],
         *,
-        started: float,
+        started_at: float,
         num_seats: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.census = ReusableBlockCounter()
-        self._put = put
+        self.block_counter = ReusableBlockCounter()
+        self._write_line = write_line
         self._clock = clock
-        self._started = started
+        self._started_at = started_at
         self._num_seats = num_seats
-        self._contents = Contents()
+        self._contents = ContentNumbers()
         self._waiting: dict[int, Request] = {}
-        self._num_preempted = 0
-        self._is_stale = False
-        self._tokenless: set[int] = set()
-        self._elsewhere: dict[int, tuple[int, str, bool]] = {}
+        self._num_preempted = 0  # of the waiting ones
+        self._queue_has_changed = False  # between two steps
+        self._tokenless: set[int] = set()  # sequences without a first token
+        self._external_hits: dict[int, tuple[int, str, bool]] = {}
         self._snapshot: Snapshot | None = None
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
@@ -80,13 +84,13 @@ class Recorder:
     def added(self, request: Request) -> None:
         self._waiting[request.seq_id] = request
         self._tokenless.add(request.seq_id)
-        self._put(
+        self._write_line(
             Arrival(
                 time_us=self._now(),
                 seq_id=request.seq_id,
                 request_id=request.request_id,
                 choice=request.choice,
-                arrived_us=self._micros(request.arrival_time),
+                arrived_us=self._microseconds(request.arrival_time),
                 tenant=request.tenant,
                 priority=request.priority,
                 job=request.agent.job,
@@ -95,24 +99,24 @@ class Recorder:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=request.num_output_tokens,
                 max_tokens=request.max_tokens,
-                blocks=self._contents.take(request.block_hashes),
+                blocks=self._contents.content_of(request.block_hashes),
                 reads_cache=not request.skip_reading_prefix_cache,
             )
         )
 
     def step_begins(self, plan: StepPlan) -> None:
         kv_cache, queue = self._kv_cache, self._queue
-        if self._is_stale:
-            self._look_again()
+        if self._queue_has_changed:
+            self._count_waiting()
         num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_reclaimable
-        num_cached, num_held = self.census.num_cached, kv_cache.transfer_refs.num_alone
+        num_cached, num_held = self.block_counter.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready
         if num_ready < len(self._waiting):
             for request in self._waiting.values():
                 status = request.status
                 if status.is_blocked:
-                    blocked[_BLOCKED[status]] = blocked.get(_BLOCKED[status], 0) + 1
+                    blocked[_BLOCKED_REASONS[status]] = blocked.get(_BLOCKED_REASONS[status], 0) + 1
         self._snapshot = Snapshot(
             waiting=num_ready,
             preempted=self._num_preempted,
@@ -126,8 +130,8 @@ class Recorder:
                 pinned=num_pinned,
             ),
             pins=[
-                PinUse(each.job, len(each.blocks))
-                for each in islice(reversed(self._retained_prefixes.values()), MAX_PINS)
+                PinUse(prefix.job, len(prefix.blocks))
+                for prefix in islice(reversed(self._retained_prefixes.values()), MAX_PINS)
             ],
             num_pins=len(self._retained_prefixes),
             token_budget=plan.budget,
@@ -136,9 +140,9 @@ class Recorder:
 
     def step_decided(self, step: int, plan: StepPlan) -> None:
         assert self._snapshot is not None, "a step begins before it is decided"
-        self._put(
+        self._write_line(
             Step(
-                time_us=self._micros(plan.now),
+                time_us=self._microseconds(plan.now),
                 step=step,
                 snapshot=self._snapshot,
                 decision=self._decision(plan),
@@ -148,7 +152,7 @@ class Recorder:
     def found_elsewhere(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None:
-        self._elsewhere[request.seq_id] = num_tokens, connector, is_async
+        self._external_hits[request.seq_id] = num_tokens, connector, is_async
 
     def step_done(self, result: ModelRunnerOutput) -> None:
         first: list[int] = []
@@ -159,7 +163,7 @@ class Recorder:
                 if tokens and seq_id in self._tokenless
             ]
             self._tokenless.difference_update(first)
-        self._put(
+        self._write_line(
             Result(
                 time_us=self._now(),
                 step=result.step,
@@ -170,10 +174,10 @@ class Recorder:
         )
 
     def finished(self, request: Request) -> None:
-        self._left(request)
+        self._remove_waiting(request)
         self._tokenless.discard(request.seq_id)
-        self._elsewhere.pop(request.seq_id, None)
-        self._put(
+        self._external_hits.pop(request.seq_id, None)
+        self._write_line(
             Finish(
                 time_us=self._now(),
                 seq_id=request.seq_id,
@@ -181,17 +185,17 @@ class Recorder:
                 num_output_tokens=request.num_output_tokens,
                 num_cached_tokens=request.num_cached_tokens,
                 num_preemptions=request.num_preemptions,
-                blocks=self._contents.take(request.block_hashes),
+                blocks=self._contents.content_of(request.block_hashes),
             )
         )
 
     def turn_ended(self, request_id: int, job: str, tool: str) -> None:
-        self._put(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
+        self._write_line(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
 
     def pinned(self, pin: RetainedPrefix, ttl: float) -> None:
         self._retained_prefixes.pop(pin.job, None)
-        self._retained_prefixes[pin.job] = pin  # those that were granted last are at the end
-        self._put(
+        self._retained_prefixes[pin.job] = pin  # the newest is last
+        self._write_line(
             PinBegin(
                 time_us=self._now(),
                 job=pin.job,
@@ -203,11 +207,11 @@ class Recorder:
 
     def unpinned(self, pin: RetainedPrefix, reason: str) -> None:
         self._retained_prefixes.pop(pin.job, None)
-        self._put(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
+        self._write_line(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
 
     def happened(self, what: str, detail: str) -> None:
-        self._is_stale = True
-        self._put(Event(time_us=self._now(), what=what, detail=detail))
+        self._queue_has_changed = True
+        self._write_line(Event(time_us=self._now(), what=what, detail=detail))
 
     def _decision(self, plan: StepPlan) -> Decision:
         new: list[int] = []
@@ -216,7 +220,7 @@ class Recorder:
         resumed_tokens: list[int] = []
         hits: list[PrefixHit] = []
         num_tokens = sum(plan.continued_tokens)
-        context = num_tokens + sum([each.num_computed_tokens for each in plan.continued])
+        context = num_tokens + sum([request.num_computed_tokens for request in plan.continued])
         for request, number in zip(plan.admitted, plan.admitted_tokens, strict=True):
             context += request.num_computed_tokens + number
             num_tokens += number
@@ -226,7 +230,7 @@ class Recorder:
             else:
                 new.append(request.seq_id)
                 new_tokens.append(number)
-            self._left(request)
+            self._remove_waiting(request)
             hits.append(self._hit(request))
         for request in plan.preempted:
             self._waiting[request.seq_id] = request
@@ -237,17 +241,17 @@ class Recorder:
             new_tokens=new_tokens,
             resumed=resumed,
             resumed_tokens=resumed_tokens,
-            running=[each.seq_id for each in plan.continued],
+            running=[request.seq_id for request in plan.continued],
             running_tokens=[] if all_one else plan.continued_tokens,
-            preempted=[each.seq_id for each in plan.preempted],
+            preempted=[request.seq_id for request in plan.preempted],
             hits=hits,
             num_tokens=num_tokens,
             context_tokens=context,
         )
 
     def _hit(self, request: Request) -> PrefixHit:
-        """Of one that is admitted; what was to be loaded and failed has not been found."""
-        number, connector, is_async = self._elsewhere.pop(request.seq_id, (0, "", False))
+        """Return the hit of an admitted request; KV that could not be loaded does not count."""
+        number, connector, is_async = self._external_hits.pop(request.seq_id, (0, "", False))
         external = min(number, request.num_computed_tokens)
         return PrefixHit(
             seq_id=request.seq_id,
@@ -258,19 +262,66 @@ class Recorder:
             asynchronous=is_async,
         )
 
-    def _look_again(self) -> None:
-        """Requests may have gone back to the queue between two steps."""
-        self._is_stale = False
-        self._waiting = {each.seq_id: each for each in self._queue}
-        self._num_preempted = sum(each.num_preemptions > 0 for each in self._queue)
+    def _count_waiting(self) -> None:
+        """Read the queue again, to which requests may have returned between two steps."""
+        self._queue_has_changed = False
+        self._waiting = {request.seq_id: request for request in self._queue}
+        self._num_preempted = sum(request.num_preemptions > 0 for request in self._queue)
 
-    def _left(self, request: Request) -> None:
-        """The queue, if it was there."""
+    def _remove_waiting(self, request: Request) -> None:
         if self._waiting.pop(request.seq_id, None) is not None and request.num_preemptions:
             self._num_preempted -= 1
 
     def _now(self) -> int:
-        return self._micros(self._clock())
+        return self._microseconds(self._clock())
 
-    def _micros(self, seconds: float) -> int:
-        return round((seconds - self._started) * 1e6)
+    def _microseconds(self, seconds: float) -> int:
+        return round((seconds - self._started_at) * 1e6)
+
+
+class ContentNumbers:
+    """Numbers for the contents of blocks, so that a trace tells which are equal, but no content.
+
+    A block hash covers all tokens before the block, so the blocks of a sequence that were seen
+    before are always its first ones. max_contents: numbers to remember.
+    """
+
+    def __init__(self, max_contents: int = MAX_KNOWN_CONTENTS) -> None:
+        self._max_contents = max_contents
+        self._numbers: dict[bytes, int] = {}
+        self._last = 0
+
+    def content_of(self, block_hashes: Sequence[bytes]) -> Content:
+        """Return the content of a sequence, and number its new blocks."""
+        keys = [block_hash[:_KEY_BYTES] for block_hash in block_hashes]
+        numbers = self._numbers
+        num_known = self._num_known(keys)
+        parent = numbers[keys[num_known - 1]] if num_known else 0
+        new = keys[num_known:]
+        if not new:
+            return Content(parent, num_known)
+        if len(numbers) + len(new) > self._max_contents:
+            numbers.clear()
+            parent, num_known, new = 0, 0, keys
+        first = self._last + 1
+        self._last += len(new)
+        numbers.update(zip(new, range(first, self._last + 1), strict=True))
+        return Content(parent, num_known, first, len(new))
+
+    def _num_known(self, keys: Sequence[bytes]) -> int:
+        """Find the end of the known blocks by binary search.
+
+        known known known | new new
+        0                 low=high   len(keys)
+        """
+        numbers = self._numbers
+        if not keys or keys[-1] in numbers:
+            return len(keys)
+        low, high = 0, len(keys) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in numbers:
+                low = middle + 1
+            else:
+                high = middle
+        return low

@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from api_server.app import create_app
 from api_server.app_state import AppState
 from api_server.engine.engine_client import FromEngine
-from api_server.server import Server, make_app_state, make_server
+from api_server.http.http_server import HttpServer
+from api_server.server import make_app_state, make_server
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import ProcessBoot
@@ -28,6 +29,7 @@ from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
 from tests.fakes import boots
 from tests.fakes.fake_engine import FakeEngine, Script
+from tests.fakes.fake_supervisor import FakeSupervisor
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, said the old man to the sea.",
@@ -110,7 +112,9 @@ class FrontEnd:
     http: httpx.AsyncClient
     url: str
     run_dir: str
-    server: Server
+    server: HttpServer
+    supervisor: FakeSupervisor
+    boot: ProcessBoot
     app: FastAPI
 
     async def lose_engine(self) -> FakeEngine:
@@ -211,7 +215,8 @@ async def serving(
         accepts=accepts,
     )
     boot = make_boot(run_dir, model, config or FrontEndConfig(), seed)
-    app_state = make_app_state(boot, Link.connect(path, FromEngine))
+    supervisor = FakeSupervisor()
+    app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor)
     if ready:
         engine.announce()
         await app_state.client.wait_ready()
@@ -227,7 +232,9 @@ async def serving(
         # Hundreds of requests that a test sends at once may wait for each other's connections.
         timeout = httpx.Timeout(60, pool=None)
         async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=False) as http:
-            front_end = FrontEnd(app_state, engine, http, url, run_dir, server, app)
+            front_end = FrontEnd(
+                app_state, engine, http, url, run_dir, server, supervisor, boot, app
+            )
             yield front_end
     finally:
         app_state.client.close()
@@ -236,7 +243,7 @@ async def serving(
         await front_end.engine.close()
 
 
-async def _close(server: Server) -> None:
+async def _close(server: HttpServer) -> None:
     """What uvicorn's `serve` does at its end, without its pauses of 0.1 s."""
     for listener in server.servers:
         listener.close()

@@ -56,7 +56,7 @@ async def test_an_operators_key_and_nothing_else(start, tmp_path, method, path):
             assert refused.status_code == status, headers
             assert set(refused.json()["error"]) == JSON_ERROR
         assert front_end.engine.calls == []
-        assert not front_end.app_state.drain_state.closed
+        assert not front_end.app_state.health.draining
         afar = {"x-forwarded-for": "192.0.2.1", "origin": "https://example.org"}
         for key in ("op", "op2"):
             heard = await ask(front_end, method, path, {"x-api-key": key, **afar})
@@ -193,11 +193,11 @@ def wired(front_end) -> list[AbortRequests]:
     """In the place of the supervisor: what it is asked, which it passes on at once."""
     heard: list[AbortRequests] = []
 
-    def pass_on(request_ids: list[str], owner: str | None) -> None:
-        heard.append(AbortRequests(request_ids, owner))
-        front_end.app_state.open_streams.abort(request_ids, owner)
+    def pass_on(message: AbortRequests) -> None:
+        heard.append(message)
+        front_end.app_state.abort_streams(message.request_ids, message.owner)
 
-    object.__setattr__(front_end.app_state, "request_abort", pass_on)
+    front_end.supervisor.send = pass_on
     return heard
 
 
@@ -288,7 +288,7 @@ async def test_what_is_under_way_is_forgotten_when_it_ends(start, say):
     async with start(say("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
-        assert front_end.app_state.open_streams._by_label == {}
+        assert front_end.app_state.open_streams == set()
 
 
 async def test_load_counts_what_is_answered(start):

@@ -267,7 +267,7 @@ async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start, monkeyp
         reconnect = client.reconnect
 
         def hear_and_reconnect(*new):
-            client._feed(entry, last_words, 0.0)
+            client._process_output(entry, last_words, 0.0)
             reconnect(*new)
 
         monkeypatch.setattr(client, "reconnect", hear_and_reconnect)

@@ -61,7 +61,7 @@ async def test_a_request_counts_from_its_headers_on(start):
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         while not visitors.number:
             await asyncio.sleep(0)
-        front_end.app_state.drain_state.close()
+        front_end.app_state.health.draining = True
         gone = asyncio.create_task(visitors.wait_until_idle())
         writer.write(body)
         request = await front_end.engine.requests.get()
@@ -96,7 +96,7 @@ async def test_without_a_key_neither_browsers_nor_proxies_are_heard(start, heade
         refused = await front_end.http.post("/admin/drain", headers=headers)
         assert refused.status_code == 403
         assert refused.json()["error"]["type"] == "PermissionDeniedError"
-        assert not front_end.app_state.drain_state.closed
+        assert not front_end.app_state.health.draining
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ async def test_with_an_operators_key_whoever_has_it_is_heard(start):
         assert (await front_end.http.post("/admin/drain")).status_code == 401
         refused = await front_end.http.post("/admin/drain", headers={"x-api-key": "k"})
         assert refused.status_code == 403
-        assert not front_end.app_state.drain_state.closed
+        assert not front_end.app_state.health.draining
         headers = {"authorization": "Bearer op", "x-forwarded-for": "192.0.2.1"}
         asked = await front_end.http.post("/admin/drain", headers=headers)
         assert asked.status_code == 202
-        assert front_end.app_state.drain_state.closed
+        assert front_end.app_state.health.draining
 
 
 async def test_a_client_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_path):
@@ -139,7 +139,7 @@ async def test_a_client_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_p
             refused = await front_end.http.post("/admin/drain", headers=headers)
             assert refused.status_code == 403
             assert "--admin-api-key" in refused.json()["error"]["message"]
-            assert not front_end.app_state.drain_state.closed
+            assert not front_end.app_state.health.draining
             del headers["x-forwarded-for"]
             asked = await front_end.http.post("/admin/drain", headers=headers)
             assert asked.status_code == 202, "it is a program of this machine"

@@ -10,12 +10,17 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from api_server.engine.engine_connection import FromEngine
 from api_server.lifecycle.engine_switch import EngineSwitch
-from proto.config import ModelConfig
 from proto.engine_io import FinishReason
-from proto.lifecycle import NewEngine, NextEngine, NextReady, OldEngineIdle, Switched
-from proto.sockets import Link, front_end_path
+from proto.lifecycle import (
+    NewEngine,
+    NextEngine,
+    NextReady,
+    OldEngineIdle,
+    ProtocolViolation,
+    Switched,
+)
+from proto.sockets import front_end_path
 from proto.stats import SchedulerStats
 from proto.view import Watch
 from tests.api_server.test_live_view import view, watching
@@ -30,17 +35,11 @@ class Case:
     def __init__(self, front_end):
         self.front_end = front_end
         self.engines = {1: front_end.engine}
-        self.told = asyncio.Queue()
-        config = ModelConfig()
-        self.engine_switch = EngineSwitch(
-            0, front_end.app.state, config, self.meet, self.told.put_nowait
-        )
+        self.told = front_end.supervisor.sent
+        self.engine_switch = EngineSwitch(front_end.boot, front_end.app.state)
 
     def path(self, epoch):
         return front_end_path(self.front_end.run_dir, epoch, 0)
-
-    def meet(self, epoch):
-        return Link.connect(self.path(epoch), FromEngine)
 
     def bear(self, epoch, **fields):
         """Another engine; it has not announced itself."""
@@ -120,7 +119,7 @@ async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_en
     """Whichever answers, the daemon is paused."""
     await case.side_by_side(2, model)
     call = asyncio.create_task(
-        case.front_end.app_state.client.admin("pause", pause_mode="finish_running")
+        case.front_end.app_state.client.call_admin("pause", pause_mode="finish_running")
     )
     await asyncio.sleep(0)  # it is sent, and not answered
     assert case.engines[1].calls == []
@@ -187,12 +186,9 @@ async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_superviso
     answer, request = await case.begin()
     await case.side_by_side(2, model)
     await case.switch(2)
-    distrusted = asyncio.Queue()
-    case.front_end.app_state.client.on_invalid_message(distrusted.put_nowait)
     case.engines[1].link.zmq_socket.send(b"\xc1")
     case.engines[1].emit(request, [99])
-    async with asyncio.timeout(LIMIT_SECONDS):
-        assert await distrusted.get() == 1
+    assert (await case.next()).epoch == 1
     assert case.engines[2].requests.empty()
     case.engine_switch.drop(1)
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -200,7 +196,7 @@ async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_superviso
     assert again.output_token_ids == ((),)
     case.engines[2].emit(again, [40, 41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
-    assert distrusted.empty()
+    assert case.told.empty()
 
 
 async def test_the_next_engine_may_die_as_any_other(case, model):
@@ -248,16 +244,16 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
     case, model
 ):
     client = case.front_end.app_state.client
-    distrusted = []
-    client.on_invalid_message(distrusted.append)
     engine = await case.side_by_side(2, model)
     engine.link.zmq_socket.send(b"\xc1")
     async with asyncio.timeout(LIMIT_SECONDS):
         while client._connections[2].ready:
             await asyncio.sleep(0.001)
-    assert distrusted == [], "nobody asks it yet"
-    await case.switch(2)
-    assert distrusted == [2]
+    assert case.told.empty(), "no request goes there yet"
+    case.engine_switch.switch(2)
+    assert isinstance(violation := await case.next(), ProtocolViolation)
+    assert violation.epoch == 2
+    assert await case.next() == Switched(0, 2)
     assert await case.next() == OldEngineIdle(0, 1)
     late = asyncio.create_task(case.front_end.complete(return_token_ids=True, max_tokens=1))
     while not client.num_open:

@@ -6,9 +6,10 @@ import socket
 from collections.abc import Callable
 
 import pytest
+import uvicorn
 
-from api_server.http import fair_listener
-from api_server.http.fair_listener import FairListener
+from api_server.http import http_server
+from api_server.http.http_server import FairListener, HttpServer
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from proto.stats import METRIC_BYTES
 
@@ -16,15 +17,26 @@ from proto.stats import METRIC_BYTES
 class Guests(asyncio.Protocol):
     """A front end's protocol, as far as it counts."""
 
-    def __init__(self, presence: Gauge) -> None:
-        self.presence = presence
+    def __init__(self, connections: Gauge) -> None:
+        self.connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.presence.__enter__()
+        self.connections.__enter__()
         transport.write(b"x")  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.presence.__exit__(None, None, None)
+        self.connections.__exit__(None, None, None)
+
+
+class GuestServer(HttpServer):
+    """A front end's server, as far as the listener uses it."""
+
+    def __init__(self, connections: Gauge) -> None:
+        super().__init__(uvicorn.Config("", log_config=None), connections, shares_sockets=True)
+        self.config.ssl = None
+
+    def create_protocol(self) -> asyncio.Protocol:
+        return Guests(self._connections)
 
 
 class FrontEnds:
@@ -40,8 +52,7 @@ class FrontEnds:
         self.listeners = [self.listen(row) for row in range(number)]
 
     def listen(self, row: int) -> FairListener:
-        gauge = self.gauges[row]
-        return FairListener(self.copies[row], lambda: Guests(gauge), None, gauge)
+        return FairListener(self.copies[row], GuestServer(self.gauges[row]), self.gauges[row])
 
     async def connect(self, number: int) -> list[asyncio.StreamWriter]:
         """At once; returns when all are accepted."""
@@ -72,7 +83,7 @@ def run(number: int, body: Callable[[FrontEnds], object]) -> None:
 def test_a_burst_is_dealt_evenly() -> None:
     async def body(front_ends: FrontEnds) -> None:
         writers = await front_ends.connect(40)
-        counts = front_ends.gauges[0].each
+        counts = front_ends.gauges[0].values
         assert sum(counts) == 40
         assert max(counts) - min(counts) <= 4
         for each in writers:
@@ -82,14 +93,14 @@ def test_a_burst_is_dealt_evenly() -> None:
 
 
 def test_who_has_more_leaves_the_next_ones_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_listener, "HEAD_START_SECONDS", 20.0)
+    monkeypatch.setattr(http_server, "HEAD_START_SECONDS", 20.0)
 
     async def body(front_ends: FrontEnds) -> None:
         crowded, empty = front_ends.gauges
         for _ in range(10):
             crowded.__enter__()
         await front_ends.connect(8)
-        assert (crowded.own, empty.own) == (10, 8)
+        assert (crowded.own_value, empty.own_value) == (10, 8)
 
     run(2, body)
 
@@ -100,7 +111,7 @@ def test_nobody_waits_for_one_that_does_not_accept() -> None:
     async def body(front_ends: FrontEnds) -> None:
         front_ends.listeners[1].close()
         await front_ends.connect(20)
-        assert front_ends.gauges[0].each == [20, 0]
+        assert front_ends.gauges[0].values == [20, 0]
 
     run(2, body)
 
@@ -109,7 +120,7 @@ def test_who_leaves_is_not_counted() -> None:
     async def body(front_ends: FrontEnds) -> None:
         for each in await front_ends.connect(6):
             each.close()
-        while sum(front_ends.gauges[0].each):
+        while sum(front_ends.gauges[0].values):
             await asyncio.sleep(0.001)
 
     run(2, body)
@@ -118,7 +129,7 @@ def test_who_leaves_is_not_counted() -> None:
 def test_without_descriptors_it_rests_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fair_listener, "_EXHAUSTED_SECONDS", 0.01)
+    monkeypatch.setattr(http_server, "_EXHAUSTED_SECONDS", 0.01)
 
     class Exhausted(socket.socket):
         num_left = 3
@@ -134,7 +145,7 @@ def test_without_descriptors_it_rests_and_goes_on(
         front_ends.copies[0] = Exhausted(fileno=front_ends.copies[0].detach())
         front_ends.listeners[0] = front_ends.listen(0)
         await front_ends.connect(2)
-        assert front_ends.gauges[0].own == 2
+        assert front_ends.gauges[0].own_value == 2
 
     run(1, body)
     assert "Too many open files" in caplog.text
@@ -146,7 +157,7 @@ def test_a_closed_one_accepts_nobody() -> None:
         front_ends.listeners[0].close()
         _, writer = await asyncio.open_connection("127.0.0.1", front_ends.port)
         await asyncio.sleep(0.02)
-        assert front_ends.gauges[0].own == 0
+        assert front_ends.gauges[0].own_value == 0
         writer.close()
 
     run(1, body)

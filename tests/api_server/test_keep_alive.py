@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from api_server.protocol.answers import KEEP_ALIVE_COMMENT as COMMENT
+from api_server.request_stream import StreamNotifier
 from api_server.response import KeepAlive
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
@@ -47,9 +48,9 @@ async def test_an_answer_that_is_sent_as_a_whole_has_none(start):
     async with start(accepts=True, config=OFTEN) as front_end:
         answer = asyncio.create_task(front_end.complete(max_tokens=1))
         request = await front_end.engine.requests.get()
-        ticks = asyncio.Event()
-        KeepAlive(0.1, ticks.set, COMMENT)
-        await ticks.wait()
+        notifier = StreamNotifier()
+        KeepAlive(0.1, notifier, COMMENT)
+        await notifier.wait()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"
 
@@ -61,9 +62,9 @@ async def test_the_openai_client_takes_no_notice(start):
             model="toy", prompt="hello", max_tokens=1, stream=True
         )
         request = await front_end.engine.requests.get()
-        ticks = asyncio.Event()
-        KeepAlive(0.1, ticks.set, COMMENT)
-        await ticks.wait()
+        notifier = StreamNotifier()
+        KeepAlive(0.1, notifier, COMMENT)
+        await notifier.wait()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         (chunk,) = [chunk async for chunk in stream]
         assert chunk.choices[0].finish_reason == "length"
@@ -86,20 +87,20 @@ async def test_while_an_engine_is_restarted_a_stream_shows_that_it_lives(start):
 async def test_whoever_speaks_is_not_silent():
     """The one timer of a stream looks again when the silence since the last word is over."""
     loop = asyncio.get_running_loop()
-    woken = asyncio.Event()
-    keep_alive = KeepAlive(3600.0, woken.set, COMMENT)
+    notifier = StreamNotifier()
+    keep_alive = KeepAlive(3600.0, notifier, COMMENT)
     first = keep_alive._timer
     keep_alive._last_write = loop.time() - 3599.0
     keep_alive.record_write()
-    keep_alive._check()
-    assert not woken.is_set()
-    assert keep_alive.take() == ""
+    keep_alive._check_silence()
+    assert not notifier._pending
+    assert keep_alive.due_event() == ""
     keep_alive._last_write -= 3601.0
-    keep_alive._check()
-    assert woken.is_set()
-    assert keep_alive.take() == COMMENT
+    keep_alive._check_silence()
+    await asyncio.wait_for(notifier.wait(), 5)
+    assert keep_alive.due_event() == COMMENT
     keep_alive.record_write()
-    assert keep_alive.take() == ""
+    assert keep_alive.due_event() == ""
     first.cancel()
     keep_alive.close()
     assert keep_alive._timer.cancelled()
@@ -107,6 +108,6 @@ async def test_whoever_speaks_is_not_silent():
 
 async def test_none_where_none_are_wanted(monkeypatch):
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None, raising=False)
-    keep_alive = KeepAlive(0.0, lambda: None, COMMENT)
-    assert keep_alive.take() == ""
+    keep_alive = KeepAlive(0.0, StreamNotifier(), COMMENT)
+    assert keep_alive.due_event() == ""
     keep_alive.close()

@@ -106,7 +106,7 @@ async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) ->
         front_end.engine.show(view(requests=(request,)))
         kind, shown = await stream.next()
         assert kind == "view"
-        assert shown.pop("time_s") == round(100.0 - front_end.app_state.live_view._began, 3)
+        assert shown.pop("time_s") == round(100.0 - front_end.app_state.live_view._start, 3)
         assert shown == {
             "step": 7,
             "running": 1,
@@ -149,7 +149,7 @@ async def test_one_subscription_for_all_watchers(start: StartFrontEnd) -> None:
                 assert (await second.next())[1]["step"] == 4
             assert front_end.engine.watches.empty()
         assert not await watches(front_end)
-        assert not front_end.app_state.live_view.is_watched
+        assert not front_end.app_state.live_view.has_subscribers
 
 
 async def test_the_engine_hears_the_id_of_an_answer(start: StartFrontEnd) -> None:
@@ -210,7 +210,7 @@ async def test_the_stream_goes_on_after_the_engine_died(start: StartFrontEnd) ->
             engine.max_model_len = max_model_len
             engine.announce()
             assert await watches(front_end)
-            front_end.app_state.live_view.restarted("engine_core", hung=False)
+            front_end.app_state.live_view.publish_restart("engine_core", hung=False)
             engine.show(view(epoch=engine.epoch, step=1))
             if max_model_len == 128:
                 kind, hello = await stream.next()
@@ -230,7 +230,7 @@ async def test_what_happens_is_told(start: StartFrontEnd) -> None:
         kind, notice = await stream.next()
         assert (kind, notice["kind"]) == ("notice", "preemption")
         assert notice["text"].startswith("2 requests")
-        front_end.app_state.live_view.restarted("worker", hung=True)
+        front_end.app_state.live_view.publish_restart("worker", hung=True)
         assert (await stream.next())[1]["kind"] == "watchdog"
 
 
@@ -256,13 +256,13 @@ async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
             await reader.next()
             assert await watches(front_end)
             (response_watcher,) = live_view._subscribers
-            lazy = live_view.subscribe(response_watcher.scope)
+            lazy = live_view.subscribe(response_watcher.scope, front_end.app_state.client.engine)
             for step in range(MAX_UNREAD + 1):
                 front_end.engine.show(view(step=step))
                 assert (await reader.next())[1]["step"] == step
             assert lazy.finished
             assert live_view._subscribers == [response_watcher]
-            assert await lazy.take(None) == b""
+            assert await lazy.drain_events(None) == b""
 
 
 async def test_there_is_a_most_of_watchers(
@@ -299,7 +299,7 @@ async def test_a_drain_does_not_wait_for_watchers(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         assert front_end.app_state.in_flight.number == 0
-        front_end.app_state.drain_state.close()
+        front_end.app_state.health.draining = True
         assert (await front_end.complete()).status_code == 503
         async with watching(front_end) as late:
             assert (await late.next())[0] == "hello"
@@ -312,7 +312,7 @@ async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
         foreign = {"sec-fetch-site": "cross-site"}
         response = await front_end.http.get("/view/events", headers=foreign)
         assert response.status_code == 403
-        assert not front_end.app_state.live_view.is_watched
+        assert not front_end.app_state.live_view.has_subscribers
     async with start(config=FrontEndConfig(page=False)) as front_end:
         assert (await front_end.http.get("/view/events")).status_code == 404
 

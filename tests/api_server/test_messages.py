@@ -507,8 +507,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
 
 async def test_draining_is_an_overload(start):
     async with start() as front_end:
-        front_end.app_state.drain_state.ask_drain()
-        front_end.app_state.drain_state.close()
+        front_end.app_state.health.draining = True
         response = await ask(front_end)
         assert response.status_code == 503
         assert response.json()["error"]["type"] == "overloaded_error"

@@ -7,10 +7,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from proto.stats import KVMediumStats, SchedulerStats
+from tests.fakes import boots
 
 MODEL = ("model_name", "engine")
 FIRST_TOKEN = (
@@ -99,13 +100,13 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 def families() -> dict[str, Metric]:
     """All that can be shown is."""
     metrics = Metrics("toy", MetricSheet.of_one())
-    http = metrics.count_http(completions.router.routes)
-    metrics.cache_config(block_size=16, num_gpu_blocks=64)
-    metrics.scheduler_stats(
+    http = metrics.register_http_metrics(completions.router.routes)
+    metrics.set_engine_info(boots.engine_ready())
+    metrics.record_scheduler_stats(
         SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", num_loads=1)]), 1, 1.0
     )
-    http.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
-    return {each.name: each for each in text_string_to_metric_families(metrics.text().decode())}
+    http.record_response({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
+    return {each.name: each for each in text_string_to_metric_families(metrics.render().decode())}
 
 
 def labels(family: Metric, suffix: str = "") -> set[str]:

@@ -4,8 +4,8 @@ import os
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from proto.stats import METRIC_BYTES, SchedulerStats
 
 ENGINE = 4
@@ -22,7 +22,7 @@ class Daemon:
     def front_end(self, row, num_rows=2, incarnation=0, num_hung=0):
         sheet = MetricSheet.shared(self.descriptor, row, num_rows)
         metrics = Metrics("toy", sheet, incarnation, num_hung)
-        metrics.meet_engine(ENGINE)
+        metrics.add_engine(ENGINE)
         return metrics
 
     def shown(self, name):
@@ -33,7 +33,7 @@ class Daemon:
 
 def sample(metrics, name, **labels):
     wanted = {**labels}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for each in family.samples:
             if each.name == name and wanted.items() <= each.labels.items():
                 return each.value
@@ -43,9 +43,9 @@ def sample(metrics, name, **labels):
 def test_counters_and_histograms_are_those_of_all_front_ends():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.prompt_accepted(7)
-    second.prompt_accepted(40)
-    second.choice_ended("stop", 3)
+    first.record_prompt(7)
+    second.record_prompt(40)
+    second.count_finished_choice("stop", 3)
     assert daemon.shown("vllm:prompt_tokens_total") == 47
     assert daemon.shown("vllm:request_prompt_tokens_count") == 2
     assert daemon.shown("vllm:request_prompt_tokens_sum") == 47
@@ -57,12 +57,12 @@ def test_counters_and_histograms_are_those_of_all_front_ends():
 def test_a_step_counts_once_and_its_gauges_hold_until_the_next_whoever_is_told():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
-    second.scheduler_stats(SchedulerStats(5, 0, 0.5, num_preemptions=1), ENGINE, 11.0)
+    first.record_scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
+    second.record_scheduler_stats(SchedulerStats(5, 0, 0.5, num_preemptions=1), ENGINE, 11.0)
     assert daemon.shown("vllm:num_requests_running") == 5
     assert daemon.shown("vllm:kv_cache_usage_perc") == 0.5
     assert daemon.shown("vllm:num_preemptions_total") == 3
-    first.scheduler_stats(SchedulerStats(1, 0, 0.125), ENGINE, 12.0)
+    first.record_scheduler_stats(SchedulerStats(1, 0, 0.125), ENGINE, 12.0)
     assert daemon.shown("vllm:num_requests_running") == 1
     assert daemon.shown("vllm:kv_cache_usage_perc") == 0.125
 
@@ -71,33 +71,33 @@ def test_engines_beside_each_other_are_added_up_and_one_that_is_gone_shows_nothi
     daemon = Daemon()
     first, second = daemon.front_ends
     for each in daemon.front_ends:
-        each.meet_engine(9)
-    first.scheduler_stats(SchedulerStats(3, 1, 0.25), ENGINE, 10.0)
-    second.scheduler_stats(SchedulerStats(2, 0, 0.5), 9, 11.0)
+        each.add_engine(9)
+    first.record_scheduler_stats(SchedulerStats(3, 1, 0.25), ENGINE, 10.0)
+    second.record_scheduler_stats(SchedulerStats(2, 0, 0.5), 9, 11.0)
     assert daemon.shown("vllm:num_requests_running") == 5
     for each in daemon.front_ends:
-        each.forget_engine(ENGINE)
+        each.remove_engine(ENGINE)
     assert daemon.shown("vllm:num_requests_running") == 2
     for epoch in range(20, 40):
         for each in daemon.front_ends:
-            each.meet_engine(epoch)
-        first.scheduler_stats(SchedulerStats(epoch, 0, 0.0), epoch, float(epoch))
+            each.add_engine(epoch)
+        first.record_scheduler_stats(SchedulerStats(epoch, 0, 0.0), epoch, float(epoch))
         assert daemon.shown("vllm:num_requests_running") == epoch + 2
         for each in daemon.front_ends:
-            each.forget_engine(epoch)
+            each.remove_engine(epoch)
 
 
 def test_a_front_end_that_dies_leaves_its_counts_to_the_next():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.prompt_accepted(7)
-    first.scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
-    second.restarted("api_server", hung=False)
+    first.record_prompt(7)
+    first.record_scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
+    second.count_restart("api_server", hung=False)
     daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
     assert daemon.shown("vllm:prompt_tokens_total") == 7
     assert daemon.shown("vllm:num_preemptions_total") == 2
     assert daemon.shown("vllm:num_requests_running") == 3
-    daemon.front_ends[0].prompt_accepted(1)
+    daemon.front_ends[0].record_prompt(1)
     assert daemon.shown("vllm:prompt_tokens_total") == 8
 
 
@@ -105,12 +105,12 @@ def test_what_all_are_told_counts_once_also_where_one_was_dead():
     daemon = Daemon()
     second = daemon.front_ends[1]
     for each in daemon.front_ends:
-        each.restarted("worker", hung=True)
-    second.restarted("api_server", hung=False)  # front end 0 is dead and hears nothing
-    second.restarted("worker", hung=False)
+        each.count_restart("worker", hung=True)
+    second.count_restart("api_server", hung=False)  # front end 0 is dead and hears nothing
+    second.count_restart("worker", hung=False)
     daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
     for each in daemon.front_ends:
-        each.restarted("worker", hung=False)
+        each.count_restart("worker", hung=False)
         assert sample(each, "tokend:restarts_total", role="api") == 1
     for each in daemon.front_ends:
         assert sample(each, "tokend:restarts_total", role="worker") == 3
@@ -126,5 +126,5 @@ def test_a_lone_front_end_knows_of_its_own_restarts():
 
 
 def test_figures_of_a_process_are_shown_where_there_is_one():
-    assert "process_resident_memory_bytes" in Metrics("toy", MetricSheet.of_one()).text().decode()
-    assert "process_resident_memory_bytes" not in Daemon().front_ends[0].text().decode()
+    assert "process_resident_memory_bytes" in Metrics("toy", MetricSheet.of_one()).render().decode()
+    assert "process_resident_memory_bytes" not in Daemon().front_ends[0].render().decode()

@@ -38,7 +38,7 @@ async def test_metrics(start, say, tokenizer):
                 external_prefix_cache_hits=7,
             )
         )
-        await front_end.app_state.client.admin("check_integrity")
+        await front_end.app_state.client.call_admin("check_integrity")
         found = await samples(front_end)
         output = len(tokenizer.encode(" world").ids) + 1
         prompt = len(tokenizer.encode("hello").ids)
@@ -92,7 +92,7 @@ async def test_pins_and_jobs(start):
         )
         for stats in (first, second):
             front_end.engine.send_outputs(stats=stats)
-        await front_end.app_state.client.admin("check_integrity")
+        await front_end.app_state.client.call_admin("check_integrity")
         found = await samples(front_end)
         assert found["tokend:pinned_blocks"] == 3
         assert found["tokend:pinned_jobs"] == 1

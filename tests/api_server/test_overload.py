@@ -197,7 +197,7 @@ async def test_a_stream_that_may_wait_only_so_long_begins_with_its_first_token(s
 
 
 async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
-    monkeypatch.setattr(engine_client, "GAP_SECONDS", 0.001)
+    monkeypatch.setattr(engine_client, "DEADLINE_CHECK_SECONDS", 0.001)
     async with start(accepts=True) as front_end:
         short, _ = await begin(front_end, timeout_ms=1)
         long, _ = await begin(front_end, timeout_ms=1_000_000)
@@ -212,7 +212,7 @@ async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
 
 async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, monkeypatch):
     """But not for who has a token, and so had begun."""
-    monkeypatch.setattr(engine_client, "GAP_SECONDS", 0.001)
+    monkeypatch.setattr(engine_client, "DEADLINE_CHECK_SECONDS", 0.001)
     async with start(accepts=True) as front_end:
         waiting, _ = await begin(front_end, queue_timeout_ms=1)
         begun, request = await begin(front_end, queue_timeout_ms=1)

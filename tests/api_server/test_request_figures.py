@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from api_server.metrics.collector import Metrics
-from api_server.metrics.counters import HttpCounters
+from api_server.metrics.http_metrics import HttpMetrics
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
@@ -49,8 +49,8 @@ async def test_whoever_leaves_or_is_refused_is_in_no_phase(start):
 async def test_prompt_tokens_by_source_add_up(start, say):
     async with start(say("!")) as front_end:
         metrics = front_end.app_state.metrics
-        metrics.requests.begun(100, 64, 48)
-        metrics.requests.begun(10, 0, 0)
+        metrics.record_first_step(0.0, 100, 64, 48)
+        metrics.record_first_step(0.0, 10, 0, 0)
         found = await samples(front_end)
         name = "vllm:prompt_tokens_by_source_total"
         assert found[f"{name},local_compute"] == 46
@@ -67,7 +67,7 @@ async def test_a_prompt_counts_once_whichever_engine_computes_it(start):
         waiting = asyncio.create_task(front_end.complete(max_tokens=3))
         request = await front_end.engine.requests.get()
         front_end.engine.emit(request, [40])
-        await front_end.app_state.client.admin("check_integrity")
+        await front_end.app_state.client.call_admin("check_integrity")
         before = await samples(front_end)
         engine = await front_end.lose_engine()
         engine.announce()
@@ -93,15 +93,15 @@ def test_tokens_that_nobody_gets():
     def discarded(cause: str) -> float | None:
         return metrics._registry.get_sample_value("tokend:discarded_tokens_total", {"cause": cause})
 
-    metrics.scheduler_stats(SchedulerStats(0, 0, 0.0, num_discarded_tokens=3), 1, 1.0)
-    metrics.scheduler_stats(SchedulerStats(0, 0, 0.0, request_preemptions=[0, 2]), 1, 2.0)
+    metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, num_discarded_tokens=3), 1, 1.0)
+    metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, request_preemptions=[0, 2]), 1, 2.0)
     assert discarded("late") == 3
     count = metrics._registry.get_sample_value(
         "vllm:request_num_preemptions_sum", {"model_name": "toy", "engine": "0"}
     )
     assert count == 2
-    metrics.discarded("after_stop", 2)
-    metrics.discarded("repeated", 1)
+    metrics.count_discarded_tokens("after_stop", 2)
+    metrics.count_discarded_tokens("repeated", 1)
     assert (discarded("after_stop"), discarded("repeated")) == (2, 1)
 
 
@@ -142,9 +142,9 @@ async def test_a_bug_is_a_500_of_its_route(start, monkeypatch):
 
 def test_front_ends_count_the_same_cells():
     memory = bytearray(2 * 8 * METRIC_CELLS)
-    both = [HttpCounters(MetricSheet(memory, row), completions.router.routes) for row in (0, 1)]
+    both = [HttpMetrics(MetricSheet(memory, row), completions.router.routes) for row in (0, 1)]
     for each in both:
-        each.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
+        each.record_response({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
     requests, durations = both[0].collect()
     assert [each.value for each in requests.samples] == [2]
     assert [each.value for each in durations.samples if each.name.endswith("_count")] == [2]

@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import Tokenizer
 
-from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.stop_strings import stop_matcher
 from api_server.text.tokenizer import ModelTokenizer
@@ -37,7 +37,7 @@ def output(tokens: list[int], index: int, finish: FinishReason | None = None, **
 
 
 def sample(metrics: Metrics, name: str) -> float:
-    for line in metrics.text().decode().splitlines():
+    for line in metrics.render().decode().splitlines():
         if line.startswith(f"vllm:{name}") and not line.startswith("#"):
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError(f"no sample {name}")
@@ -46,9 +46,9 @@ def sample(metrics: Metrics, name: str) -> float:
 def test_repeats_are_counted_once(make, metrics, tokenizer):
     ids = tokenizer.encode(" one two three").ids
     stream = make()
-    stream.feed(output(ids[:2], 0), 101.0)
-    stream.feed(output(ids[:2], 0), 102.0)
-    stream.feed(output(ids[1:4], 1), 103.0)
+    stream.process_output(output(ids[:2], 0), 101.0)
+    stream.process_output(output(ids[:2], 0), 102.0)
+    stream.process_output(output(ids[1:4], 1), 103.0)
     assert stream.choices[0].token_ids == ids[:4]
     assert stream.choices[0].take_delta().text == tokenizer.decode(ids[:4])
     assert sample(metrics, "time_to_first_token_seconds_count") == 1
@@ -61,23 +61,23 @@ def test_repeats_are_counted_once(make, metrics, tokenizer):
 
 def test_a_repeat_that_ends_the_choice_ends_it(make):
     stream = make()
-    stream.feed(output([40, 41], 0), 101.0)
-    stream.feed(output([40, 41], 0, FinishReason.LENGTH), 102.0)
+    stream.process_output(output([40, 41], 0), 101.0)
+    stream.process_output(output([40, 41], 0, FinishReason.LENGTH), 102.0)
     assert stream.finished
     assert stream.choices[0].take_delta().finish_reason == "length"
 
 
 def test_a_gap_is_an_error(make):
     stream = make()
-    stream.feed(output([40], 0), 101.0)
+    stream.process_output(output([40], 0), 101.0)
     with pytest.raises(InternalRequestError, match="lost"):
-        stream.feed(output([42], 2), 102.0)
+        stream.process_output(output([42], 2), 102.0)
 
 
 def test_repeated_logprobs_are_dropped_with_their_tokens(make):
     stream = make()
-    stream.feed(output([40], 0, logprobs=made_up_logprobs([40], 1)), 101.0)
-    stream.feed(output([40, 41], 0, logprobs=made_up_logprobs([40, 41], 1)), 102.0)
+    stream.process_output(output([40], 0, logprobs=made_up_logprobs([40], 1)), 101.0)
+    stream.process_output(output([40, 41], 0, logprobs=made_up_logprobs([40, 41], 1)), 102.0)
     assert [token.token_id for token in stream.choices[0].take_delta().tokens] == [40, 41]
 
 
@@ -85,7 +85,7 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     ids = tokenizer.encode("abcde zz").ids
     assert len(ids) > 5
     stream = make(stop=["de"])
-    engine_goes_on = stream.feed(output(ids, 0, logprobs=made_up_logprobs(ids, 0)), 101.0)
+    engine_goes_on = stream.process_output(output(ids, 0, logprobs=made_up_logprobs(ids, 0)), 101.0)
     delta = stream.choices[0].take_delta()
     assert engine_goes_on
     assert delta.text == "abc"
@@ -94,14 +94,16 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     assert tokenizer.decode(delta.token_ids) == "abcde"
     assert [token.token_id for token in delta.tokens] == delta.token_ids
     assert sample(metrics, "generation_tokens_total") == len(delta.token_ids)
-    assert not stream.feed(output(ids, len(ids), FinishReason.LENGTH), 102.0)
+    assert not stream.process_output(output(ids, len(ids), FinishReason.LENGTH), 102.0)
     assert not stream.choices[0].has_news
 
 
 def test_stop_string_before_a_stop_token_wins(make, tokenizer):
     ids = [*tokenizer.encode("abcde").ids, 2]
     stream = make(stop=["cd"])
-    assert not stream.feed(output(ids, 0, FinishReason.STOP), 101.0), "the engine ended it too"
+    assert not stream.process_output(output(ids, 0, FinishReason.STOP), 101.0), (
+        "the engine ended it too"
+    )
     delta = stream.choices[0].take_delta()
     assert (delta.text, delta.stop_reason) == ("ab", "cd")
 
@@ -109,14 +111,14 @@ def test_stop_string_before_a_stop_token_wins(make, tokenizer):
 def test_min_tokens_shield_from_stop_strings(make, tokenizer):
     ids = tokenizer.encode("e e e e").ids
     stream = make(stop=["e"], min_tokens=len(ids) - 1)
-    stream.feed(output(ids, 0), 101.0)
+    stream.process_output(output(ids, 0), 101.0)
     assert stream.choices[0].take_delta().text == tokenizer.decode(ids)[:-1]
 
 
 def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
     ids = tokenizer.encode("text!").ids
     stream = make()
-    stream.feed(output(ids, 0, FinishReason.STOP, stop_reason=ids[-1]), 101.0)
+    stream.process_output(output(ids, 0, FinishReason.STOP, stop_reason=ids[-1]), 101.0)
     delta = stream.choices[0].take_delta()
     assert delta.text == tokenizer.decode(ids[:-1])
     assert delta.num_tokens == len(ids)
@@ -126,7 +128,7 @@ def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
 def test_held_text_comes_at_the_end(make, tokenizer):
     ids = tokenizer.encode("to sto").ids
     stream = make(stop=["stop"])
-    stream.feed(output(ids, 0, FinishReason.LENGTH), 101.0)
+    stream.process_output(output(ids, 0, FinishReason.LENGTH), 101.0)
     assert stream.choices[0].take_delta().text == "to sto"
 
 
@@ -134,7 +136,7 @@ def test_slow_readers_get_merged_deltas(make, tokenizer):
     ids = tokenizer.encode("slow reader").ids
     stream = make()
     for index, token_id in enumerate(ids):
-        stream.feed(output([token_id], index), 101.0 + index)
+        stream.process_output(output([token_id], index), 101.0 + index)
     delta = stream.choices[0].take_delta()
     assert delta.text == "slow reader"
     assert delta.token_ids == ids
@@ -144,7 +146,7 @@ def test_slow_readers_get_merged_deltas(make, tokenizer):
 def test_errors_of_the_engine(make):
     stream = make(n=2)
     error = ErrorInfo("invalid_request", "too much", "prompt")
-    stream.feed(output([], 0, error=error), 101.0)
+    stream.process_output(output([], 0, error=error), 101.0)
     assert isinstance(stream.error, InvalidRequestError)
     assert stream.error.param == "prompt"
     assert stream.finished
@@ -152,13 +154,13 @@ def test_errors_of_the_engine(make):
 
 def test_an_error_without_words_is_no_success(make):
     stream = make()
-    stream.feed(output([40], 0, FinishReason.ERROR), 101.0)
+    stream.process_output(output([40], 0, FinishReason.ERROR), 101.0)
     assert isinstance(stream.error, InternalRequestError)
 
 
 def test_an_abort_by_the_engine_ends_it_with_what_it_has(make):
     stream = make()
-    stream.feed(output([40], 0, FinishReason.ABORT), 101.0)
+    stream.process_output(output([40], 0, FinishReason.ABORT), 101.0)
     assert stream.error is None
     assert stream.finished
     assert stream.choices[0].finish_reason is FinishReason.ABORT
@@ -166,8 +168,8 @@ def test_an_abort_by_the_engine_ends_it_with_what_it_has(make):
 
 def test_choices_end_one_by_one(make):
     stream = make(n=2)
-    stream.feed(output([40], 0, FinishReason.LENGTH, choice=1), 101.0)
+    stream.process_output(output([40], 0, FinishReason.LENGTH, choice=1), 101.0)
     assert not stream.finished
-    stream.feed(output([41], 0, FinishReason.LENGTH), 101.0)
+    stream.process_output(output([41], 0, FinishReason.LENGTH), 101.0)
     assert stream.finished
     assert stream.num_completion_tokens == 2

@@ -136,7 +136,7 @@ async def test_the_end_of_the_server_ends_a_session(start):
 
 async def test_a_reset_at_the_cost_of_running_requests_reaches_the_engine(start):
     async with start() as front_end:
-        reply = await front_end.app_state.client.admin(
+        reply = await front_end.app_state.client.call_admin(
             "reset_prefix_cache", reset_running_requests=True
         )
         assert reply.ok

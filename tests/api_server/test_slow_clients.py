@@ -157,8 +157,8 @@ async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeyp
         text, looks = b"", 0
         while more := await asyncio.get_running_loop().sock_recv(client, 1 << 14):
             text += more
-            if connection.transport.get_write_buffer_size() < connection._unread:
-                connection._check_reader()
+            if connection.transport.get_write_buffer_size() < connection._num_unread_bytes:
+                connection._check_stall()
                 looks += 1
         client.close()
         assert looks > 3
@@ -184,8 +184,8 @@ async def test_headers_that_do_not_come(start):
     async with start() as front_end, unfinished(front_end, BEGIN) as (connection, reader):
         while not connection._in_headers:
             await asyncio.sleep(0)
-        assert connection._arrival.is_set
-        connection._headers_overdue()
+        assert connection._receive_timeout.is_scheduled
+        connection._on_headers_late()
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert b"connection: close" in answer
@@ -195,8 +195,8 @@ async def test_headers_that_do_not_come(start):
 
 async def test_a_connection_without_a_request_ends_without_an_answer(start):
     async with start() as front_end, unfinished(front_end, b"") as (connection, reader):
-        assert connection._arrival.is_set
-        connection._headers_overdue()
+        assert connection._receive_timeout.is_scheduled
+        connection._on_headers_late()
         assert await reader.read() == b""
 
 
@@ -207,10 +207,10 @@ async def test_a_further_request_that_does_not_come(start, more):
         unfinished(front_end, BEGIN + b"\r\n") as (connection, reader),
     ):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert not connection._arrival.is_set, "idle connections are uvicorn's to end"
+        assert not connection._receive_timeout.is_scheduled, "idle connections are uvicorn's to end"
         connection.data_received(more)
-        assert connection._arrival.is_set
-        connection._headers_overdue()
+        assert connection._receive_timeout.is_scheduled
+        connection._on_headers_late()
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ") == (more is BEGIN)
 
 
@@ -220,10 +220,12 @@ async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start):
         unfinished(front_end, post({"max_tokens": 4})) as (connection, reader),
     ):
         request = await front_end.engine.requests.get()
-        assert not connection._arrival.is_set
+        assert not connection._receive_timeout.is_scheduled
         connection.data_received(BEGIN)
-        connection._headers_overdue()
-        assert connection._arrival.is_set, "an answer is under way: it is looked at later"
+        connection._on_headers_late()
+        assert connection._receive_timeout.is_scheduled, (
+            "a response is being sent: it looks again later"
+        )
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 

@@ -179,7 +179,7 @@ async def test_a_disconnect_aborts(start, path, stream, state):
         assert front_end.app_state.client.num_open == 0
         front_end.engine.emit(request, [41])
         assert (await front_end.http.get("/health")).status_code == 200
-        metrics = front_end.app_state.metrics.text().decode()
+        metrics = front_end.app_state.metrics.render().decode()
         aborted = 0.0 if state == "queued" else 2.0
         line = f'finished_reason="abort",model_name="toy"}} {aborted}'
         assert line in metrics
@@ -272,6 +272,6 @@ async def test_messages_of_another_epoch_are_dropped(start):
 
 async def test_calls_of_an_operator(start):
     async with start() as front_end:
-        reply = await front_end.app_state.client.admin("reset_prefix_cache")
+        reply = await front_end.app_state.client.call_admin("reset_prefix_cache")
         assert reply.ok
         assert reply.detail == ""

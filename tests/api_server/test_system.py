@@ -74,15 +74,13 @@ async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
     async with start() as front_end:
         now = time.monotonic()
         monkeypatch.setattr(front_end.app_state.health, "_clock", lambda: now)
-        front_end.app_state.health.update(
-            HealthStatus(
-                (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))
-            )
+        front_end.app_state.health.supervisor_status = HealthStatus(
+            (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))
         )
         status, reasons = await readiness(front_end)
         assert status == 503
         assert reasons == ["worker 0: no completed step for 42 s", "draining for 0 s"]
-        front_end.app_state.health.update(HealthStatus())
+        front_end.app_state.health.supervisor_status = HealthStatus()
         assert await readiness(front_end) == (200, [])
 
 

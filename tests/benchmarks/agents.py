@@ -37,9 +37,9 @@ from typing import Final
 import msgspec
 
 from deploy.bench.agents.bench import add_grid, document, measured_table, show, show_progress
-from deploy.bench.agents.grid import LOAD_OF_WORKING_SET, Cell, Measured, compared
-from deploy.bench.agents.load import BASELINE, VARIANTS, AgentLoad, Variant, agent_load
-from deploy.bench.options import Parser, at_least_one, from_zero_number, writable, write
+from deploy.bench.agents.grid import LOAD_OF_WORKING_SET, GridCell, SeedBaseline, compared
+from deploy.bench.agents.load import BASELINE, VARIANTS, AgentLoad, PolicyVariant, agent_load
+from deploy.bench.options import BenchParser, at_least_one, from_zero_number, writable, write
 from proto.codec import changed, from_json, to_json_line
 from proto.errors import ConfigError, ProtocolError, TokendError
 from tests.benchmarks.command import run
@@ -209,7 +209,7 @@ class Programs:
         return list(self._threads.map(one, orders))
 
 
-def measure(grid: Grid, seed: int, programs: Programs | Finished) -> tuple[Measured, StepModel]:
+def measure(grid: Grid, seed: int, programs: Programs | Finished) -> tuple[SeedBaseline, StepModel]:
     """Capacity, then working set, and the step model of all cells; raises TokendError."""
     load = grid.load(seed)
     order = _order(grid, load)
@@ -218,7 +218,7 @@ def measure(grid: Grid, seed: int, programs: Programs | Finished) -> tuple[Measu
     capacity = load.num_jobs / full.seconds
     order = changed(order, step_model=full.step_model)
     calm = programs.play(changed(order, rate=LOAD_OF_WORKING_SET * capacity, policy=BASELINE))
-    measured = Measured(
+    measured = SeedBaseline(
         seed=seed,
         capacity_jobs_per_s=capacity,
         working_set_blocks=calm.live_blocks_peak,
@@ -233,11 +233,11 @@ def measure(grid: Grid, seed: int, programs: Programs | Finished) -> tuple[Measu
 
 def cells(
     grid: Grid,
-    measured: Measured,
+    measured: SeedBaseline,
     step_model: StepModel,
     programs: Programs | Finished,
     done: Callable[[], None],
-) -> list[Cell]:
+) -> list[GridCell]:
     """Those of a seed: pools, in them arrivals, in them policies; raises TokendError."""
     order = _order(grid, grid.load(measured.seed))
     places = [
@@ -267,13 +267,13 @@ def cells(
     return compared(plain)
 
 
-def _under(variant: Variant, order: ReplayOrder, tier: HostTier) -> ReplayOrder:
+def _under(variant: PolicyVariant, order: ReplayOrder, tier: HostTier) -> ReplayOrder:
     """Return the same order under the variant's policies."""
     return changed(
         order,
         policy=variant.policy,
         pin_policy=variant.pin_policy,
-        tier=tier if variant.has_tier else None,
+        tier=tier if variant.offloads else None,
     )
 
 
@@ -287,13 +287,13 @@ def _order(grid: Grid, load: AgentLoad) -> ReplayOrder:
 
 
 def _cell(
-    measured: Measured, place: tuple[int, int, str], order: ReplayOrder, figures: ReplayFigures
-) -> Cell:
+    measured: SeedBaseline, place: tuple[int, int, str], order: ReplayOrder, figures: ReplayFigures
+) -> GridCell:
     pool, rate, name = place
     assert order.num_blocks is not None
     assert order.load is not None
     jobs = _jobs(order.load.others_per_job, figures)
-    return Cell(
+    return GridCell(
         seed=measured.seed,
         variant=name,
         pool_percent=pool,
@@ -350,11 +350,11 @@ def main(words: Sequence[str]) -> None:
 
 def _run(
     grid: Grid, options: argparse.Namespace
-) -> tuple[list[Measured], list[StepModel], list[Cell]]:
+) -> tuple[list[SeedBaseline], list[StepModel], list[GridCell]]:
     """Seed by seed."""
-    measured: list[Measured] = []
+    measured: list[SeedBaseline] = []
     step_models: list[StepModel] = []
-    found: list[Cell] = []
+    found: list[GridCell] = []
     with ExitStack() as stack:
         ledger = Ledger(options.ledger)
         programs = (
@@ -385,7 +385,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.agents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,7 +15,7 @@ from typing import Final, get_args
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one
+from deploy.bench.options import BenchParser, at_least_one
 from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from proto.config import DeviceConfig, KVCacheDType
@@ -78,8 +78,8 @@ def measure(workloads: Sequence[AttentionWorkload]) -> list[AttentionTimings]:
         return [program.play(each, AttentionTimings, each.name) for each in workloads]
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="python -m tests.benchmarks.attention", description=__doc__)
+def _parser() -> BenchParser:
+    parser = BenchParser(prog="python -m tests.benchmarks.attention", description=__doc__)
     parser.add_argument("--rounds", type=at_least_one, default=15)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument(

@@ -24,7 +24,7 @@ from pathlib import PurePath
 from typing import Final
 
 from deploy import flags
-from deploy.bench.compare import ALONE, ClosedLoad, CompareBench, Figure, Turn, parse
+from deploy.bench.compare import ALONE, ClosedLoad, CompareBench, ComparedFigure, TurnFigures, parse
 from deploy.bench.servers import PORT, ServerSpec
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
@@ -298,16 +298,20 @@ def budget_of(config: ServeConfig) -> Budget:
 # they come to in ceiling.py.
 
 
-def ceiling_figures(load: str, title: str) -> list[Figure]:
+def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
     """The rows of one load; alone also how near a token is to reading the weights once."""
     found = [
-        Figure(f"{load}_ceiling_output_tokens_per_s", f"ceiling, output tokens/s, {title}"),
-        Figure(f"{load}_share_of_ceiling", f"share of the ceiling, {title} (>= {TARGET_SHARE})", 3),
+        ComparedFigure(f"{load}_ceiling_output_tokens_per_s", f"ceiling, output tokens/s, {title}"),
+        ComparedFigure(
+            f"{load}_share_of_ceiling", f"share of the ceiling, {title} (>= {TARGET_SHARE})", 3
+        ),
     ]
     if load == ALONE:
         found += [
-            Figure(f"{load}_weights_read_ms", "reading the weights once, ms"),
-            Figure(f"{load}_tpot_of_weights_read", "time per token alone / reading the weights"),
+            ComparedFigure(f"{load}_weights_read_ms", "reading the weights once, ms"),
+            ComparedFigure(
+                f"{load}_tpot_of_weights_read", "time per token alone / reading the weights"
+            ),
         ]
     return found
 
@@ -330,14 +334,14 @@ class CeilingBench(CompareBench):
                 stack.enter_context(limits.program)
                 self._limits[spec.name] = limits
 
-    def extra_figures(self, load: str, title: str) -> Sequence[Figure]:
+    def extra_figures(self, load: str, title: str) -> Sequence[ComparedFigure]:
         return ceiling_figures(load, title) if self._limits else ()
 
     def before_turn(self, spec: ServerSpec) -> None:
         if spec.name in self._limits:
             self._hardware[spec.name] = self._limits[spec.name].measure()
 
-    def after_turn(self, spec: ServerSpec, turn: Turn) -> Turn:
+    def after_turn(self, spec: ServerSpec, turn: TurnFigures) -> TurnFigures:
         if spec.name not in self._limits:
             return turn
         hardware, budget = self._hardware[spec.name], self._limits[spec.name].budget

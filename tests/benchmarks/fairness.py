@@ -21,10 +21,16 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, positive, writable, write
-from deploy.bench.overload.arrivals import Customers, Offer, Outcome, Recipe, customers
+from deploy.bench.limits import percentile
+from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
+from deploy.bench.overload.arrivals import (
+    Attempt,
+    OverloadClients,
+    PartResult,
+    RequestShape,
+    overload_clients,
+)
 from deploy.bench.servers import MeasuredDaemon
-from deploy.bench.verdicts import percentile
 from tests.benchmarks.command import run
 
 STEPS_PROMISED: Final = 2
@@ -52,7 +58,7 @@ class Verdict:
         """Seconds of the steps that it may cost."""
         return STEPS_PROMISED * statistics.median(self.steps)
 
-    def plain(self, flood: Outcome, num_failed: int) -> dict[str, object]:
+    def plain(self, flood: PartResult, num_failed: int) -> dict[str, object]:
         """For JSON: what the table shows."""
         times = {
             "quiet_idle_first_token": self.idle,
@@ -68,12 +74,12 @@ class Verdict:
         return found | {
             "delay_ms": 1e3 * self.delay,
             "limit_ms": 1e3 * self.limit,
-            "num_flood_requests": len(flood.offers),
+            "num_flood_requests": len(flood.attempts),
             "num_failed": num_failed,
         }
 
-    def table(self, flood: Outcome) -> Table:
-        table = Table(title=f"{len(flood.offers)} requests of the flood, ms")
+    def table(self, flood: PartResult) -> Table:
+        table = Table(title=f"{len(flood.attempts)} requests of the flood, ms")
         table.add_column("figure")
         for column in ("median", "99th percentile"):
             table.add_column(column, justify="right")
@@ -88,7 +94,7 @@ class Verdict:
                 f"{1e3 * statistics.median(seconds):.0f}",
                 f"{1e3 * statistics.quantiles(seconds, n=100)[98]:.0f}",
             )
-        kept = "kept" if self.delay <= self.limit else "MISSED"
+        kept = "met" if self.delay <= self.limit else "MISSED"
         table.caption = (
             f"the flood costs {1e3 * self.delay:.0f} ms of the {1e3 * self.limit:.0f} "
             f"that {STEPS_PROMISED} steps take: {kept}"
@@ -96,13 +102,13 @@ class Verdict:
         return table
 
 
-async def probe(quiet: Customers, number: int) -> list[Offer]:
+async def probe(quiet: OverloadClients, number: int) -> list[Attempt]:
     """So many requests of the quiet tenant, one after the other."""
-    offers = []
+    attempts = []
     for _ in range(number):
-        offers.append(await quiet.offer())
+        attempts.append(await quiet.send_request())
         await asyncio.sleep(PAUSE_SECONDS)
-    return offers
+    return attempts
 
 
 async def watch_steps(daemon: MeasuredDaemon, found: list[float]) -> None:
@@ -118,29 +124,29 @@ async def watch_steps(daemon: MeasuredDaemon, found: list[float]) -> None:
 
 async def measure(
     daemon: MeasuredDaemon, options: argparse.Namespace
-) -> tuple[Verdict, Outcome, list[Offer]]:
+) -> tuple[Verdict, PartResult, list[Attempt]]:
     """Idle, then beside the flood: the verdict, the flood, and all that the quiet one asked."""
     async with AsyncExitStack() as stack:
         quiet, loud = [
             await stack.enter_async_context(
-                customers(daemon.url, recipe, seed, {"X-Tenant-ID": name})
+                overload_clients(daemon.url, recipe, seed, {"X-Tenant-ID": name})
             )
             for seed, (name, recipe) in enumerate(
                 {
-                    "quiet": Recipe(options.quiet_tokens, 1),
-                    "loud": Recipe(options.flood_tokens),
+                    "quiet": RequestShape(options.quiet_tokens, 1),
+                    "loud": RequestShape(options.flood_tokens),
                 }.items()
             )
         ]
         await probe(quiet, WARM_UP_REQUESTS)
         idle = await probe(quiet, options.requests)
         seconds = options.requests * options.seconds_a_request
-        flood = asyncio.create_task(loud.keep(options.times * options.seats, seconds))
+        flood = asyncio.create_task(loud.run_closed_loop(options.times * options.seats, seconds))
         steps: list[float] = []
         watch = asyncio.create_task(watch_steps(daemon, steps))
         while await asyncio.to_thread(daemon.metric, "vllm:num_requests_waiting") < options.seats:
             await asyncio.sleep(LOOK_SECONDS)
-        flooded: list[Offer] = []
+        flooded: list[Attempt] = []
         while not flood.done() and len(flooded) < options.requests:
             flooded += await probe(quiet, 1)
         watch.cancel()
@@ -174,7 +180,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.fairness",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

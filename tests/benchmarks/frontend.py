@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import first_model
+from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
 from deploy.bench.options import (
-    Parser,
+    BenchParser,
     at_least_one,
     from_zero_number,
     positive,
@@ -40,7 +41,6 @@ from deploy.bench.options import (
 )
 from deploy.bench.processes import SUPERVISOR, usage_by_title
 from deploy.bench.servers import PORT, MeasuredDaemon, ServerSpec, StartedServer, metrics_of
-from deploy.bench.verdicts import Limit, judge, limits_json, limits_table, quantile
 from proto.errors import ConfigError, TokendError
 from tests.benchmarks.command import run
 from tests.benchmarks.null_daemon import NULL_DAEMON
@@ -493,7 +493,7 @@ def main(words: Sequence[str]) -> None:
     console = Console(width=100)
     console.print(table(_title(options), columns))
     console.print(limits_table(judged))
-    judge("bench frontend", judged)
+    check_limits("bench frontend", judged)
 
 
 def prompts_of(number: int, length: int) -> list[list[int]]:
@@ -555,7 +555,7 @@ def _title(options: argparse.Namespace) -> str:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.frontend",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deploy.bench.options import Parser, from_zero_number
+from deploy.bench.options import BenchParser, from_zero_number
 from deploy.cli import serve_with
 from deploy.supervisor.processes import Commands, module_commands
 from tests.benchmarks.command import run
@@ -20,7 +20,7 @@ NULL_DAEMON = (sys.executable, "-m", "tests.benchmarks.null_daemon")
 
 def commands(words: Sequence[str]) -> tuple[Commands, list[str]]:
     """Return the commands of the daemon's processes, and the flags of `tokend serve` in words."""
-    parser = Parser(prog="null_daemon", add_help=False, allow_abbrev=False)
+    parser = BenchParser(prog="null_daemon", add_help=False, allow_abbrev=False)
     parser.add_argument("--step-ms", type=from_zero_number, default=0.0)
     options, flags = parser.parse_known_args(words)
     worker = (sys.executable, "-P", "-m", "tests.benchmarks.null_worker", "--step-ms")

@@ -23,7 +23,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, several_counts, share, writable, write
+from deploy.bench.options import BenchParser, at_least_one, several_counts, share, writable, write
 from deploy.bench.processes import usage_by_title
 from deploy.bench.servers import MeasuredDaemon
 from proto.codec import to_json
@@ -45,7 +45,7 @@ from tests.benchmarks.messages import OffloadHits, OffloadHitsOfAll, OffloadTime
 
 
 _WARM_UP_TOKENS: Final = 16
-_LOOK_SECONDS: Final = 1.0
+_RESCAN_SECONDS: Final = 1.0
 _IDLE_SHARE: Final = 0.05
 _REST_SECONDS: Final = 120.0
 
@@ -188,11 +188,11 @@ class _Clients:
         """Until what a start leaves for idle moments is done."""
         deadline = time.monotonic() + _REST_SECONDS
         before = -1.0
-        while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _LOOK_SECONDS:
+        while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _RESCAN_SECONDS:
             if time.monotonic() > deadline:
                 raise TokendError(f"the daemon is not at rest after {_REST_SECONDS:g} s")
             before = now
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_RESCAN_SECONDS)
 
     def _cpu_seconds(self) -> float:
         return sum(each.cpu_seconds for each in usage_by_title(self._daemon.pid).values())
@@ -409,7 +409,7 @@ def _cost_document(cost: Cost) -> dict[str, Any]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.offload",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

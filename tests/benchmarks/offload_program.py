@@ -10,14 +10,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
-from engine_core.kv_connector.offload.arc import ARCPolicy
-from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
-from engine_core.kv_connector.offload.lru import LRUPolicy
-from engine_core.kv_connector.offload.reuse_filter import (
+from engine_core.kv_connector.offload.base import (
     FilterReusedOffloadingManager,
+    OffloadingManager,
+    OffloadKey,
     ReuseTracker,
 )
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
+from engine_core.kv_connector.offload.eviction import ARCPolicy, LRUPolicy
 from proto.codec import from_json, to_json_line
 from tests.benchmarks.messages import OffloadHits, OffloadHitsOfAll, OffloadWorkload
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target, first_model
-from deploy.bench.dataset_options import add_sizes, material_of, sizes_of
-from deploy.bench.datasets import Draws, RandomPrompts
-from deploy.bench.figures import Answers, Figures, Goodput, figures_of, show
-from deploy.bench.load import Pace, Run, measure, warm_up
-from deploy.bench.options import Parser, at_least_one, from_zero, writable, write
-from deploy.bench.processes import Usage, usage_by_title
+from deploy.bench.dataset_options import add_sizes, prompt_source_of, sizes_of
+from deploy.bench.datasets import RandomDataset, SessionSeeds
+from deploy.bench.figures import AnswerComparison, Goodput, RunFigures, figures_of, show
+from deploy.bench.load import LoadPattern, LoadRun, measure, warm_up
+from deploy.bench.options import BenchParser, at_least_one, from_zero, writable, write
+from deploy.bench.processes import ProcessUsage, usage_by_title
 from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
 
@@ -33,27 +33,27 @@ def main(words: Sequence[str]) -> None:
         with MeasuredDaemon(options.serve_flags) as daemon:
             fields = {"temperature": 0, "ignore_eos": True}
             target = Target(daemon.url, first_model(daemon.url), fields=fields)
-            warm_up(target, material_of(options), options.warm_ups)
+            warm_up(target, prompt_source_of(options), options.warm_ups)
             before, steps_before = usage_by_title(daemon.pid), daemon.num_steps()
             figures = _load(options, target)
             after, num_steps = usage_by_title(daemon.pid), daemon.num_steps() - steps_before
             rows = per_step(before, after, num_steps)
         console = Console(width=150)
         console.print(f"start to ready: {daemon.seconds_to_ready:.1f} s")
-        show(console, [figures], Answers())
+        show(console, [figures], AnswerComparison())
         console.print(_table(f"{figures.name}, {num_steps:.0f} steps", rows))
         document = {
             "command": "python -m tests.benchmarks.processes",
             "ready_s": daemon.seconds_to_ready,
             "num_steps": num_steps,
             "processes": rows,
-            "load": figures.plain(),
+            "load": figures.to_dict(),
         }
         write(files, json.dumps(document, indent=2) + "\n")
 
 
 def per_step(
-    before: dict[str, Usage], after: dict[str, Usage], num_steps: float
+    before: dict[str, ProcessUsage], after: dict[str, ProcessUsage], num_steps: float
 ) -> dict[str, dict[str, float]]:
     """By process, and of engine and front end together; processes that are new are left out."""
     rows = {
@@ -71,12 +71,14 @@ def per_step(
     return rows
 
 
-def _load(options: argparse.Namespace, target: Target) -> Figures:
-    dataset = RandomPrompts(sizes_of(options), material_of(options))
-    pace = Pace(options.concurrency, max_requests=options.requests)
+def _load(options: argparse.Namespace, target: Target) -> RunFigures:
+    dataset = RandomDataset(sizes_of(options), prompt_source_of(options))
+    pattern = LoadPattern(options.concurrency, max_requests=options.requests)
     name = f"{options.concurrency} at once"
     return figures_of(
-        name, measure(target, Run(name, dataset, Draws(options.seed), pace)), Goodput({})
+        name,
+        measure(target, LoadRun(name, dataset, SessionSeeds(options.seed), pattern)),
+        Goodput({}),
     )
 
 
@@ -92,7 +94,7 @@ def _table(title: str, rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m tests.benchmarks.processes", description=__doc__)
+    parser = BenchParser(prog="python -m tests.benchmarks.processes", description=__doc__)
     parser.add_argument("--concurrency", type=at_least_one, default=16, help="(16)")
     parser.add_argument("--requests", type=at_least_one, default=64, help="(64)")
     parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")

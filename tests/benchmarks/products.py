@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import flags
-from deploy.bench.options import Parser, at_least_one, several_counts, writable, write
+from deploy.bench.options import BenchParser, at_least_one, several_counts, writable, write
 from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from tests.benchmarks.ceilings import Hardware, limits_program
@@ -67,7 +67,7 @@ def _rows(timings: LimitsTimings) -> list[tuple[int, float, float]]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.products",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

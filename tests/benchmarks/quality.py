@@ -23,7 +23,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser
+from deploy.bench.options import BenchParser
 from deploy.bench.servers import MeasuredDaemon
 from proto.errors import ConfigError, TokendError
 from proto.sampling_params import MAX_LOGPROBS
@@ -329,7 +329,7 @@ def _setting(text: str) -> Setting:
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m tests.benchmarks.quality", description=__doc__)
+    parser = BenchParser(prog="python -m tests.benchmarks.quality", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="served model")
     parser.add_argument(
         "--setting",

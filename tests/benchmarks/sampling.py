@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, writable, write
+from deploy.bench.options import BenchParser, at_least_one, writable, write
 from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from proto.config import DeviceConfig
@@ -111,8 +111,8 @@ def measure(workload: SamplingWorkload) -> SamplingTimings:
         return program.play(workload, SamplingTimings, "sampling")
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="python -m tests.benchmarks.sampling", description=__doc__)
+def _parser() -> BenchParser:
+    parser = BenchParser(prog="python -m tests.benchmarks.sampling", description=__doc__)
     parser.add_argument("--rows", type=at_least_one, default=16, help="of a step")
     parser.add_argument("--steps", type=at_least_one, default=300, help="of each case")
     parser.add_argument("--vocab-size", type=at_least_one, default=49_152)

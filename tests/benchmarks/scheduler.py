@@ -17,7 +17,7 @@ from typing import Any, Final, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser
+from deploy.bench.options import BenchParser
 from proto.codec import changed, to_json_line
 from proto.config import CacheConfig, SchedulerConfig
 from proto.errors import ConfigError
@@ -362,7 +362,7 @@ def _document(rows: Sequence[SchedulerRow]) -> str:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.scheduler",
         description="Measure the scheduler without a model: every step is answered at once.",
         epilog="Pin it to one core: taskset -c 1 python -m tests.benchmarks.scheduler",

@@ -22,13 +22,12 @@ from engine_core.compiled import use_compiled
 if __name__ == "__main__":
     use_compiled()  # before any of the modules that have a compiled form is imported
 
-from engine_core.core import build_parts, scheduler_settings
+from engine_core.core import EngineCore, scheduler_settings
 from engine_core.kv_cache.hashing import BlockHasher
-from engine_core.kv_events import NoKVEvents
+from engine_core.live_view import EngineViewPublisher
 from engine_core.pool_plan import PoolPlan, plan_pool
-from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
+from engine_core.trace.file import SchedulerTrace, start_trace
 from engine_core.transport import FrontEndLinks
-from engine_core.view.views import EngineViews
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder, encode, from_json, to_json_line
 from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
@@ -135,35 +134,33 @@ class BenchEngine:
         )
         plan = plan_pool([worker], config, workload.max_model_len)
         self.sent = KeptMessages()
-        tracing = _tracing(config, plan, worker) if workload.traced else NO_TRACING
-        self.parts = build_parts(
-            config, plan, worker, self.sent, EPOCH, NoKVEvents(), tracing=tracing
-        )
-        self.views: list[EngineViews] = []
+        trace = _start_trace(config, plan, worker) if workload.traced else None
+        self.core = EngineCore(config, plan, worker, self.sent, EPOCH, trace=trace)
+        self.views: list[EngineViewPublisher] = []
         if workload.watched:
-            assert isinstance(self.parts.views, EngineViews), "the page is on by default"
-            self.parts.views.watch(_CLIENT, wanted=True)
-            self.views.append(self.parts.views)
+            live_view = self.core.output_dispatcher.live_view
+            live_view.watch(_CLIENT, wanted=True)
+            self.views.append(live_view)
         freeze_heap()
         self._requests = requests_of(workload)
         self._concurrency = workload.concurrency
 
     def offer(self) -> None:
         """Take requests in until as many are unfinished as the workload asks for."""
-        scheduler, intake = self.parts.scheduler, self.parts.intake
+        scheduler, input_processor = self.core.scheduler, self.core.input_processor
         while scheduler.num_unfinished < self._concurrency:
             before = scheduler.num_unfinished
-            intake.take(_CLIENT, next(self._requests))
+            input_processor.process_message(_CLIENT, next(self._requests))
             assert scheduler.num_unfinished > before, "the engine refused a request"
-        self.parts.outbox.flush()
+        self.core.output_dispatcher.flush()
 
 
-def _tracing(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> Tracing:
-    """Into a file that nobody will read: its name is gone at once."""
+def _start_trace(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> SchedulerTrace | None:
+    """Trace to a file whose name is removed at once."""
     scheduler = scheduler_settings(config, worker)
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceConfig(sched_trace=str(Path(folder) / "trace.jsonl"))
-        return start_tracing(trace, scheduler, plan, worker, EPOCH, True)
+        return start_trace(trace, scheduler, plan, worker, EPOCH, True)
 
 
 # How long the halves of a step take, and its three messages.
@@ -229,10 +226,10 @@ class StepPlayer:
 
     def step(self, samples: Samples) -> None:
         """One step; its figures are appended to `samples` if it is one that counts."""
-        parts = self._engine.parts
+        core = self._engine.core
         self._engine.offer()
         start = thread_time_ns()
-        output = parts.scheduler.schedule()
+        output = core.scheduler.schedule()
         scheduled = thread_time_ns()
 
         answer = self._worker.answer(output)
@@ -244,8 +241,8 @@ class StepPlayer:
         decoded = thread_time_ns()
 
         update_start = thread_time_ns()
-        parts.outbox.add_step(parts.scheduler.update_from_output(output, result))
-        parts.outbox.flush()
+        core.output_dispatcher.add_outputs(core.scheduler.update_from_output(output, result))
+        core.output_dispatcher.flush()
         updated = thread_time_ns()
 
         outputs_start = thread_time_ns()
@@ -270,7 +267,7 @@ class StepPlayer:
         self._num_steps += 1
         for views in self._views if self._num_steps % STEPS_A_VIEW == 0 else ():
             start = thread_time_ns()
-            encode(views.make(0.0))
+            encode(views.make_view(0.0))
             samples.view.append((thread_time_ns() - start) / 1e3)
 
 

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, positive, writable, write
-from deploy.bench.plot import Panel, Points, page
-from deploy.bench.processes import Rest, Usage, left_over, usage_by_title
+from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
+from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
+from deploy.bench.plot import PlotPanel, Points, plot_page
+from deploy.bench.processes import IdleState, ProcessUsage, find_leftovers, usage_by_title
 from deploy.bench.servers import MeasuredDaemon
-from deploy.bench.verdicts import Limit, judge, limits_json, limits_table, quantile
 from tests.benchmarks.command import run
 from tests.benchmarks.null_daemon import NULL_DAEMON
 
@@ -218,7 +218,7 @@ class Sample:
     p50_ms: float
     p99_ms: float
     blocks: float
-    usage: Mapping[str, Usage]
+    usage: Mapping[str, ProcessUsage]
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -375,16 +375,16 @@ class Report:
 
     def plot(self) -> str:
         """The curves, as an HTML file."""
-        return page("tokend under short requests", self.notes, self._panels(), "requests")
+        return plot_page("tokend under short requests", self.notes, self._panels(), "requests")
 
-    def _panels(self) -> list[Panel]:
+    def _panels(self) -> list[PlotPanel]:
         return [
-            Panel("resident memory, MiB", self._of_processes("resident_mib")),
-            Panel("open descriptors", self._of_processes("descriptors")),
-            Panel("sockets", self._of_processes("sockets")),
-            Panel("latency, ms", self._of_all(p50="p50_ms", p99="p99_ms")),
-            Panel("requests a second", self._of_all(rate="requests_per_second")),
-            Panel("part of the KV pool in use", self._of_all(blocks="blocks")),
+            PlotPanel("resident memory, MiB", self._of_processes("resident_mib")),
+            PlotPanel("open descriptors", self._of_processes("descriptors")),
+            PlotPanel("sockets", self._of_processes("sockets")),
+            PlotPanel("latency, ms", self._of_all(p50="p50_ms", p99="p99_ms")),
+            PlotPanel("requests a second", self._of_all(rate="requests_per_second")),
+            PlotPanel("part of the KV pool in use", self._of_all(blocks="blocks")),
         ]
 
     def _of_processes(self, field: str) -> dict[str, Points]:
@@ -417,7 +417,7 @@ def main(words: Sequence[str]) -> None:
         report.show(Console(width=110))
         write(plots, report.plot())
         write(files, limits_json(report.limits, report.plain()))
-    judge("bench soak", report.limits)
+    check_limits("bench soak", report.limits)
 
 
 def _soak(options: argparse.Namespace) -> Report:
@@ -425,10 +425,10 @@ def _soak(options: argparse.Namespace) -> Report:
     with MeasuredDaemon(options.serve_flags, command) as daemon:
         warm_up = _load(daemon, options, lambda number: number >= _warm_up_requests(options))
         asyncio.run(warm_up.run())
-        before = Rest.of(daemon)
+        before = IdleState.of(daemon)
         load = _load(daemon, options, _end_of(options))
         samples = asyncio.run(_observe(daemon, load, options.every))
-        after = left_over(before, daemon)
+        after = find_leftovers(before, daemon)
     return Report(load, samples, after, "the model" if options.real else "a worker without one")
 
 
@@ -480,7 +480,7 @@ async def _observe(daemon: MeasuredDaemon, load: Load, every: float) -> list[Sam
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m tests.benchmarks.soak", description=__doc__)
+    parser = BenchParser(prog="python -m tests.benchmarks.soak", description=__doc__)
     parser.add_argument("--requests", type=at_least_one, help="in all; a million by default")
     parser.add_argument("--minutes", type=positive, help="instead, or whichever comes first")
     parser.add_argument("--real", action="store_true", help="with the real worker and model")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import flags
-from deploy.bench.options import Parser, at_least_one
+from deploy.bench.options import BenchParser, at_least_one
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
@@ -101,7 +101,7 @@ def _table(options: argparse.Namespace, rows: Sequence[StepTimings]) -> Table:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.steps",
         description="Measure a worker's decode steps by themselves: products, attention, the rest.",
     )

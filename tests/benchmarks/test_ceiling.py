@@ -172,8 +172,8 @@ def test_a_comparison_has_the_ceiling_of_each_turn(
         assert "limits" not in each["other"]
     assert found["figures"]["at_2_share_of_ceiling"]["medians"]["other"] is None
     shown = capsys.readouterr().out
-    assert "share of the ceiling, 2 at once (>= 0.8)" in shown
-    assert "client's part of a core, 2 at once" in shown
+    assert "share of the ceiling, concurrency 2 (>= 0.8)" in shown
+    assert "client's part of a core, concurrency 2" in shown
     assert "one, last measured: weights packed, 2 threads" in shown
 
 

@@ -130,12 +130,12 @@ def test_limits_are_kept_or_missed() -> None:
     events = [100, 100, 100]
     even, starved = figures(0.02, 0.1, events), figures(0.02, 0.1, [40, 100, 100])
     peer = figures(0.04, 0.1, events)
-    assert [each.kept for each in limits([even], [peer])] == [True] * 3
-    assert [each.kept for each in limits([even], [])] == [True]
+    assert [each.met for each in limits([even], [peer])] == [True] * 3
+    assert [each.met for each in limits([even], [])] == [True]
     # One round in which a stream starves is too many.
-    assert [each.kept for each in limits([even, starved], [peer, peer])] == [False, True, True]
+    assert [each.met for each in limits([even, starved], [peer, peer])] == [False, True, True]
     dear = figures(0.021, 0.11, events)
-    assert [each.kept for each in limits([dear], [peer])] == [True, False, False]
+    assert [each.met for each in limits([dear], [peer])] == [True, False, False]
     assert medians([even, dear, dear]).cpu_ms[API] == pytest.approx(21)
 
 

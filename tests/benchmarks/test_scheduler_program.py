@@ -67,10 +67,10 @@ def test_requests_come_as_others_end_and_the_books_add_up() -> None:
     samples = Samples()
     for _ in range(200):
         player.step(samples)
-    parts = player._engine.parts
-    assert parts.scheduler.num_unfinished <= 3
+    core = player._engine.core
+    assert core.scheduler.num_unfinished <= 3
     assert samples.num_scheduled.count(3) > 100
-    assert check(parts.kv_cache) == []
+    assert check(core.kv_cache) == []
 
 
 def test_segments_of_one_seed_begin_alike() -> None:
@@ -81,7 +81,7 @@ def test_segments_of_one_seed_begin_alike() -> None:
 
 
 def test_the_engine_has_the_defaults_of_the_daemon() -> None:
-    assert BenchEngine(select(["decode256"])[0]).parts.kv_cache.enable_caching
+    assert BenchEngine(select(["decode256"])[0]).core.kv_cache.enable_caching
 
 
 @pytest.mark.parametrize(

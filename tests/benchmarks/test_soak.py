@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.plot import Panel, page
-from deploy.bench.processes import Usage
-from deploy.bench.verdicts import quantile
+from deploy.bench.limits import quantile
+from deploy.bench.plot import PlotPanel, plot_page
+from deploy.bench.processes import ProcessUsage
 from tests.benchmarks import soak
 from tests.benchmarks.command import run
 from tests.benchmarks.soak import (
@@ -114,7 +114,7 @@ def samples(
             p50_ms=1.0,
             p99_ms=p99_ms(number),
             blocks=0.0,
-            usage={"tokend: api 0": Usage(1, 0.0, mib(number), 10, 5)},
+            usage={"tokend: api 0": ProcessUsage(1, 0.0, mib(number), 10, 5)},
         )
         for number in range(51)
     ]
@@ -123,7 +123,7 @@ def samples(
 def missed(taken: list[Sample], failures: int = 0, after: tuple[str, ...] = ()) -> list[str]:
     load = Load("127.0.0.1", 1, 1, 3, lambda number: True)
     load.failures += ["status 500"] * failures
-    return [each.name for each in Report(load, taken, after, "x").limits if not each.kept]
+    return [each.name for each in Report(load, taken, after, "x").limits if not each.met]
 
 
 def test_growth_is_per_hundred_thousand_requests_and_after_the_warm_up() -> None:
@@ -168,8 +168,8 @@ def test_a_line_through_one_place_has_no_slope() -> None:
 
 
 def test_the_drawing_is_one_file_of_well_formed_shapes() -> None:
-    panel = Panel("memory & more", {"api <0>": [(0.0, 1.0), (10.0, 2.0)], "none": []})
-    text = page("a title", ["a note"], [panel, Panel("empty", {})], "requests")
+    panel = PlotPanel("memory & more", {"api <0>": [(0.0, 1.0), (10.0, 2.0)], "none": []})
+    text = plot_page("a title", ["a note"], [panel, PlotPanel("empty", {})], "requests")
     drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
     assert len(drawings) == 2
     for drawing in drawings:

@@ -25,8 +25,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, several_counts, writable, write
-from deploy.bench.servers import MeasuredDaemon, Program
+from deploy.bench.options import BenchParser, at_least_one, several_counts, writable, write
+from deploy.bench.servers import BenchProcess, MeasuredDaemon
 from proto.errors import TokendError
 from proto.kv_media import DISK, REMOTE
 from proto.kv_transfer_config import DISK_SPEC, REMOTE_SPEC
@@ -113,7 +113,7 @@ def _offloading(spec: str, keys: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
 
 
-class _Redis(Program):
+class _Redis(BenchProcess):
     """A redis-server of this measurement, on a Unix socket; raises TokendError without one."""
 
     def __init__(self, folder: Path) -> None:
@@ -193,7 +193,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.tiers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from deploy.bench.processes import GAUGES, Rest, left_over, pids_by_title
+from deploy.bench.processes import GAUGES, IdleState, find_leftovers, pids_by_title
 from tests.e2e.daemon import Daemon, eventually
 
 CONTROL = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
@@ -32,10 +32,10 @@ def unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator[None]:
     """
     answer = control(daemon)
     assert eventually(lambda: at_rest(daemon))
-    before, pids = Rest.of(daemon), pids_by_title(daemon.pid)
+    before, pids = IdleState.of(daemon), pids_by_title(daemon.pid)
     yield
     assert httpx.get(f"{daemon.url}/health").status_code == 200
-    assert left_over(before, daemon) == []
+    assert find_leftovers(before, daemon) == []
     now = pids_by_title(daemon.pid)
     assert {title for title in pids if now[title] != pids[title]} == set(restarted)
     assert control(daemon) == answer

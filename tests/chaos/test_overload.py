@@ -7,9 +7,14 @@ import httpx
 import psutil
 import pytest
 
-from deploy.bench.overload.arrivals import Customers, Outcome, Recipe, customers
-from deploy.bench.overload.bench import SMALL_POOL, OverloadRun, left_behind
-from deploy.bench.processes import Memory
+from deploy.bench.overload.arrivals import (
+    OverloadClients,
+    PartResult,
+    RequestShape,
+    overload_clients,
+)
+from deploy.bench.overload.bench import SMALL_POOL, OverloadRun, nonzero_gauges
+from deploy.bench.processes import MemoryLog
 from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("chaos")
@@ -41,7 +46,7 @@ class Before:
 
     def assert_the_same(self) -> None:
         """No request, connection or process is left, and answers are what they were."""
-        assert left_behind(self._daemon.url) == []
+        assert nonzero_gauges(self._daemon.url) == []
         assert eventually(lambda: self._daemon.metric("vllm:kv_cache_usage_perc") == 0)
         assert eventually(lambda: len(self._api.net_connections("tcp")) <= self._sockets + 1)
         assert {each.pid for each in self._daemon.processes().values()} == self._pids
@@ -58,29 +63,29 @@ class Before:
         return text
 
 
-def tokens_are_all_there(outcome: Outcome, recipe: Recipe) -> bool:
-    return all(len(each.token_ids) == recipe.output_tokens for each in outcome.accepted)
+def tokens_are_all_there(result: PartResult, shape: RequestShape) -> bool:
+    return all(len(each.token_ids) == shape.output_tokens for each in result.accepted)
 
 
-async def run_of(daemon: Daemon, clients: Customers, recipe: Recipe) -> OverloadRun:
-    return OverloadRun(daemon.url, recipe, clients, Memory(daemon.process.pid))
+async def run_of(daemon: Daemon, clients: OverloadClients, shape: RequestShape) -> OverloadRun:
+    return OverloadRun(daemon.url, shape, clients, MemoryLog(daemon.process.pid))
 
 
 async def test_ten_times_the_capacity(daemon: Daemon) -> None:
-    before, recipe = Before(daemon), Recipe()
+    before, shape = Before(daemon), RequestShape()
     lengths: list[float] = []
     watching = asyncio.create_task(watch_queue(daemon, lengths))
-    async with customers(daemon.url, recipe) as clients:
-        run = await run_of(daemon, clients, recipe)
-        per_second = await run.fill(SEATS + QUEUE, SECONDS / 4)
-        outcome = await run.flood(10 * per_second, SECONDS)
+    async with overload_clients(daemon.url, shape) as clients:
+        run = await run_of(daemon, clients, shape)
+        per_second = await run.measure_capacity(SEATS + QUEUE, SECONDS / 4)
+        result = await run.measure_overload(10 * per_second, SECONDS)
     watching.cancel()
-    assert run.record.problems() == []
-    assert tokens_are_all_there(outcome, recipe)
-    assert len(outcome.accepted) > SEATS + QUEUE
-    assert len(outcome.refused) > len(outcome.accepted)
-    assert all(1 <= int(each.retry_after) <= 60 for each in outcome.refused)
-    assert daemon.metric("vllm:admission_rejections_total") >= len(outcome.refused)
+    assert run.report.problems() == []
+    assert tokens_are_all_there(result, shape)
+    assert len(result.accepted) > SEATS + QUEUE
+    assert len(result.refused) > len(result.accepted)
+    assert all(1 <= int(each.retry_after) <= 60 for each in result.refused)
+    assert daemon.metric("vllm:admission_rejections_total") >= len(result.refused)
     assert all(run.memory.growth(title) < GROWTH_MIB for title in run.memory.sizes)
     assert max(lengths) <= QUEUE
     await asyncio.to_thread(before.assert_the_same)
@@ -93,13 +98,13 @@ async def watch_queue(daemon: Daemon, lengths: list[float]) -> None:
 
 
 async def test_a_hundred_a_second_that_do_not_stay(daemon: Daemon) -> None:
-    before, recipe = Before(daemon), Recipe()
-    async with customers(daemon.url, recipe) as clients:
-        run = await run_of(daemon, clients, recipe)
-        outcome = await run.beside_churn(SEATS // 2, 100.0, SECONDS / 2, 0.1)
-    assert run.record.problems() == []
-    assert tokens_are_all_there(outcome, recipe)
-    assert outcome.accepted
+    before, shape = Before(daemon), RequestShape()
+    async with overload_clients(daemon.url, shape) as clients:
+        run = await run_of(daemon, clients, shape)
+        result = await run.measure_churn(SEATS // 2, 100.0, SECONDS / 2, 0.1)
+    assert run.report.problems() == []
+    assert tokens_are_all_there(result, shape)
+    assert result.accepted
     assert daemon.metric("tokend:requests_cut_short_total") > 0
     await asyncio.to_thread(before.assert_the_same)
 
@@ -133,7 +138,7 @@ async def test_whose_time_is_over_stops_at_once(daemon: Daemon) -> None:
     streamed = await asking
     assert streamed.status_code == 200
     assert '"code": 504' in events(streamed)[-2]
-    assert left_behind(daemon.url) == []
+    assert nonzero_gauges(daemon.url) == []
 
 
 async def test_who_waits_too_long_in_the_queue_is_refused(daemon: Daemon) -> None:

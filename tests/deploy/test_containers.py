@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from api_server.http.middleware import OPEN_PATHS
-from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
@@ -74,9 +74,9 @@ def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
 def shown() -> str:
     """What a daemon shows under /metrics."""
     metrics = Metrics("model", MetricSheet.of_one())
-    http = metrics.count_http(completions.router.routes)
-    http.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.1)
-    return metrics.text().decode()
+    http = metrics.register_http_metrics(completions.router.routes)
+    http.record_response({"path": "/v1/completions", "method": "POST"}, 200, 0.1)
+    return metrics.render().decode()
 
 
 def exposed() -> set[str]:

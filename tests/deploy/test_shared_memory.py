@@ -24,14 +24,14 @@ MODEL = PreparedModel(
 )
 COUNT = """
 import os, sys
-from api_server.server import metric_sheet
+from api_server.server import make_metric_sheet
 from proto.codec import MessageDecoder
 from proto.lifecycle import ProcessBoot
 
 with os.fdopen(int(sys.argv[2]), "rb") as stream:
     stream.seek(0)
     boot = MessageDecoder(ProcessBoot).decode(stream.read())
-metric_sheet(boot).add(3)
+make_metric_sheet(boot).add_to_cell(3)
 """
 
 

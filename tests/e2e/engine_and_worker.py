@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 from api_server.engine.engine_client import EngineClient, FromEngine
-from api_server.metrics.collector import Metrics
+from api_server.live_view.events import ServerInfo
+from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
 from deploy.supervisor.processes import child_environment
 from proto.codec import encode
 from proto.config import ServeConfig
@@ -17,6 +19,7 @@ from proto.run_directory import RunDirectory
 from proto.sockets import Link, front_end_path, supervisor_path
 from tests.e2e.reference import packaged_model
 from tests.fakes import boots
+from tests.fakes.fake_supervisor import FakeSupervisor
 
 EPOCH = 1
 READY_LIMIT_SECONDS = 120.0
@@ -39,7 +42,10 @@ class EngineAndWorker:
         self._start("engine_core")
         link = Link.connect(front_end_path(self._directory.path, EPOCH, 0), FromEngine)
         metrics = Metrics(self._model.name, MetricSheet.of_one())
-        self.client = EngineClient(link, EPOCH, request_ids(0, 0), metrics, 3)
+        live_view = LiveViewPublisher(ServerInfo(self._model.name, "0", 1))
+        self.client = EngineClient(
+            link, EPOCH, request_ids(0, 0), metrics, 3, live_view, FakeSupervisor()
+        )
         async with asyncio.timeout(READY_LIMIT_SECONDS):
             await self.client.wait_ready()
         return self

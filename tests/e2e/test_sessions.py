@@ -46,7 +46,7 @@ async def test_three_chunks_give_the_tokens_of_three_fresh_requests(reference: R
         outputs = [[token for each in turn for token in each.token_ids] for turn in turns]
         prompts = merged(chunks, outputs)
         fresh = [await answer(engine, prompt) for prompt in prompts]
-        reply = await engine.client.admin("get_num_unfinished")
+        reply = await engine.client.call_admin("get_num_unfinished")
     assert reply.value == 0
     assert [turn[-1].finished for turn in turns] == [False, False, True]
     kept = [turn[0].num_cached_tokens for turn in turns]

@@ -89,7 +89,7 @@ class FrontEnd:
         for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
             entry.sent_to = epoch
             desk.take(entry.message(epoch))
-        for _, output in desk.outbox.outputs:
+        for _, output in desk.outputs.outputs:
             assert output.finish_reason is FinishReason.ERROR
             self.errors[output.request_id] = output.error
         return desk.engine

@@ -48,7 +48,7 @@ def test_a_life(start):
     assert worker == ProcessStart("worker", 0, WORKER_PHASES)
     assert (itself.role, itself.index) == ("engine_core", 0)
     assert [each.what for each in itself.phases] == [
-        *("imports", "workers' weights", "KV cache and warm-up", "books")
+        *("imports", "workers' weights", "KV cache and warm-up", "scheduler and KV cache")
     ]
     (front_end,) = engine.front_ends
     assert engine.expect(front_end, EngineReady) == ready

@@ -37,7 +37,7 @@ def test_nobody_can_disturb_the_others(frame: bytes) -> None:
             each.setsockopt(zmq.LINGER, 0)
             each.connect(publisher.endpoint)
         bad.send(frame)
-        (log,) = publisher.observers
+        log = publisher.observer
         deadline = time.monotonic() + 20.0
         while not good.poll(20):
             assert time.monotonic() < deadline
@@ -55,7 +55,7 @@ def test_who_reads_slowly_misses_some_and_holds_nobody_up(monkeypatch: pytest.Mo
     context = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="t-") as place:
         publisher = KVEventPublisher(f"ipc://{place}/kv", 3)
-        (log,) = publisher.observers
+        log = publisher.observer
         quick, slow = context.socket(zmq.SUB), context.socket(zmq.SUB)
         for each in (quick, slow):
             each.setsockopt(zmq.SUBSCRIBE, b"")
@@ -90,7 +90,7 @@ def test_the_last_events_are_sent_before_the_end() -> None:
         subscriber = context.socket(zmq.SUB)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.connect(publisher.endpoint)
-        (log,) = publisher.observers
+        log = publisher.observer
         num_published = 0
         while not subscriber.poll(20):
             log.cleared()

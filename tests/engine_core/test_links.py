@@ -1,21 +1,21 @@
-"""The engine's links: front ends that stall, workers that answer wrongly or apart."""
+"""The engine's channels: front ends that stall, workers that send invalid results."""
 
 import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from engine_core.busy_loop import EngineIO
-from engine_core.executor.base import WorkerFailedError
-from engine_core.executor.local import LocalExecutor
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
-from engine_core.supervisor_io import SupervisorCommands
+from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
-from engine_core.view.views import EngineViews
+from engine_core.worker_group import WorkerFailedError, WorkerGroup
 from proto import PROTOCOL_VERSION, sockets
+from proto.config import ParallelConfig, ServeConfig
 from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
 from proto.lifecycle import (
     CacheReady,
@@ -27,6 +27,7 @@ from proto.lifecycle import (
     Ping,
     Shutdown,
     ToSupervisor,
+    WorkersReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
@@ -37,6 +38,12 @@ from tests.fakes.engine_harness import EngineHarness
 
 WAIT_SECONDS = 10.0
 EPOCH = 4
+
+
+class FakeWorkers:
+    """Workers that have completed seven steps and owe none."""
+
+    epoch, num_steps, awaited_ranks, is_ready, num_kv_reports = EPOCH, 7, (), True, 0
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ os._exit(1)
 
 
 def test_what_an_engine_said_last_arrives_though_it_dies_of_an_exception(run_dir, closing):
-    """Nothing else says whom it had begun with, alone."""
+    """No other message names the request that it scheduled alone."""
     peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
     peer.send(Abort(EPOCH, 1, "disconnect"))
     assert subprocess.run([sys.executable, "-c", DYING_ENGINE, run_dir], timeout=60).returncode == 1
@@ -116,48 +123,46 @@ def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_di
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0,)))
     link = closing(Link.bind(f"{run_dir}/s", Ping | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
-    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
-    intake = InputProcessor(
-        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
-    )
-    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
-    service = EngineIO(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
+    processor = InputProcessor(engine.scheduler, engine.kv_cache, outputs, RequestLimits(1000, 100))
+    supervisor_io = SupervisorIO(link, FakeWorkers())
+    io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     supervisor.send(Ping())
-    assert not service.serve(0.2), "nothing has happened"
-    assert receive(supervisor) == [EngineAlive(EPOCH, 7)]
+    assert not io.receive_messages(0.2), "nothing has happened"
+    assert receive(supervisor) == [EngineAlive(EPOCH, 7, (), True)]
     supervisor.send(Ping())
     supervisor.send(Shutdown())
-    assert service.serve()
-    assert service.stopped
+    assert io.receive_messages()
+    assert io.is_stopped
 
 
 def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_dir, closing):
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
-    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
+    outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
     first, second = (
         closing(Link.connect(front_end_path(run_dir, EPOCH, client), EngineCoreOutputs))
         for client in range(2)
     )
     engine.add_one([1], client=1)
-    outbox.accept(1, 100)
-    outbox.flush()
+    outputs.add_accepted(1, 100)
+    outputs.flush()
     (message,) = hear(second, front_ends)
     assert (message.accepted, message.stats.num_waiting) == ([100], 1)
-    outbox.flush()
+    outputs.flush()
     (message,) = hear(first, front_ends)
     assert message.stats.num_waiting == 1
     engine.step()
-    outbox.accept(0, 101)
-    outbox.accept(1, 102)
-    outbox.flush()
+    outputs.add_accepted(0, 101)
+    outputs.add_accepted(1, 102)
+    outputs.flush()
     assert hear(first, front_ends)[0].stats.num_scheduled_tokens == 1
     assert hear(second, front_ends)[0].stats is None, "a step counts once"
     engine.step()
     old, _ = front_ends.replace(0, 1)
     for link in old:
         closing(link)
-    outbox.flush()
+    outputs.flush()
     assert hear(second, front_ends)[0].stats.num_scheduled_tokens == 1, (
         "the one that is surely there"
     )
@@ -169,16 +174,14 @@ def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, cl
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
-    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
-    intake = InputProcessor(
-        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
-    )
-    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
-    service = EngineIO(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
+    processor = InputProcessor(engine.scheduler, engine.kv_cache, outputs, RequestLimits(1000, 100))
+    supervisor_io = SupervisorIO(link, FakeWorkers())
+    io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     other = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
     engine.add_one([1], client=0)
     supervisor.send(NewFrontEnd(0, 1))
-    assert service.serve(WAIT_SECONDS)
+    assert io.receive_messages(WAIT_SECONDS)
     (message,) = hear(other, front_ends)
     assert (message.stats.num_waiting, message.stats.num_running) == (0, 0)
 
@@ -189,35 +192,31 @@ def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
-    views = EngineViews(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
-    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH, views=views)
-    limits = RequestLimits(1000, 100)
-    intake = InputProcessor(
-        engine.scheduler, engine.kv_cache, outbox, limits, lambda: [], views=views
-    )
-    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
-    parts = (front_ends, Poller([link]), engine.scheduler, intake, outbox)
-    service = EngineIO(orders, *parts, views=views)
+    outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
+    views = outputs.live_view
+    processor = InputProcessor(engine.scheduler, engine.kv_cache, outputs, RequestLimits(1000, 100))
+    supervisor_io = SupervisorIO(link, FakeWorkers())
+    io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs | EngineView))
 
     peer.send(Watch(EPOCH, True))
-    assert service.serve(WAIT_SECONDS)
-    service.serve(0)
+    assert io.receive_messages(WAIT_SECONDS)
+    io.receive_messages(0)
     (view,) = receive(peer)
     assert view.requests == []
     engine.add_one([1] * 20, client=1, label="cmpl-1")
-    outbox.flush()
-    assert service.serve(WAIT_SECONDS), "a view is due before that"
+    outputs.flush()
+    assert io.receive_messages(WAIT_SECONDS), "a view is due before that"
     while views.seconds_to_next is not None:
-        service.serve(0)
+        io.receive_messages(0)
     (view,) = receive(peer)
     assert [each.label for each in view.requests] == ["cmpl-1"]
-    outbox.flush()
+    outputs.flush()
     assert views.seconds_to_next is not None
     supervisor.send(NewFrontEnd(1, 1))
     while views.seconds_to_next is not None:
-        assert service.serve(WAIT_SECONDS)
-    outbox.flush()
+        assert io.receive_messages(WAIT_SECONDS)
+    outputs.flush()
     assert views.seconds_to_next is None, "nobody watches"
 
 
@@ -230,13 +229,16 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 7)))
     supervisor = closing(Link.bind(f"{run_dir}/s", Shutdown))
     peer = closing(Link.connect(f"{run_dir}/s", ToSupervisor))
-    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
-    intake = InputProcessor(
-        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
-    )
+    outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
+    processor = InputProcessor(engine.scheduler, engine.kv_cache, outputs, RequestLimits(1000, 100))
     poller = Poller([supervisor])
-    service = EngineIO(
-        SupervisorCommands(supervisor), front_ends, poller, engine.scheduler, intake, outbox
+    io = EngineIO(
+        SupervisorIO(supervisor, FakeWorkers()),
+        front_ends,
+        poller,
+        engine.scheduler,
+        processor,
+        outputs,
     )
     good = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
     closing(Link.connect(front_end_path(run_dir, EPOCH, 1, 7), EngineCoreOutputs))
@@ -245,17 +247,17 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     engine.step()
     rounds = 0
     while len(front_ends.links) == 2:
-        service.publish({1: [EngineCoreOutput(2, 0, 0, list(range(10_000)))]})
+        io.publish_step({1: [EngineCoreOutput(2, 0, 0, list(range(10_000)))]})
         good.receive()
         rounds += 1
         assert rounds < 10_000
     assert [each.client_index for each in engine.scheduler.running] == [0]
     # Life goes on for the other one.
-    service.publish({0: [EngineCoreOutput(1, 0, 0, [1])]})
+    io.publish_step({0: [EngineCoreOutput(1, 0, 0, [1])]})
     told, received = [], []
     poller = Poller([good, peer])
     while len(told) < 2 or not any(each.outputs for each in received):
-        service.serve(0)
+        io.receive_messages(0)
         poller.wait(0.01)
         told += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
         received += good.receive()
@@ -280,11 +282,14 @@ def step(number):
 
 
 class Ranks:
-    """An executor with two fake workers."""
+    """A worker group with two fake workers. log: messages to the supervisor."""
 
     def __init__(self, run_dir, closing):
-        self.executor = closing(LocalExecutor(run_dir, EPOCH, 2))
-        self.poller = Poller(self.executor.links)
+        config = ServeConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+        boot = boots.boot("engine_core", run_dir=run_dir, worker_epoch=EPOCH, config=config)
+        self.poller, self.log = Poller(), []
+        supervisor = SimpleNamespace(send=self.log.append)
+        self.group = closing(WorkerGroup(boot, self.poller, supervisor))
         self.peers = [
             closing(
                 Link.connect(worker_path(run_dir, EPOCH, rank), InitializeCache | SchedulerOutput)
@@ -296,57 +301,68 @@ class Ranks:
         """Hear from every worker, as a real engine does before the first step."""
         for rank, peer in enumerate(self.peers):
             peer.send(worker_ready(rank))
-        while not self.executor.workers:
+        while not self.group.workers:
+            self.receive()
+
+    def start(self):
+        """Bring all workers to where they accept steps."""
+        self.greet()
+        for rank, peer in enumerate(self.peers):
+            receive(peer)
+            peer.send(CacheReady(EPOCH, rank))
+        while not self.group.is_ready:
             self.receive()
 
     def receive(self):
         assert self.poller.wait(WAIT_SECONDS)
-        return self.executor.receive()
+        return self.group.receive_results()
 
 
 def test_a_start_waits_for_every_rank(run_dir, closing):
     ranks = Ranks(run_dir, closing)
     ranks.peers[1].send(worker_ready(1))
     ranks.receive()
-    assert ranks.executor.workers == []
-    assert ranks.executor.awaits == (0,)
+    assert ranks.group.workers == []
+    assert ranks.group.awaited_ranks == (0,)
     ranks.peers[0].send(worker_ready(0))
     ranks.receive()
-    assert [each.rank for each in ranks.executor.workers] == [0, 1]
-    ranks.executor.initialize_cache(10, 16, 100)
-    expected = InitializeCache(PROTOCOL_VERSION, EPOCH, 10, 16, 100, b"f" * 32)
+    assert [each.rank for each in ranks.group.workers] == [0, 1]
+    plan = ranks.group.plan
+    expected = InitializeCache(
+        PROTOCOL_VERSION,
+        EPOCH,
+        plan.num_blocks,
+        plan.block_size,
+        plan.max_model_len,
+        b"f" * 32,
+    )
     assert [receive(peer) for peer in ranks.peers] == [[expected], [expected]]
     ranks.peers[0].send(CacheReady(EPOCH, 0))
     ranks.receive()
-    assert not ranks.executor.cache_ready
-    assert ranks.executor.awaits == (1,)
+    assert not ranks.group.is_ready
+    assert ranks.group.awaited_ranks == (1,)
     ranks.peers[1].send(CacheReady(EPOCH, 1))
     ranks.receive()
-    assert ranks.executor.cache_ready
+    assert ranks.group.is_ready
+    assert ranks.log == [WorkersReady(EPOCH)]
 
 
 def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
     ranks = Ranks(run_dir, closing)
-    ranks.greet()
-    ranks.executor.initialize_cache(10, 16, 100)
-    for rank, peer in enumerate(ranks.peers):
-        receive(peer)
-        peer.send(CacheReady(EPOCH, rank))
-    while not ranks.executor.cache_ready:
-        ranks.receive()
-    ranks.executor.submit(step(1))
-    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((0, 1), 0)
+    ranks.start()
+    ranks.group.send_step(step(1))
+    assert (ranks.group.awaited_ranks, ranks.group.num_steps) == ((0, 1), 0)
     assert [receive(peer) for peer in ranks.peers] == [[step(1)], [step(1)]]
     ranks.peers[0].send(ModelRunnerOutput(EPOCH - 1, 1, [], []))
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
-    ranks.executor.submit(step(2))
+    ranks.group.send_step(step(2))
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
-    while 0 in ranks.executor.awaits:
+    while 0 in ranks.group.awaited_ranks:
         assert ranks.receive() == []
-    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((1,), 0)
+    assert (ranks.group.awaited_ranks, ranks.group.num_steps) == ((1,), 0)
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
     assert [each.step for each in ranks.receive()] == [1]
-    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((1,), 1)
+    assert (ranks.group.awaited_ranks, ranks.group.num_steps) == ((1,), 1)
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
     assert [each.sampled_token_ids for each in ranks.receive()] == [[[9]]]
 

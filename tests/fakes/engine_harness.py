@@ -12,8 +12,7 @@ from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NO_CONNECTOR
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.hooks import (
     NO_OBSERVER,

@@ -1,4 +1,4 @@
-"""An engine with grammars, without sockets: real intake, scheduler, compiler and masks.
+"""An engine with grammars, without sockets: real input processor, scheduler, compiler and masks.
 
 Its worker draws from what a mask leaves, by a digest of the prefix, so runs can be compared.
 """
@@ -9,11 +9,9 @@ from select import select
 import numpy as np
 
 from engine_core.frontend_io import InputProcessor
-from engine_core.structured_output.cache import GrammarCache
-from engine_core.structured_output.compiler import GrammarCompiler
-from engine_core.structured_output.grammars import CompiledGrammars
-from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
-from engine_core.structured_output.masker import Masker
+from engine_core.structured_output.backend import LLGuidanceBackend
+from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
+from engine_core.structured_output.manager import StructuredOutputManager
 from engine_core.validation import RequestLimits
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.event_fd import EventFd
@@ -22,15 +20,15 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.intake_desk import OutputDispatcher
+from tests.fakes.intake_desk import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
 LIMIT_SECONDS = 20.0
 
 
-class NoTrial:
-    """Every grammar is harmless."""
+class NoSandbox:
+    """Accepts every grammar."""
 
     def check(self, source: GrammarSource) -> None: ...
 
@@ -73,28 +71,32 @@ class GrammarEngine:
         self.event_fd = event_fd
         compiler = GrammarCompiler(
             lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
-            NoTrial(),
+            NoSandbox(),  # type: ignore[arg-type]
             GrammarCache(16, 1 << 16),
-            event_fd.notify,
+            event_fd,
         )
-        self.grammars = CompiledGrammars(compiler, Masker(event_fd.notify), event_fd)
+        self.manager = StructuredOutputManager(compiler, event_fd)
         self.harness = EngineHarness(
-            constraints=self.grammars.constraints,
+            constraints=self.manager,
             **{"max_model_len": 512, **settings},  # type: ignore[arg-type]
         )
         self.harness.runner = self.runner = GrammarRunner(self.harness.runner.block_size)
-        self.outbox = OutputDispatcher()
-        self.intake = InputProcessor(
+        self.outputs = FakeOutputDispatcher()
+        self.input_processor = InputProcessor(
             self.harness.scheduler,
             self.harness.kv_cache,
-            self.outbox,  # type: ignore[arg-type]
+            self.outputs,  # type: ignore[arg-type]
             RequestLimits(SIZE, 512),
-            list,
-            self.grammars,
+            self.manager,
         )
 
+    @property
+    def num_constrained(self) -> int:
+        """Choices with a grammar, waiting for it or not."""
+        return len(self.manager._blocked) + len(self.manager._rows)
+
     def close(self) -> None:
-        self.grammars.close()
+        self.manager.close()
 
     def ask(
         self,
@@ -109,7 +111,7 @@ class GrammarEngine:
         thinking: ThinkingRule | None = None,
     ) -> None:
         """One request; wait: until its grammar is compiled."""
-        self.intake.take(
+        self.input_processor.process_message(
             0,
             EngineCoreRequest(
                 epoch=1,
@@ -129,12 +131,12 @@ class GrammarEngine:
 
     def answer(self, request_id: int) -> None:
         """Until a request was accepted or refused."""
-        while not any(each == request_id for _, each in self.outbox.accepted) and not any(
-            output.request_id == request_id for _, output in self.outbox.outputs
+        while not any(each == request_id for _, each in self.outputs.accepted) and not any(
+            output.request_id == request_id for _, output in self.outputs.outputs
         ):
             assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0], "no answer"
-            self.grammars.silence()
-            self.intake.answer_compiled()
+            self.manager.clear_descriptor()
+            self.input_processor.accept_compiled_requests()
 
     def send(self) -> SchedulerOutput:
         """Schedule a step; one without tokens waits for its turn all the same."""
@@ -143,16 +145,16 @@ class GrammarEngine:
     def compute(self) -> ModelRunnerOutput:
         """The worker's answer to the oldest step, after it was masked."""
         output = self.harness.in_flight[0]
-        self.grammars.order_masks(output)
+        self.manager.request_masks(output)
         self.runner.masks = GrammarOutput(0, 0, [], b"")
         if output.constrained_seq_ids:
             self.runner.masks = self._masks(output.step)
         return self.runner.execute(output)
 
     def receive(self, result: ModelRunnerOutput) -> None:
-        """Take an answer in, as the stepper does."""
+        """Take an answer in, as the busy loop does."""
         output = self.harness.in_flight.popleft()
-        errors = self.grammars.violations(output, result)
+        errors = self.manager.find_violations(output, result)
         self.harness.note(self.harness.scheduler.end_with_errors(errors))
         self.harness.note(self.harness.scheduler.update_from_output(output, result))
 
@@ -189,8 +191,8 @@ class GrammarEngine:
 
     def _masks(self, step: int) -> GrammarOutput:
         while True:
-            for masks in self.grammars.take_masks():
+            for masks in self.manager.pop_masks():
                 if masks.step == step:
                     return masks
             assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0], "no masks"
-            self.grammars.silence()
+            self.manager.clear_descriptor()

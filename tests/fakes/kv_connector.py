@@ -7,8 +7,7 @@ So whoever reads a block that was not loaded, or not yet, is found by the runner
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine_core.kv_connector.base import NO_MATCH, Match
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector
 from engine_core.request import Request
 from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput
 from tests.fakes.paged_runner import PagedRunner, Row
@@ -44,7 +43,7 @@ class FakeLoad:
         return found
 
 
-class FakeConnector(NoConnector):
+class FakeConnector(SchedulerConnector):
     """SchedulerConnector and, by `execute` and `finish`, its other half as well.
 
     answer: to (request, tokens that the device has). fails: whether a load loses blocks, and
@@ -115,7 +114,7 @@ class FakeConnector(NoConnector):
         self.resets += 1
         return not self.busy
 
-    def start_over(self) -> None:
+    def on_worker_restart(self) -> None:
         self.num_epochs += 1
         self.under_way.clear()
         self.sending.clear()

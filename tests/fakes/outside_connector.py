@@ -1,10 +1,9 @@
 """A connector that does not come with tokend, as its module path would name it."""
 
-from engine_core.kv_connector.nothing import NoConnector
-from worker.kv_connector.nothing import NoConnector as NoWorkerConnector
+from worker.kv_connector.base import WorkerConnector
 
 
-class OutsideScheduler(NoConnector):
+class OutsideScheduler(WorkerConnector):
     """Remembers what it was made from; copes with one group."""
 
     supports_groups = False
@@ -17,7 +16,7 @@ class OutsideScheduler(NoConnector):
         self.closed = True
 
 
-class OutsideWorker(NoWorkerConnector):
+class OutsideWorker(WorkerConnector):
     """The same."""
 
     def __init__(self, config, context):

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine_core.request import Request
-from engine_core.trace.recorder import Recorder
+from engine_core.trace.recorder import TraceRecorder
 from proto.config import SchedulerConfig
 from proto.engine_io import AgentHint
 from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
@@ -26,14 +26,14 @@ class TracedEngine:
         self.lines: list[Any] = []
         self.clock = FakeClock(0.0)
         settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEATS, **settings}
-        self.recorder = recorder = Recorder(
-            self.lines.append, started=0.0, num_seats=settings["max_num_seqs"], clock=self.clock
+        self.recorder = recorder = TraceRecorder(
+            self.lines.append, started_at=0.0, num_seats=settings["max_num_seqs"], clock=self.clock
         )
         self.harness = EngineHarness(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             observer=recorder,
-            observers=(recorder.census,),
+            observers=(recorder.block_counter,),
             clock=self.clock,
             **settings,
         )

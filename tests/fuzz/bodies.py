@@ -30,6 +30,7 @@ from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_supervisor import FakeSupervisor
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
@@ -353,7 +354,7 @@ class Bodies:
         # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
         self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
         boot = make_boot(str(place), model, _FRONTEND)
-        self._app_state = make_app_state(boot, Link.connect(path, FromEngine))
+        self._app_state = make_app_state(boot, Link.connect(path, FromEngine), FakeSupervisor())
         self._engine.announce()
         await self._app_state.client.wait_ready()
         self._app = create_app(self._app_state)

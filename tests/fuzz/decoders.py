@@ -15,11 +15,11 @@ import msgspec
 from hypothesis import strategies as st
 
 from api_server.engine.engine_client import FromEngine
-from engine_core.executor.local import FromWorker
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.validation import RequestLimits
+from engine_core.worker_group import FromWorker
 from proto.codec import MessageDecoder, encode
 from proto.engine_io import ToEngine
 from proto.errors import ProtocolError
@@ -156,21 +156,19 @@ def _into_engine(message: Any) -> str:
     """Told twice, so that it also meets itself."""
     engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
     scheduler = engine.scheduler
-    outbox = OutputDispatcher(_Nowhere(), scheduler, 1)  # type: ignore[arg-type]
+    dispatcher = OutputDispatcher(_Nowhere(), scheduler, engine.kv_cache, 1)  # type: ignore[arg-type]
     limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN)
-    intake = InputProcessor(
-        scheduler, engine.kv_cache, outbox, limits, lambda: check(engine.kv_cache)
-    )
+    processor = InputProcessor(scheduler, engine.kv_cache, dispatcher, limits)
     for _ in range(2):
-        intake.take(0, message)
-        outbox.flush()
+        processor.process_message(0, message)
+        dispatcher.flush()
     num_steps = 0
     while scheduler.has_work and num_steps < STEPS:
         output = scheduler.schedule()
         if not output.total_num_scheduled_tokens:
             break
-        outbox.add_step(scheduler.update_from_output(output, engine.runner.execute(output)))
-        outbox.flush()
+        dispatcher.add_outputs(scheduler.update_from_output(output, engine.runner.execute(output)))
+        dispatcher.flush()
         num_steps += 1
     assert check(engine.kv_cache) == []
     scheduler.abort_client(0)

@@ -242,9 +242,9 @@ SCHEDULER = (
     ),
     Fault(
         "worker_message_of_another_epoch",
-        "engine_core/executor/local.py",
-        "if message.epoch != self._epoch:",
-        "if message.epoch > self._epoch:",
+        "engine_core/worker_group.py",
+        "if message.epoch != self.epoch:",
+        "if message.epoch > self.epoch:",
         "After a restart of the worker tokens of the dead one are appended to answers.",
         ("tests/engine_core/test_links.py", "tests/engine_core/test_engine_lives.py"),
     ),
@@ -448,7 +448,7 @@ WORKER = (
 API_SERVER = (
     Fault(
         "engine_output_of_another_epoch",
-        "api_server/engine/engine_connection.py",
+        "api_server/engine/engine_client.py",
         "if message.epoch != self.epoch:",
         "if message.epoch > self.epoch:",
         "What a dead engine has sent last is appended to answers of the next one.",
@@ -465,7 +465,7 @@ API_SERVER = (
     Fault(
         "stop_string_does_not_stop_the_engine",
         "api_server/engine/engine_client.py",
-        '            self._abort(entry, "stop_string", output.choice)\n',
+        '            self._send_abort(request, "stop_string", output.choice)\n',
         "            pass\n",
         "The engine computes up to max_tokens for answers that a stop string has ended.",
         ("tests/api_server/test_completion_choices.py", "tests/api_server/test_streams.py"),
@@ -513,7 +513,7 @@ API_SERVER = (
     ),
     Fault(
         "engine_crash_not_counted",
-        "api_server/engine/engine_client.py",
+        "api_server/engine/open_request.py",
         "self.crash_count += self.alone or self.crash_count < crashes_until_isolated",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
@@ -578,7 +578,7 @@ API_SERVER = (
     Fault(
         "drain_takes_new_requests",
         "api_server/http/middleware.py",
-        "        elif app_state.drain_state.closed:\n",
+        "        elif app_state.health.draining:\n",
         "        elif False:\n",
         "A daemon that drains takes new requests and aborts them when its time is over.",
         ("tests/api_server/test_drain.py",),
@@ -594,8 +594,8 @@ API_SERVER = (
     Fault(
         "restarts_added_up_over_front_ends",
         "api_server/metrics/metric_sheet.py",
-        "return max(row[0] for row in self._sheet.of_each(self._cell, 1))",
-        "return sum(row[0] for row in self._sheet.of_each(self._cell, 1))",
+        "return max(row[0] for row in self._sheet.cells_by_row(self._cell, 1))",
+        "return sum(row[0] for row in self._sheet.cells_by_row(self._cell, 1))",
         "With several front ends tokend:restarts counts each restart several times.",
         ("tests/api_server/test_metric_sheet.py",),
     ),
@@ -610,7 +610,7 @@ API_SERVER = (
     Fault(
         "readiness_ignores_the_supervisor",
         "api_server/lifecycle/health.py",
-        "return [*self._local_reasons(), *reported]",
+        "return [*self._local_reasons(), *reported_reasons]",
         "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
         ("tests/api_server/test_system.py",),

@@ -1,10 +1,11 @@
-"""The copying half of a KV connector, as the worker's loop and the model runner see it."""
+"""The workers' half of a KV connector, as the worker loop and the model runner call it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from proto.config import ServeConfig
+from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import NO_PAYLOAD, Payload
 from worker.kv_cache import KVCache
 
@@ -13,10 +14,11 @@ DEFAULTS: Final = ServeConfig()
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """rank, num_ranks: of this worker among those that share the model.
+    """Facts about this worker that a connector needs.
 
-    fingerprint: of what all of them compute, as the deciding half knows it.
-    serve_config: all settings.
+    rank, num_ranks: position among the tensor-parallel workers. fingerprint: digest of everything
+    that changes KV values, equal on all ranks and in the engine. block_size: tokens of a device
+    block. serve_config: all settings.
     """
 
     rank: int
@@ -26,71 +28,70 @@ class WorkerContext:
     serve_config: ServeConfig = DEFAULTS
 
 
-class Finished(NamedTuple):
-    """Handles whose sending, and whose receiving, is over."""
+class FinishedTransfers(NamedTuple):
+    """Sequence ids of requests whose sending or receiving has finished on this rank."""
 
     sending: list[int]
     recving: list[int]
 
 
-class WorkerConnector(Protocol):
-    """A step: bind, preemptions, loads; per layer wait and save; wait_for_save; get_finished.
+NOTHING_FINISHED: Final = FinishedTransfers([], [])
 
-    Made from (KVTransferConfig, WorkerContext), once an epoch.
-    per_layer: it wants to be called around each layer's attention, which then cannot be part of
-        a kernel that computes all layers, or of a graph.
+
+class WorkerConnector:
+    """Base class of the workers' halves; by default it copies nothing.
+
+    Order of calls in a step: bind_connector_metadata, handle_preemptions, start_load_kv; for each
+    layer wait_for_layer_load and save_kv_layer; wait_for_save; get_finished. Subclasses are
+    constructed with (KVTransferConfig, WorkerContext), once for each epoch.
+    per_layer: whether the calls for each layer are needed; then neither the fused kernel for all
+        layers nor CUDA graphs can be used.
     """
 
-    @property
-    def per_layer(self) -> bool: ...
+    per_layer: bool = False
 
     def register_kv_caches(self, cache: KVCache) -> None:
-        """Called once an epoch, with the memory that blocks lie in."""
-        ...
+        """Receive the KV cache. Called once for each epoch."""
 
     def fileno(self) -> int:
-        """Readable when a copy is over of which nothing was said yet; -1: never between steps."""
-        ...
+        """Descriptor that is readable while a finished copy is unreported; -1: none."""
+        return NO_DESCRIPTOR
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
-        """What the deciding half has for this step."""
-        ...
+        """Receive the scheduler half's instructions for this step."""
 
     def handle_preemptions(self) -> None:
-        """Wait for copies whose blocks somebody else may write to in this step."""
-        ...
+        """Block until copies whose blocks this step may overwrite have finished."""
 
     def start_load_kv(self) -> None:
-        """Begin this step's loads, and the stores that the step before has put off."""
-        ...
+        """Start the loads of this step and the stores deferred by the previous one."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """A layer is about to attend: what it reads has to be there."""
-        ...
+        """Block until the KV that this layer reads has been loaded."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """A layer's K and V of this step are written."""
-        ...
+        """Store a layer, whose K and V of this step are in the cache now."""
 
     def wait_for_save(self) -> None:
-        """The step is computed: nothing that it will overwrite is still being read."""
-        ...
+        """Block until no copy reads KV that the next step overwrites. The step is computed."""
 
-    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
-        """finished_seq_ids: requests that are over. Never waits."""
-        ...
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> FinishedTransfers:
+        """Return transfers finished since the last call, without blocking.
 
-    def take_invalid_blocks(self) -> list[int]:
-        """Device blocks that a load has not filled, since the last call."""
-        ...
+        finished_seq_ids: requests that have ended.
+        """
+        return NOTHING_FINISHED
+
+    def get_block_ids_with_load_errors(self) -> list[int]:
+        """Return device blocks that failed loads have left invalid since the last call."""
+        return []
 
     def build_connector_worker_meta(self) -> Payload:
-        """For the deciding half, since the last call; NO_PAYLOAD for nothing."""
-        ...
+        """Return a message for the scheduler's half, or NO_PAYLOAD."""
+        return NO_PAYLOAD
 
     def close(self) -> None:
-        """The epoch ends: no copy touches the memory after this."""
-        ...
+        """Stop all copies before the KV cache is freed; the epoch ends."""
 
 
-__all__ = ["NO_PAYLOAD", "Finished", "WorkerConnector", "WorkerContext"]
+NO_CONNECTOR: Final = WorkerConnector()

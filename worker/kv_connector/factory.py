@@ -1,11 +1,10 @@
-"""Which class is the copying half of which connector. Imported when it is asked for."""
+"""Creates the workers' half of the configured KV connector; modules are imported on demand."""
 
 from typing import Final
 
 from proto.component import find_class, load_class
 from proto.kv_transfer_config import FIELD, KVTransferConfig
-from worker.kv_connector.base import WorkerConnector, WorkerContext
-from worker.kv_connector.nothing import NO_CONNECTOR
+from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector, WorkerContext
 
 CONNECTORS: Final = {
     "OffloadingConnector": "worker.kv_connector.offload.connector:OffloadingWorker",
@@ -15,13 +14,13 @@ CONNECTORS: Final = {
 
 
 def create_worker_connector(config: KVTransferConfig, context: WorkerContext) -> WorkerConnector:
-    """The copying half of what is configured, which may be nothing; raises ConfigError."""
+    """Create the workers' half; NO_CONNECTOR if none is configured. Raises ConfigError."""
     name, module_path = config.kv_connector, config.kv_connector_module_path
     if not name:
         return NO_CONNECTOR
     if module_path:
-        made_by = load_class(f"{module_path}:{name}Worker", FIELD)
+        connector_class = load_class(f"{module_path}:{name}Worker", FIELD)
     else:
-        made_by = find_class(CONNECTORS, name, FIELD)
-    connector: WorkerConnector = made_by(config, context)
+        connector_class = find_class(CONNECTORS, name, FIELD)
+    connector: WorkerConnector = connector_class(config, context)
     return connector

@@ -1,16 +1,13 @@
-"""The copying half of KV in a shared folder: reads before a step, writes after it.
+"""The workers' half of KV in a shared folder: reads files before a step, writes them after it.
 
-A file is a block as it lies in memory and its CRC-32; it appears under its name when it is
-complete, and only its owner may read it. One that is short, altered or gone is a block that could
-not be loaded.
+A file contains a block as in the cache and its CRC-32. It gets its name when it is complete, and
+only its owner can read it. A short, altered or missing file makes the load of its block fail.
 """
 
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,16 +23,16 @@ from proto.kv_connector import (
 from proto.kv_media import shared_storage_file, shared_storage_folder
 from proto.kv_transfer_config import KVTransferConfig
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import Finished, WorkerContext
-from worker.kv_connector.nothing import NOTHING_FINISHED, NoConnector
+from worker.kv_connector.base import (
+    WorkerConnector,
+    WorkerContext,
+)
 
 _CHECKSUM_BYTES = 4
 
 
-class SharedStorageWorker(NoConnector):
-    """WorkerConnector over files; all is done within the step."""
-
-    per_layer: ClassVar[bool] = False
+class SharedStorageWorker(WorkerConnector):
+    """WorkerConnector that reads and writes files, synchronously within the step."""
 
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self._context = context
@@ -61,17 +58,14 @@ class SharedStorageWorker(NoConnector):
         for block_hash, block in zip(self._step.store_hashes, self._step.store_blocks, strict=True):
             try:
                 self._store(block_hash, block)
-            except OSError:  # a full disk, say: nobody will find it here
+            except OSError:  # for example a full disk
                 self._lost.append(block_hash)
             else:
                 self._stored.append(block_hash)
 
-    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
-        return NOTHING_FINISHED
-
-    def take_invalid_blocks(self) -> list[int]:
-        taken, self._invalid = self._invalid, []
-        return taken
+    def get_block_ids_with_load_errors(self) -> list[int]:
+        invalid, self._invalid = self._invalid, []
+        return invalid
 
     def build_connector_worker_meta(self) -> Payload:
         if not (self._stored or self._lost):
@@ -80,8 +74,8 @@ class SharedStorageWorker(NoConnector):
         self._stored, self._lost = [], []
         return pack(report)
 
-    def _bytes_of(self, block: int) -> torch.Tensor:
-        """The memory of a block, uint8 [bytes]."""
+    def _block_bytes(self, block: int) -> torch.Tensor:
+        """View a device block as uint8 [block_bytes]."""
         return self._buffer[block].reshape(-1).view(torch.uint8)
 
     def _path(self, block_hash: bytes) -> str:
@@ -91,7 +85,7 @@ class SharedStorageWorker(NoConnector):
         )
 
     def _load(self, block_hash: bytes, block: int) -> bool:
-        memory = self._bytes_of(block)
+        memory = self._block_bytes(block)
         try:
             with open(self._path(block_hash), "rb") as file:
                 content = file.read(memory.numel() + _CHECKSUM_BYTES + 1)
@@ -105,7 +99,7 @@ class SharedStorageWorker(NoConnector):
 
     def _store(self, block_hash: bytes, block: int) -> None:
         path = self._path(block_hash)
-        body = self._bytes_of(block).cpu().numpy().tobytes()
+        body = self._block_bytes(block).cpu().numpy().tobytes()
         descriptor, unfinished = tempfile.mkstemp(".tmp", ".", self._folder)
         try:
             with open(descriptor, "wb") as file:

@@ -1,26 +1,27 @@
-"""What a worker does for its KV connector around each step, and between two steps.
+"""Calls of a KV connector around each step, around each layer's attention, and between steps.
 
     bind ─▶ handle_preemptions ─▶ start_load_kv ─▶ [ the step ] ─▶ wait_for_save ─▶ report
                                       per layer: wait_for_layer_load, save_kv_layer
 
-Owns the connector of one epoch. What it has finished is told to the engine before the answer
-to the step, so that nobody takes tokens for good that came of KV that was never loaded.
+Finished transfers are reported to the engine before the result of the step, so that the engine
+never accepts tokens that were computed from KV whose load failed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
+import torch
+
+from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Poller
-from worker.kv_connector.base import WorkerConnector
-from worker.kv_connector.nothing import NO_CONNECTOR
-
-_NEVER: Final = -1
+from worker.attention.base import AttentionBackend, AttentionInputs
+from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector
+from worker.layers.rotary import Rotation
 
 
 class ConnectorSteps:
-    """Drives a connector; `tell` sends a report to the engine of this epoch."""
+    """Calls the connector of one epoch; `send` sends a report to the engine of that epoch."""
 
     def __init__(
         self,
@@ -28,38 +29,41 @@ class ConnectorSteps:
         epoch: int,
         rank: int,
         poller: Poller,
-        tell: Callable[[KVConnectorReport], None],
+        send: Callable[[KVConnectorReport], None],
     ) -> None:
         self.connector = connector
         self._epoch = epoch
         self._rank = rank
         self._poller = poller
-        self._tell = tell
+        self._send = send
         self._descriptor = connector.fileno()
-        if self._descriptor != _NEVER:
+        if self._descriptor != NO_DESCRIPTOR:
             poller.add(self._descriptor)
 
-    def begin(self, step: SchedulerOutput) -> None:
-        """A step is about to be computed, or to be queued on a device."""
+    def before_step(self, step: SchedulerOutput) -> None:
+        """Start the copies of a step that is about to be computed or queued on a device."""
         self.connector.bind_connector_metadata(step.connector_metadata)
         self.connector.handle_preemptions()
         self.connector.start_load_kv()
 
-    def end(self, step: SchedulerOutput) -> None:
-        """It is, and its answer is about to be sent."""
+    def after_step(self, step: SchedulerOutput) -> None:
+        """Report finished transfers, before the result of the step is sent."""
         self.connector.wait_for_save()
         self._report(step.finished_seq_ids)
 
     def report_if_ready(self, readable: Sequence[object]) -> None:
-        """Between two steps; readable: what the poller has found."""
+        """Report transfers that have finished between two steps.
+
+        readable: what the poller has returned.
+        """
         if self._descriptor in readable:
             self._report(())
 
     def close(self) -> None:
-        """The epoch ends: returns when no copy touches the KV cache any more."""
-        if self._descriptor != _NEVER:
+        """End the epoch; when this returns, no copy accesses the KV cache any more."""
+        if self._descriptor != NO_DESCRIPTOR:
             self._poller.remove(self._descriptor)
-            self._descriptor = _NEVER
+            self._descriptor = NO_DESCRIPTOR
         self.connector.close()
 
     def _report(self, finished_seq_ids: Sequence[int]) -> None:
@@ -67,13 +71,46 @@ class ConnectorSteps:
         output = KVConnectorOutput(
             finished.sending,
             finished.recving,
-            self.connector.take_invalid_blocks(),
+            self.connector.get_block_ids_with_load_errors(),
             self.connector.build_connector_worker_meta(),
         )
         if not output.is_empty:
-            self._tell(KVConnectorReport(self._epoch, self._rank, output))
+            self._send(KVConnectorReport(self._epoch, self._rank, output))
 
 
 def no_connector_steps(poller: Poller) -> ConnectorSteps:
-    """Before there is a KV cache."""
+    """ConnectorSteps for a worker that has no KV cache yet."""
     return ConnectorSteps(NO_CONNECTOR, 0, 0, poller, lambda report: None)
+
+
+class LayerHooks:
+    """AttentionBackend that waits for a layer's load before attention and stores the layer after.
+
+    The fused kernel for all layers and CUDA graphs do not know it, so a step with LayerHooks runs
+    layer by layer.
+    """
+
+    def __init__(self, attention: AttentionBackend, connector: WorkerConnector) -> None:
+        self._attention = attention
+        self._connector = connector
+
+    def plan(self, inputs: Sequence[AttentionInputs]) -> None:
+        self._attention.plan(inputs)
+
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        self._connector.wait_for_layer_load(layer)
+        attended = self._attention.run(layer, query, key, value, rotation)
+        self._connector.save_kv_layer(layer)
+        return attended
+
+
+def with_hooks(attention: AttentionBackend, connector: WorkerConnector) -> AttentionBackend:
+    """Wrap attention in LayerHooks if the connector needs calls for each layer."""
+    return LayerHooks(attention, connector) if connector.per_layer else attention

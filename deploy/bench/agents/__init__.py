@@ -1,1 +1,1 @@
-"""`tokend bench agents`: what pins are worth to agents' jobs, simulated and with a model."""
+"""`tokend bench agents`: completion times of agents' jobs under each scheduling policy."""

@@ -1,8 +1,8 @@
-"""`tokend bench agents`: how long agents' sessions take, under fcfs and under continuum with pins.
+"""`tokend bench agents`: completion times of agents' jobs under fcfs and continuum.
 
-A session is a chain of turns with tool calls between them. Its prompt grows with each turn, and its
-KV is either still cached when the next turn arrives or computed again. Each cell of the grid (KV
-pool, arrival rate, policy) starts a daemon of its own and sends it the same sessions. Capacity and
+A job is a sequence of turns with tool calls between them. Its prompt grows with each turn, and its
+KV is either still cached when the next turn arrives or computed again. Each cell of the grid (size
+of the KV pool, arrival rate, policy) starts a daemon and sends it the same jobs. Capacity and
 working set are measured first, for each seed.
 """
 
@@ -18,29 +18,26 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from deploy.bench.agents.grid import Cell, Daemons, Measured, RealGrid
+from deploy.bench.agents.grid import AgentGrid, GridCell, SeedBaseline, SeedGrid, compared
 from deploy.bench.agents.load import VARIANTS
-from deploy.bench.options import Parser, at_least_one, from_zero, positive, writable, write
+from deploy.bench.options import BenchParser, at_least_one, from_zero, positive, writable, write
 from proto.errors import ConfigError
-
-# The grid's figures as tables and as JSON, and whether it shows what pins promise.
-
 
 PRESSED: Final = (50, 90)
 CALM_POOL: Final = 100
 FASTER: Final = 1.5
 SLOWER: Final = 1.02
-"""Targets: the rule's mean job so many times as fast as fcfs's with half the pool at 90 % of the
-capacity; and without pressure at most 2 % longer."""
+"""Targets of the policy "rule": jobs 1.5 times as fast as with fcfs, with half of the pool and 90 %
+of the capacity; at most 2 % slower without memory pressure."""
 
 
 def document(
     command: str,
     settings: Mapping[str, object],
     measured: Sequence[Mapping[str, object]],
-    cells: Sequence[Cell],
+    cells: Sequence[GridCell],
 ) -> str:
-    """Return the settings, what the cells are relative to, and the cells, as JSON."""
+    """Return settings, baselines and cells as JSON."""
     found = {
         "command": command,
         "grid": settings,
@@ -50,8 +47,8 @@ def document(
     return json.dumps(found, indent=1) + "\n"
 
 
-def measured_table(num_jobs: int, measured: Sequence[Measured]) -> Table:
-    table = Table(title=f"what the cells are relative to; {num_jobs} jobs a seed")
+def measured_table(num_jobs: int, measured: Sequence[SeedBaseline]) -> Table:
+    table = Table(title=f"capacity and working set; {num_jobs} jobs per seed")
     titles = ("seed", "capacity, jobs/s", "working set, blocks", "mean", "requests", "mean job, s")
     for title in titles:
         table.add_column(title, justify="right")
@@ -64,20 +61,20 @@ def measured_table(num_jobs: int, measured: Sequence[Measured]) -> Table:
             str(each.num_requests),
             f"{each.unpressed_job_s_mean:.1f}",
         )
-    table.caption = "mean job: with a pool that holds everything, at 90 % of the capacity"
+    table.caption = "mean job: with a sufficient pool, at 90 % of the capacity"
     return table
 
 
-def measured_line(measured: Measured) -> str:
-    """Before its cells."""
+def measured_line(measured: SeedBaseline) -> str:
+    """Return a line about the baseline of a seed."""
     return (
         f"seed {measured.seed}: capacity {measured.capacity_jobs_per_s:.3f} jobs/s, working set "
         f"{measured.working_set_blocks:,} blocks, mean job {measured.unpressed_job_s_mean:.1f} s"
     )
 
 
-def cell_line(cell: Cell) -> str:
-    """One that has just ended, before others are there to compare it with."""
+def cell_line(cell: GridCell) -> str:
+    """Return a line about a cell, without comparison."""
     failed = f", {cell.num_failed} jobs failed" if cell.num_failed else ""
     return (
         f"seed {cell.seed}, pool {cell.pool_percent} %, arrivals {cell.rate_percent} %, "
@@ -86,9 +83,9 @@ def cell_line(cell: Cell) -> str:
     )
 
 
-def table(cells: Sequence[Cell]) -> Table:
-    """A row a cell and policy: means over seeds, and the range of what is compared."""
-    made = Table(title="job completion, s; ratios: fcfs by this one (range over seeds)")
+def table(cells: Sequence[GridCell]) -> Table:
+    """Return a table with a row per cell: means over seeds, and ranges of the ratios."""
+    made = Table(title="job duration, s; ratios: fcfs / this policy (range over seeds)")
     for number, title in enumerate(_titles(cells)):
         made.add_column(title, justify="left" if number < _NUM_NAMES else "right")
     before: list[str] = []
@@ -100,8 +97,8 @@ def table(cells: Sequence[Cell]) -> Table:
     return made
 
 
-def markdown(cells: Sequence[Cell]) -> Iterator[str]:
-    """The lines of the same table in a document."""
+def markdown(cells: Sequence[GridCell]) -> Iterator[str]:
+    """Yield the lines of the same table in Markdown."""
     titles = _titles(cells)
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
@@ -110,12 +107,12 @@ def markdown(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 _NUM_NAMES: Final = 3
-"""Columns that say which cell it is; the others are figures."""
+"""Number of columns that identify the cell."""
 
 
-def _titles(cells: Sequence[Cell]) -> list[str]:
+def _titles(cells: Sequence[GridCell]) -> list[str]:
     titles = ["pool", "arrivals", "policy", "mean", "p99", "ratio of means", "of p99", "found"]
-    titles += ["preempted", "pins taken / hit / expired / unpinned"]
+    titles += ["preempted", "pins taken / used / expired / released"]
     if _has_others(cells):
         titles.append("others: mean, p99")
     if _has_failed(cells):
@@ -123,7 +120,7 @@ def _titles(cells: Sequence[Cell]) -> list[str]:
     return titles
 
 
-def _rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
+def _rows(cells: Sequence[GridCell]) -> Iterator[list[str]]:
     for (pool, rate, name), group in grouped(cells):
         pins = ("pins_taken", "pins_hit", "pins_expired", "pins_unpinned")
         row = [
@@ -141,54 +138,54 @@ def _rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
         if _has_others(cells):
             row.append(f"{_mean(group, 'other_s_mean'):.1f}, {_mean(group, 'other_s_p99'):.0f}")
         if _has_failed(cells):
-            row.append(str(sum(each.num_failed for each in group)))
+            row.append(str(sum(cell.num_failed for cell in group)))
         yield row
 
 
-def _has_failed(cells: Sequence[Cell]) -> bool:
-    return any(each.num_failed for each in cells)
+def _has_failed(cells: Sequence[GridCell]) -> bool:
+    return any(cell.num_failed for cell in cells)
 
 
-def _has_others(cells: Sequence[Cell]) -> bool:
-    return any(each.other_s_mean for each in cells)
+def _has_others(cells: Sequence[GridCell]) -> bool:
+    return any(cell.other_s_mean for cell in cells)
 
 
-def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
-    """The targets, where the grid has their cells."""
+def verdicts(cells: Sequence[GridCell]) -> Iterator[str]:
+    """Yield lines about the targets whose cells were measured."""
     for (pool, rate, name), group in grouped(cells):
-        ratios = [each.ratio_mean for each in group if each.ratio_mean is not None]
+        ratios = [cell.ratio_mean for cell in group if cell.ratio_mean is not None]
         if name != "rule" or not ratios:
             continue
         worst = min(ratios)
         where = f"{pool} % pool, {rate} % arrivals"
-        compared = [each for each in cells if each.pool_and_rate == (pool, rate)]
-        if _has_failed(compared):
-            num_failed = sum(each.num_failed for each in compared)
-            yield f"{where}: {num_failed} jobs failed, so nothing is compared"
+        same_cell = [cell for cell in cells if cell.pool_and_rate == (pool, rate)]
+        if _has_failed(same_cell):
+            num_failed = sum(cell.num_failed for cell in same_cell)
+            yield f"{where}: {num_failed} jobs failed, not compared"
             continue
         if (pool, rate) == PRESSED:
-            kept = "kept" if worst >= FASTER else "MISSED"
-            yield f"{where}: {worst:.2f} x fcfs or better; 1.5 x: {kept}"
+            verdict = "met" if worst >= FASTER else "MISSED"
+            yield f"{where}: {worst:.2f} times as fast as fcfs or better; 1.5 times: {verdict}"
         if pool == CALM_POOL:
-            kept = "kept" if 1 / worst <= SLOWER else "MISSED"
+            verdict = "met" if 1 / worst <= SLOWER else "MISSED"
             percent = 100 / worst - 100
-            yield f"{where}: {percent:+.1f} % at worst beside fcfs; at most +2 %: {kept}"
+            yield f"{where}: {percent:+.1f} % at worst relative to fcfs; at most +2 %: {verdict}"
 
 
-def grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[int, int, str], list[Cell]]]:
-    """Over the seeds, in the order of the grid."""
-    groups: dict[tuple[int, int, str], list[Cell]] = {}
-    for each in cells:
-        groups.setdefault((each.pool_percent, each.rate_percent, each.variant), []).append(each)
+def grouped(cells: Sequence[GridCell]) -> Iterator[tuple[tuple[int, int, str], list[GridCell]]]:
+    """Yield the cells of all seeds, grouped by pool, rate and policy."""
+    groups: dict[tuple[int, int, str], list[GridCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.pool_percent, cell.rate_percent, cell.variant), []).append(cell)
     yield from groups.items()
 
 
-def _mean(group: Sequence[Cell], name: str) -> float:
-    return statistics.fmean(getattr(each, name) for each in group)
+def _mean(group: Sequence[GridCell], name: str) -> float:
+    return statistics.fmean(getattr(cell, name) for cell in group)
 
 
-def _range(group: Sequence[Cell], name: str) -> str:
-    values = [getattr(each, name) for each in group if getattr(each, name) is not None]
+def _range(group: Sequence[GridCell], name: str) -> str:
+    values = [getattr(cell, name) for cell in group if getattr(cell, name) is not None]
     if not values:
         return "-"
     if len(values) == 1:
@@ -197,7 +194,7 @@ def _range(group: Sequence[Cell], name: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, print the tables, write the figures."""
+    """Measure all cells, print the tables and write the figures."""
     options = _parse(words)
     grid = _grid(options)
     with writable("--json", options.json) as files:
@@ -207,8 +204,8 @@ def main(words: Sequence[str]) -> None:
     show(options, measured_table(grid.num_jobs, measured), found)
 
 
-def show(options: argparse.Namespace, measured: Table, cells: Sequence[Cell]) -> None:
-    """Print the cells: as a Markdown table, or as tables with the verdicts."""
+def show(options: argparse.Namespace, measured: Table, cells: Sequence[GridCell]) -> None:
+    """Print the cells: as a Markdown table, or as tables with the targets."""
     if options.markdown:
         print("\n".join(markdown(cells)))
         return
@@ -219,40 +216,41 @@ def show(options: argparse.Namespace, measured: Table, cells: Sequence[Cell]) ->
         console.print(line, highlight=False)
 
 
-def _run(grid: RealGrid) -> tuple[list[Measured], list[Cell]]:
-    """Seed by seed. It takes hours, so each figure is said when it is known."""
-    measured: list[Measured] = []
-    found: list[Cell] = []
+def _run(grid: AgentGrid) -> tuple[list[SeedBaseline], list[GridCell]]:
+    """Measure all seeds. It takes hours, so each result is printed at once."""
+    measured: list[SeedBaseline] = []
+    found: list[GridCell] = []
     with ExitStack() as stack:
         progress, task = show_progress(stack, _num_cells(grid))
 
-        def say(line: str) -> None:
+        def print_line(line: str) -> None:
             progress.console.print(line, highlight=False, soft_wrap=True)
 
-        def done(cell: Cell) -> None:
-            say(cell_line(cell))
-            progress.advance(task)
-
         for seed in grid.seeds:
-            daemons = Daemons(grid, seed)
-            measured.append(daemons.measure())
-            say(measured_line(measured[-1]))
-            found += daemons.cells(measured[-1], done)
+            seed_grid = SeedGrid(grid, seed)
+            measured.append(seed_grid.measure())
+            print_line(measured_line(measured[-1]))
+            cells = []
+            for cell in seed_grid.measure_cells(measured[-1]):
+                print_line(cell_line(cell))
+                progress.advance(task)
+                cells.append(cell)
+            found += compared(cells)
     return measured, found
 
 
 def show_progress(stack: ExitStack, num_cells: int) -> tuple[Progress, TaskID]:
-    """Show a bar on standard error until the stack is left."""
+    """Show a progress bar on standard error until the stack is closed."""
     progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
     return progress, progress.add_task("cells", total=num_cells)
 
 
-def _num_cells(grid: RealGrid) -> int:
+def _num_cells(grid: AgentGrid) -> int:
     return len(grid.seeds) * len(grid.pools) * len(grid.rates) * len(grid.variants)
 
 
-def _grid(options: argparse.Namespace) -> RealGrid:
-    return RealGrid(
+def _grid(options: argparse.Namespace) -> AgentGrid:
+    return AgentGrid(
         num_jobs=options.jobs or _NUM_JOBS,
         seeds=options.seeds or [0],
         variants=options.policies,
@@ -285,11 +283,11 @@ def _variants(text: str) -> list[str]:
     return names
 
 
-def add_grid(parser: Parser, defaults: Mapping[str, str]) -> None:
-    """Add the flags of any grid. defaults: what the help says for jobs, seeds, pools and rates."""
+def add_grid(parser: BenchParser, defaults: Mapping[str, str]) -> None:
+    """Add flags of a grid. defaults: of jobs, seeds, pools and rates, for the help."""
     add = parser.add_argument
-    add("--jobs", type=at_least_one, metavar="N", help=f"a seed ({defaults['jobs']})")
-    add("--seeds", type=_seeds, metavar="N,…", help=f"of the load ({defaults['seeds']})")
+    add("--jobs", type=at_least_one, metavar="N", help=f"jobs per seed ({defaults['jobs']})")
+    add("--seeds", type=_seeds, metavar="N,…", help=f"seeds of the load ({defaults['seeds']})")
     add("--pools", type=_whole, metavar="P,…", help=f"%% of the working set ({defaults['pools']})")
     add("--rates", type=_whole, metavar="P,…", help=f"%% of the capacity ({defaults['rates']})")
     add(
@@ -297,14 +295,14 @@ def add_grid(parser: Parser, defaults: Mapping[str, str]) -> None:
         type=_variants,
         default=list(VARIANTS),
         metavar="NAME,…",
-        help=f"side by side: {', '.join(VARIANTS)} (all)",
+        help=f"policies to compare: {', '.join(VARIANTS)} (all)",
     )
-    add("--json", metavar="FILE", help="write the figures there, too")
-    add("--markdown", action="store_true", help="print the cells as the table of a document")
+    add("--json", metavar="FILE", help="write the figures to a file")
+    add("--markdown", action="store_true", help="print the cells as a Markdown table")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="tokend bench agents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -315,10 +313,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         type=positive,
         default=0.05,
         metavar="X",
-        help="factor of the tools' durations (0.05)",
+        help="factor of the durations of tools (0.05)",
     )
     parser.add_argument(
-        "--turns", type=positive, default=10.0, metavar="N", help="of a session, mean (10)"
+        "--turns", type=positive, default=10.0, metavar="N", help="mean turns per job (10)"
     )
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

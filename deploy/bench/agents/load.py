@@ -17,10 +17,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class ToolLoad:
-    """A tool that agents call.
-
-    share: of all calls. median_s, sigma: of its durations, which are log-normal.
-    """
+    """A tool of agents. share: of all calls. median_s, sigma: of its log-normal durations."""
 
     name: str
     share: float
@@ -35,21 +32,22 @@ TOOLS: Final = (
     ToolLoad("fetch", 0.19, 2.5, 1.0),
     ToolLoad("run_tests", 0.05, 60.0, 1.8),
 )
-"""Together as TraceLab's 432,510 calls: 61 % under a second, 4 % over a minute, which are 80 % of
-all tool time (there 85 %); shell has its published median, 0.85 s, and 99th percentile, 235 s. How
-the other calls divide among tools is assumed."""
+"""Distribution of the 432,510 calls of TraceLab: 61 % under a second, 4 % over a minute, which are
+80 % of all tool time (there 85 %). shell has the published median of 0.85 s and 99th percentile of
+235 s; the shares of the other tools are assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLoad:
-    """Jobs of agents, drawn: turns with tool calls between them, over a prefix that grows.
+    """Parameters of random agent jobs: turns with tool calls between them, and a growing prefix.
 
-    jobs_per_second: arrivals, Poisson. turns: of a job, mean. system_tokens: every job begins with
-    one of `num_systems` prompts so long. turn_tokens: that a turn adds to the prompt, mean;
-    output_tokens: that it generates, mean. longest: of a job's context; it ends there.
-    tools: of which each turn but the last calls one; none takes longer than `longest_tool_s`.
-    others_per_job: requests of others that come for each job, one by one, in random moments; no two
-    of them have anything in common. other_tokens, other_output_tokens: of each, mean.
+    jobs_per_second: Poisson arrivals. turns: mean number per job.
+    num_systems, system_tokens: each job begins with one of these system prompts.
+    turn_tokens: mean tokens that a turn adds to the prompt. output_tokens: mean per turn.
+    longest: maximum context of a job, which ends there.
+    tools: each turn except the last calls one, for at most `longest_tool_s` seconds.
+    others_per_job: requests of other clients per job, at random times, without common prefixes.
+    other_tokens, other_output_tokens: their mean tokens.
     """
 
     num_jobs: int
@@ -69,11 +67,11 @@ class AgentLoad:
 
 
 @dataclass(frozen=True)
-class AgentTurn:
-    """new_tokens: that it adds to the prompt (of a first turn: to the system prompt).
+class JobTurn:
+    """A turn of a job.
 
-    output_tokens: that it generates. tool: that it calls then, for so many seconds; the last turn
-    has none.
+    new_tokens: added to the prompt; in the first turn, to the system prompt.
+    output_tokens: generated. tool, tool_s: called after it and its seconds; "" in the last turn.
     """
 
     new_tokens: int
@@ -84,17 +82,17 @@ class AgentTurn:
 
 @dataclass(frozen=True)
 class AgentJob:
-    """starts_s: when its first turn comes. system: number of the system prompt."""
+    """A job. starts_s: arrival of its first turn. system: index of the system prompt."""
 
     starts_s: float
     system: int
-    turns: list[AgentTurn]
+    turns: list[JobTurn]
 
 
 def draw_jobs(load: AgentLoad) -> list[AgentJob]:
-    """The same for the same load, by their starts; equal but for the starts at another rate."""
+    """Draw the jobs of a load, ordered by start; another rate changes only the starts."""
     rng = random.Random(load.seed)
-    shares = [each.share for each in load.tools]
+    shares = [tool.share for tool in load.tools]
     jobs, started = [], 0.0
     for _ in range(load.num_jobs):
         started += rng.expovariate(1.0)
@@ -105,21 +103,21 @@ def draw_jobs(load: AgentLoad) -> list[AgentJob]:
     return jobs
 
 
-def draw_others(load: AgentLoad) -> list[tuple[float, AgentTurn]]:
-    """When they come, in seconds, and their one turn; jobs are drawn the same without them."""
+def draw_others(load: AgentLoad) -> list[tuple[float, JobTurn]]:
+    """Draw the requests of other clients, independent of jobs, as (arrival in seconds, turn)."""
     rng = random.Random(f"{load.seed}: others")
     started, found = 0.0, []
     for _ in range(round(load.num_jobs * load.others_per_job)):
         started += rng.expovariate(load.others_per_job)
         num_output = min(1 + _count(rng, load.other_output_tokens - 1), load.longest - 1)
         num_new = min(1 + _count(rng, load.other_tokens - 1), load.longest - num_output)
-        found.append((started / load.jobs_per_second, AgentTurn(num_new, num_output)))
+        found.append((started / load.jobs_per_second, JobTurn(num_new, num_output)))
     return found
 
 
-def _draw_turns(load: AgentLoad, shares: list[float], rng: random.Random) -> list[AgentTurn]:
-    """At least one; the last one calls no tool."""
-    turns: list[AgentTurn] = []
+def _draw_turns(load: AgentLoad, shares: list[float], rng: random.Random) -> list[JobTurn]:
+    """Draw the turns of a job: at least one; the last one calls no tool."""
+    turns: list[JobTurn] = []
     num_tokens = load.system_tokens
     for _ in range(1 + _count(rng, load.turns - 1)):
         num_new = 1 + _count(rng, load.turn_tokens - 1)
@@ -133,22 +131,23 @@ def _draw_turns(load: AgentLoad, shares: list[float], rng: random.Random) -> lis
         num_tokens += num_new + num_output
         tool = rng.choices(load.tools, shares)[0]
         seconds = rng.lognormvariate(math.log(tool.median_s), tool.sigma)
-        turns.append(AgentTurn(num_new, num_output, tool.name, min(seconds, load.longest_tool_s)))
+        turns.append(JobTurn(num_new, num_output, tool.name, min(seconds, load.longest_tool_s)))
     last = turns[-1]
-    turns[-1] = AgentTurn(last.new_tokens, last.output_tokens)
+    turns[-1] = JobTurn(last.new_tokens, last.output_tokens)
     return turns
 
 
 def _count(rng: random.Random, mean: float) -> int:
-    """From 0 on, geometric."""
+    """Draw a geometric number from 0."""
     return int(rng.expovariate(math.log1p(1 / mean))) if mean > 0 else 0
 
 
 def agent_load(num_jobs: int, seed: int, others_per_job: float = 0.0) -> AgentLoad:
-    """A job a second; the shape of the Codex traces, with contexts a tenth of theirs.
+    """Return a load like the Codex traces, with a tenth of their context lengths.
 
-    There: a median of 33 turns, 12K tokens that become 80K by 2,242 a turn, 131 tokens in for one
-    out. Here: 33 turns, or fewer where 8,192 tokens are full; 1,024 tokens and then 225 a turn.
+    Traces: a median of 33 turns, contexts that grow from 12K to 80K tokens by 2,242 per turn, 131
+    input tokens per output token. Here: one job per second, 33 turns or fewer up to 8,192 tokens,
+    1,024 tokens at the begin and 225 more per turn.
     """
     return AgentLoad(
         num_jobs=num_jobs,
@@ -160,30 +159,27 @@ def agent_load(num_jobs: int, seed: int, others_per_job: float = 0.0) -> AgentLo
     )
 
 
-# The scheduling policies that the benchmark compares.
-
-
 @dataclass(frozen=True)
-class Variant:
-    """A policy of the scheduler, how it pins, and whether there is host memory behind the pool."""
+class PolicyVariant:
+    """A scheduling policy, its pin policy, and whether KV is offloaded to host memory."""
 
     policy: str
     pin_policy: str | None = None
-    has_tier: bool = False
+    offloads: bool = False
 
     def flags(self) -> list[str]:
-        """Of `tokend serve`, but for those of the tier."""
+        """Return flags of `tokend serve`, without those for offloading."""
         pins = ["--pin-policy", self.pin_policy] if self.pin_policy else []
         return ["--scheduling-policy", self.policy, *pins]
 
 
 BASELINE: Final = "fcfs"
 VARIANTS: Final = {
-    BASELINE: Variant("fcfs"),
-    "none": Variant("continuum", "none"),
-    "fixed": Variant("continuum", "fixed"),
-    "rule": Variant("continuum", "rule"),
-    "fcfs+host": Variant("fcfs", None, True),
-    "rule+host": Variant("continuum", "rule", True),
+    BASELINE: PolicyVariant("fcfs"),
+    "none": PolicyVariant("continuum", "none"),
+    "fixed": PolicyVariant("continuum", "fixed"),
+    "rule": PolicyVariant("continuum", "rule"),
+    "fcfs+host": PolicyVariant("fcfs", None, True),
+    "rule+host": PolicyVariant("continuum", "rule", True),
 }
-"""none, fixed and rule are of policy continuum; +host: with host memory behind the pool."""
+"""Compared policies. none, fixed and rule: pin policies of continuum; +host: with offloading."""

@@ -1,8 +1,7 @@
-"""Agents that talk to a daemon: what was drawn, as completions of token ids, with waits for tools.
+"""Agents that send the jobs of a load to a daemon, as completions of token ids.
 
-A turn's prompt is exactly what was said and what is new, and its answer gets as many tokens as the
-draw says. Nobody calls a tool by name here: a daemon learns from the durations of all calls alike.
-A request that fails ends its job, and is counted.
+The prompt of a turn is the whole conversation and new tokens; the answer has the drawn number of
+tokens. Tool calls are pauses; requests do not name the tool. A failed request ends its job.
 """
 
 import asyncio
@@ -17,32 +16,35 @@ from typing import Any, Final
 import httpx
 
 from deploy.bench.agents.load import AgentJob, AgentLoad
-from deploy.bench.datasets import TokenIds
+from deploy.bench.datasets import RandomTokenIds
 
 _ANSWER_SECONDS: Final = 3600.0
 _BLOCK_SIZE: Final = 16
-_WARM: Final = 0.1
-"""Part of the jobs that have to have begun before their KV counts, as in the simulation."""
-_IDS: Final = TokenIds()
+_WARM_UP_SHARE: Final = 0.1
+"""Share of the jobs that must have begun before the working set is measured."""
+_IDS: Final = RandomTokenIds()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """rate: factor of the drawn arrivals; inf lets all come at the start.
+class AgentPace:
+    """Speed of the jobs.
 
-    at_once: of them are under way, the others wait. tool_scale: factor of tools' times.
+    rate: factor of the rate of arrivals; inf: all arrive at the start. concurrency: maximum of
+    running jobs. tool_scale: factor of the durations of tools.
     """
 
     rate: float
-    at_once: int
+    concurrency: int
     tool_scale: float
 
 
 @dataclass
-class Done:
-    """What came of all jobs of a run. job_seconds: of those that came to their end.
+class AgentRunResult:
+    """Results of all jobs of a run.
 
-    seconds: until the last one did.
+    job_seconds: of completed jobs. seconds: until the last job ended. num_failed: failed jobs.
+    cached_tokens: prompt tokens found in the prefix cache.
+    live_blocks_mean, live_blocks_peak: KV blocks of running jobs, in the pool or not.
     """
 
     job_seconds: list[float] = field(default_factory=list)
@@ -50,14 +52,14 @@ class Done:
     num_requests: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
-    found_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     live_blocks_mean: float = 0.0
     live_blocks_peak: int = 0
 
 
-class _LiveBlocks:
-    """KV of jobs under way, in full blocks, in the pool or not; what they share counts once."""
+class _WorkingSet:
+    """KV of running jobs over time, in full blocks, cached or not; shared blocks count once."""
 
     def __init__(self, shape: AgentLoad) -> None:
         self._shared = shape.system_tokens // _BLOCK_SIZE
@@ -66,24 +68,24 @@ class _LiveBlocks:
         self._starts: list[float] = []
         self._levels: list[tuple[float, int]] = []
 
-    def begins(self, number: int, system: int) -> None:
+    def note_begin(self, number: int, system: int) -> None:
         self._starts.append(time.monotonic())
         self._own[number] = 0
         self._systems[system] += 1
 
-    def has(self, number: int, num_tokens: int) -> None:
-        """num_tokens: the job's so far, its system prompt included."""
+    def note_length(self, number: int, num_tokens: int) -> None:
+        """Note the length of a job. num_tokens: including the system prompt."""
         self._own[number] = num_tokens // _BLOCK_SIZE - self._shared
-        self._note()
+        self._record()
 
-    def over(self, number: int, system: int) -> None:
+    def note_end(self, number: int, system: int) -> None:
         del self._own[number]
         self._systems[system] -= 1
-        self._note()
+        self._record()
 
     def mean_and_peak(self) -> tuple[float, int]:
-        """From the warm start to the last one's; zeros where that is no time."""
-        begin, end = self._starts[int(_WARM * len(self._starts))], self._starts[-1]
+        """Return mean and maximum between the end of the warm-up and the start of the last job."""
+        begin, end = self._starts[int(_WARM_UP_SHARE * len(self._starts))], self._starts[-1]
         peak, area = 0, 0.0
         for (since, level), (until, _) in pairwise([*self._levels, (end, 0)]):
             spanned = min(until, end) - max(since, begin)
@@ -92,34 +94,38 @@ class _LiveBlocks:
                 peak = max(peak, level)
         return (area / (end - begin) if end > begin else 0.0), peak
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         shared = self._shared * sum(1 for users in self._systems.values() if users)
         self._levels.append((time.monotonic(), shared + sum(self._own.values())))
 
 
-async def play(url: str, jobs: Sequence[AgentJob], shape: AgentLoad, pace: Pace) -> Done:
-    """All jobs to their ends, each from its moment on."""
-    done, live = Done(), _LiveBlocks(shape)
+async def run_agents(
+    url: str, jobs: Sequence[AgentJob], shape: AgentLoad, pace: AgentPace
+) -> AgentRunResult:
+    """Run all jobs, each from its start, and return the results."""
+    result, live = AgentRunResult(), _WorkingSet(shape)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    places = asyncio.Semaphore(pace.at_once)
+    slots = asyncio.Semaphore(pace.concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_SECONDS, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         fields = {"model": model, "temperature": 0, "ignore_eos": True}
-        begun = time.monotonic()
+        started_at = time.monotonic()
 
-        async def one(number: int, job: AgentJob) -> None:
-            await asyncio.sleep(begun + job.starts_s / pace.rate - time.monotonic())
-            async with places:
-                await _Job(number, job, shape, pace.tool_scale, done, live).run(client, fields)
+        async def run_job(number: int, job: AgentJob) -> None:
+            await asyncio.sleep(started_at + job.starts_s / pace.rate - time.monotonic())
+            async with slots:
+                await _AgentClient(number, job, shape, pace.tool_scale, result, live).run(
+                    client, fields
+                )
 
-        await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
-    done.seconds = time.monotonic() - begun
-    done.live_blocks_mean, done.live_blocks_peak = live.mean_and_peak()
-    return done
+        await asyncio.gather(*(run_job(number, job) for number, job in enumerate(jobs)))
+    result.seconds = time.monotonic() - started_at
+    result.live_blocks_mean, result.live_blocks_peak = live.mean_and_peak()
+    return result
 
 
-class _Job:
-    """One agent."""
+class _AgentClient:
+    """Runs one job."""
 
     def __init__(
         self,
@@ -127,36 +133,36 @@ class _Job:
         job: AgentJob,
         shape: AgentLoad,
         tool_scale: float,
-        done: Done,
-        live: _LiveBlocks,
+        result: AgentRunResult,
+        live: _WorkingSet,
     ) -> None:
         self._number = number
         self._job = job
         self._tool_scale = tool_scale
-        self._done = done
+        self._result = result
         self._live = live
         self._rng = random.Random(f"{shape.seed}:{number}")
         system = random.Random(f"{shape.seed}:system {job.system}")
-        self._said = _IDS.prompt(system, shape.system_tokens)
+        self._conversation = _IDS.make_prompt(system, shape.system_tokens)
 
     async def run(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
         started = time.monotonic()
-        self._live.begins(self._number, self._job.system)
+        self._live.note_begin(self._number, self._job.system)
         try:
-            if await self._turns(client, fields):
-                self._done.job_seconds.append(time.monotonic() - started)
+            if await self._run_turns(client, fields):
+                self._result.job_seconds.append(time.monotonic() - started)
             else:
-                self._done.num_failed += 1
+                self._result.num_failed += 1
         finally:
-            self._live.over(self._number, self._job.system)
+            self._live.note_end(self._number, self._job.system)
 
-    async def _turns(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> bool:
+    async def _run_turns(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> bool:
         for turn in self._job.turns:
-            self._said += _IDS.prompt(self._rng, turn.new_tokens)
-            self._live.has(self._number, len(self._said))
+            self._conversation += _IDS.make_prompt(self._rng, turn.new_tokens)
+            self._live.note_length(self._number, len(self._conversation))
             body = {
                 **fields,
-                "prompt": self._said,
+                "prompt": self._conversation,
                 "max_tokens": turn.output_tokens,
                 "return_token_ids": True,
                 "agent_hint": {
@@ -164,15 +170,15 @@ class _Job:
                     "is_last_step": not turn.tool,
                 },
             }
-            if not await self._ask(client, body):
+            if not await self._send(client, body):
                 return False
-            self._live.has(self._number, len(self._said))
+            self._live.note_length(self._number, len(self._conversation))
             await asyncio.sleep(turn.tool_s * self._tool_scale)
         return True
 
-    async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> bool:
-        """Takes up what was answered; False where nothing was."""
-        self._done.num_requests += 1
+    async def _send(self, client: httpx.AsyncClient, body: dict[str, Any]) -> bool:
+        """Send a request and append its answer to the conversation; return False if it fails."""
+        self._result.num_requests += 1
         try:
             response = await client.post("/v1/completions", json=body)
         except httpx.HTTPError:
@@ -181,8 +187,8 @@ class _Job:
             return False
         answer = response.json()
         usage = answer["usage"]
-        self._done.prompt_tokens += usage["prompt_tokens"]
-        self._done.output_tokens += usage["completion_tokens"]
-        self._done.found_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-        self._said += answer["choices"][0]["token_ids"]
+        self._result.prompt_tokens += usage["prompt_tokens"]
+        self._result.output_tokens += usage["completion_tokens"]
+        self._result.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        self._conversation += answer["choices"][0]["token_ids"]
         return True

@@ -1,1 +1,1 @@
-"""`tokend bench chaos`: processes die under load, and what clients notice of it."""
+"""`tokend bench chaos`: kills processes under load and checks that clients are not affected."""

@@ -1,7 +1,7 @@
-"""`tokend bench chaos`: kill and stop processes under load, and look whether anybody notices.
+"""`tokend bench chaos`: kills and stops processes under load, and checks every answer.
 
-answers undisturbed, twice ─▶ clients ask the same in a closed loop, processes die
-                              ─▶ the same once more undisturbed ─▶ nothing may be left over
+reference answers, twice ─▶ clients send the same requests in a closed loop, processes are killed
+                            ─▶ the requests once more ─▶ no process or descriptor may be left over
 """
 
 import argparse
@@ -21,163 +21,176 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.chaos import killer
-from deploy.bench.chaos.killer import ENGINE, WORKER, Blow, Crowd, Killer, Strike, Tally
+from deploy.bench.chaos.killer import (
+    ENGINE,
+    FRONT_END_KILLS,
+    KILLS,
+    STOPS,
+    WORKER,
+    ClientCounts,
+    ClientPool,
+    Disruption,
+    DisruptionResult,
+    ProcessKiller,
+)
 from deploy.bench.chaos.streams import (
     MAX_TIE_RATE,
     TIE_GAP,
-    BrokenStreamError,
-    Difference,
-    Stream,
-    Verdict,
-    bodies,
-    compare,
-    gap,
-    undisturbed,
+    CompletionStream,
+    InvalidStreamError,
+    StreamComparison,
+    TokenDifference,
+    compare_streams,
+    reference_answers,
+    request_bodies,
+    score_gap,
 )
-from deploy.bench.options import Parser, at_least_one, positive, writable, write
-from deploy.bench.processes import Rest, left_over, pids_by_title
+from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
+from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
+from deploy.bench.processes import IdleState, find_leftovers, pids_by_title
 from deploy.bench.servers import MeasuredDaemon
-from deploy.bench.verdicts import Limit, judge, limits_json, limits_table, quantile
 from proto.errors import TokendError
 
-# What a chaos run found, as tables, as limits and as data.
+# ---- Findings ----
 
 
 MAX_GAP_SECONDS: Final = 2.0
-"""From an engine's death to the next token; a worker has its start and as much again."""
+"""From the death of an engine to the next token; for a worker, plus the time of its start."""
 _BACK: Final = re.compile(r"^(\w+) \d+: is back after ([0-9.]+) s")
 
 
 @dataclass
-class Findings:
-    """differences: with the gap between the scores of the two tokens.
+class ChaosFindings:
+    """Results of a chaos run.
 
-    after: what was not as before when it was over. trouble: why the run ended early.
-    lines: that the daemon printed.
+    differences: different tokens, each with the gap between the scores of the two tokens.
+    leftovers: resources that have grown. aborted: why the run ended early.
+    lines: output of the daemon.
     """
 
-    tally: Tally
-    strikes: Sequence[Strike]
-    differences: list[tuple[Difference, float]] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)
-    trouble: list[str] = field(default_factory=list)
+    counts: ClientCounts
+    disruptions: Sequence[DisruptionResult]
+    differences: list[tuple[TokenDifference, float]] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     lines: Sequence[str] = ()
 
     @property
-    def different(self) -> list[tuple[Difference, float]]:
-        """Those that are no ties."""
-        return [each for each in self.differences if each[1] >= TIE_GAP]
+    def different(self) -> list[tuple[TokenDifference, float]]:
+        """Differences that are not ties."""
+        return [entry for entry in self.differences if entry[1] >= TIE_GAP]
 
     @property
     def num_ties(self) -> int:
-        """Differences between tokens that were as good as each other."""
+        """Differences between tokens of nearly equal scores."""
         return len(self.differences) - len(self.different)
 
     @property
     def faults(self) -> list[str]:
-        """Everything that must not be and can be shown, in words."""
-        found = [f"failed: {each}" for each in self.tally.failures]
+        """Return descriptions of all faults."""
+        found = [f"failed: {failure}" for failure in self.counts.failures]
         found += [f"different: {one.describe()}, gap {gap:.2g}" for one, gap in self.different]
-        found += [f"different: {each}" for each in self.tally.verdict.wrong]
-        found += [f"afterwards: {each}" for each in self.after]
-        return found + self.trouble
+        found += [f"different: {error}" for error in self.counts.comparison.other_errors]
+        found += [f"left over: {leftover}" for leftover in self.leftovers]
+        return found + self.aborted
 
     @property
     def limits(self) -> list[Limit]:
-        """What the run is judged by; the gaps of those who were there to die."""
-        verdict = self.tally.verdict
-        most_ties = max(1.0, verdict.num_tokens * MAX_TIE_RATE)
-        num_different = len(self.different) + len(verdict.wrong)
+        """Return all limits, with the measured values."""
+        comparison = self.counts.comparison
+        most_ties = max(1.0, comparison.num_tokens * MAX_TIE_RATE)
+        num_different = len(self.different) + len(comparison.other_errors)
         return [
-            Limit("failed requests", len(self.tally.failures), "at most", 0),
+            Limit("failed requests", len(self.counts.failures), "at most", 0),
             Limit("different answers", num_different, "at most", 0),
             Limit("ties", self.num_ties, "at most", most_ties),
-            Limit("left over", len(self.after), "at most", 0),
-            Limit("ended early", len(self.trouble), "at most", 0),
+            Limit("left over", len(self.leftovers), "at most", 0),
+            Limit("ended early", len(self.aborted), "at most", 0),
             *self._gap_limits(),
         ]
 
     def _gap_limits(self) -> list[Limit]:
-        """Medians: one step of other people's prompts may be longer than all of a restart."""
+        """Return limits of median gaps: a single long prefill step may exceed a whole restart."""
         limits = []
-        for title, start in ((ENGINE, 0.0), (WORKER, self._start_of("worker"))):
-            gaps = [each.gap for each in self.strikes if _is_plain_death(each, title)]
+        for title, start in ((ENGINE, 0.0), (WORKER, self._median_start("worker"))):
+            gaps = [result.gap for result in self.disruptions if _kills_only(result, title)]
             if gaps:
                 name = f"{title.removeprefix('tokend: ')}: median gap"
                 bound = start + MAX_GAP_SECONDS
                 limits.append(Limit(name, statistics.median(gaps), "at most", bound, "s"))
         return limits
 
-    def _start_of(self, role: str) -> float:
+    def _median_start(self, role: str) -> float:
         seconds = self.starts.get(role)
         return statistics.median(seconds) if seconds else 0.0
 
     @property
     def starts(self) -> dict[str, list[float]]:
-        """Seconds from a death until the next life is at work, by role, as the daemon says."""
+        """Seconds from a death until the successor is ready, by role, as printed by the daemon."""
         found = defaultdict(list)
         for line in self.lines:
             if back := _BACK.match(line):
                 found[back[1]].append(float(back[2]))
         return found
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
         return {
             "kills": [
-                {"blow": each.blow.name, "gap": each.gap, "gaps": list(each.gaps)}
-                for each in self.strikes
+                {"kind": result.disruption.name, "gap": result.gap, "gaps": list(result.gaps)}
+                for result in self.disruptions
             ],
             "starts": self.starts,
-            "requests": self.tally.num_requests,
-            "left": self.tally.num_left,
-            "excused": self.tally.num_excused,
-            "tokens": self.tally.verdict.num_tokens,
+            "requests": self.counts.num_requests,
+            "disconnected": self.counts.num_disconnected,
+            "excused": self.counts.num_excused,
+            "tokens": self.counts.comparison.num_tokens,
             "faults": self.faults,
         }
 
 
-def _is_plain_death(strike: Strike, title: str) -> bool:
-    """Of this process alone, and at once: who is stopped is first missed."""
-    return strike.blow.titles == (title,) and strike.blow.signal is not signal.SIGSTOP
+def _kills_only(result: DisruptionResult, title: str) -> bool:
+    """Whether only this process was killed, not just stopped."""
+    disruption = result.disruption
+    return disruption.titles == (title,) and disruption.signal is not signal.SIGSTOP
 
 
-def show(console: Console, findings: Findings) -> None:
-    """Print everything."""
-    tally, verdict = findings.tally, findings.tally.verdict
-    console.print(_strikes(findings.strikes))
+def show(console: Console, findings: ChaosFindings) -> None:
+    """Print all findings."""
+    counts, comparison = findings.counts, findings.counts.comparison
+    console.print(_gap_table(findings.disruptions))
     for role, seconds in findings.starts.items():
         console.print(
-            f"{role}: at work {statistics.median(seconds):.1f} s after its death, "
+            f"{role}: ready {statistics.median(seconds):.1f} s after its death, "
             f"at most {max(seconds):.1f} s"
         )
-    console.print(f"kills        {len(findings.strikes):>8,}")
-    console.print(f"requests     {tally.num_requests:>8,}   {tally.num_left:,} clients went away")
-    if tally.num_excused:
-        console.print(f"ended with their front end {tally.num_excused:,}")
-    console.print(f"failed       {len(tally.failures):>8,}")
-    console.print(f"tokens       {verdict.num_tokens:>8,}   compared")
-    console.print(f"different    {len(findings.different) + len(verdict.wrong):>8,}")
+    console.print(f"kills        {len(findings.disruptions):>8,}")
+    console.print(
+        f"requests     {counts.num_requests:>8,}   {counts.num_disconnected:,} clients disconnected"
+    )
+    if counts.num_excused:
+        console.print(f"failed with their front end {counts.num_excused:,}")
+    console.print(f"failed       {len(counts.failures):>8,}")
+    console.print(f"tokens       {comparison.num_tokens:>8,}   compared")
+    console.print(f"different    {len(findings.different) + len(comparison.other_errors):>8,}")
     for difference, logit_gap in findings.differences:
         if logit_gap < TIE_GAP:
-            console.print(f"a tie: {difference.describe()}, gap {logit_gap:.2g}", markup=False)
+            console.print(f"tie: {difference.describe()}, gap {logit_gap:.2g}", markup=False)
     for fault in findings.faults:
         console.print(fault, markup=False)
     console.print(limits_table(findings.limits))
 
 
-def _strikes(strikes: Sequence[Strike]) -> Table:
-    """Only whoever was hit was started again: a strike that did more is none."""
+def _gap_table(disruptions: Sequence[DisruptionResult]) -> Table:
     table = Table(title="seconds to the next token: first stream, all")
     for name in ("kind", "kills", "p50", "p99", "all p50", "all p99"):
         table.add_column(name, justify="left" if name == "kind" else "right")
-    counts = Counter(each.blow.name for each in strikes)
+    counts = Counter(result.disruption.name for result in disruptions)
     for kind, number in sorted(counts.items()):
-        of_kind = [each for each in strikes if each.blow.name == kind]
-        firsts = [each.gap for each in of_kind]
-        everyone = [gap for each in of_kind for gap in each.gaps]
-        cells = [quantile(which, part) for which in (firsts, everyone) for part in (0.5, 0.99)]
+        of_kind = [result for result in disruptions if result.disruption.name == kind]
+        firsts = [result.gap for result in of_kind]
+        all_gaps = [gap for result in of_kind for gap in result.gaps]
+        cells = [quantile(which, part) for which in (firsts, all_gaps) for part in (0.5, 0.99)]
         table.add_row(kind, str(number), *[f"{cell:.2f}" for cell in cells])
     return table
 
@@ -186,101 +199,110 @@ _FLAGS: Final = (
     *("--dtype", "float32", "--async-scheduling", "--scheduling-policy", "priority"),
     *("--max-num-seqs", "16", "--num-gpu-blocks-override", "192", "--step-timeout", "5"),
 )
-"""Small enough that requests wait for a seat and are preempted for a block; and no step of this
-load takes 5 s where nothing is stopped."""
+"""So few sequences and blocks that requests wait and are preempted."""
 _CLIENTS: Final = 18
-_KILLS_A_MINUTE: Final = 6
+_KILLS_PER_MINUTE: Final = 6
 _REQUEST_SECONDS: Final = 300
 
 
 def main(words: Sequence[str]) -> None:
-    """Run and print; raises TokendError naming each limit that was missed."""
+    """Run the benchmark and print the findings; raises TokendError naming missed limits."""
     options = _parse(words)
     with writable("--json", options.json) as files:
         with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:
             findings = asyncio.run(_run(daemon, options))
             findings.lines = list(daemon.lines)
         show(Console(width=110), findings)
-        write(files, limits_json(findings.limits, findings.plain()))
-    judge("bench chaos", findings.limits)
+        write(files, limits_json(findings.limits, findings.to_dict()))
+    check_limits("bench chaos", findings.limits)
 
 
-async def _run(daemon: MeasuredDaemon, options: argparse.Namespace) -> Findings:
-    asked = bodies(options.tokens)
-    expected = await undisturbed(daemon.url, asked)
-    verdict = _compare(expected, await undisturbed(daemon.url, asked))
-    before = await asyncio.to_thread(Rest.of, daemon)
+async def _run(daemon: MeasuredDaemon, options: argparse.Namespace) -> ChaosFindings:
+    bodies = request_bodies(options.tokens)
+    expected = await reference_answers(daemon.url, bodies)
+    comparison = _compare(expected, await reference_answers(daemon.url, bodies))
+    before = await asyncio.to_thread(IdleState.of, daemon)
     findings = await _disturb(daemon, options, expected)
     try:
-        verdict.add(_compare(expected, await undisturbed(daemon.url, asked)))
-        findings.tally.verdict.add(verdict)
+        comparison.merge(_compare(expected, await reference_answers(daemon.url, bodies)))
+        findings.counts.comparison.merge(comparison)
         async with httpx.AsyncClient(base_url=daemon.url, timeout=_REQUEST_SECONDS) as client:
-            for difference in findings.tally.verdict.differences:
-                findings.differences.append((difference, await gap(client, difference)))
-        findings.after = await asyncio.to_thread(left_over, before, daemon)
-    except (BrokenStreamError, httpx.HTTPError) as error:
-        findings.trouble.append(f"afterwards: {error!r}")
+            for difference in findings.counts.comparison.differences:
+                findings.differences.append((difference, await score_gap(client, difference)))
+        findings.leftovers = await asyncio.to_thread(find_leftovers, before, daemon)
+    except (InvalidStreamError, httpx.HTTPError) as error:
+        findings.aborted.append(f"afterwards: {error!r}")
     return findings
 
 
 async def _disturb(
-    daemon: MeasuredDaemon, options: argparse.Namespace, expected: list[Stream]
-) -> Findings:
+    daemon: MeasuredDaemon, options: argparse.Namespace, expected: list[CompletionStream]
+) -> ChaosFindings:
     rng = random.Random(options.seed)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=daemon.url, timeout=_REQUEST_SECONDS, limits=limits
     ) as client:
-        crowd = Crowd(client, expected, _CLIENTS, rng)
-        hand = Killer(lambda: pids_by_title(daemon.pid), crowd, rng, _blows(options))
-        findings = Findings(crowd.tally, hand.strikes)
+        clients = ClientPool(client, expected, _CLIENTS, rng)
+        killer = ProcessKiller(
+            lambda: pids_by_title(daemon.pid), clients, rng, _disruptions(options)
+        )
+        findings = ChaosFindings(clients.counts, killer.results)
         try:
-            await _strike_all(hand, options)
+            await _disrupt_all(killer, options)
         except TokendError as error:
-            findings.trouble.append(str(error))
-        await crowd.leave()
+            findings.aborted.append(str(error))
+        await clients.stop()
     return findings
 
 
-async def _strike_all(hand: Killer, options: argparse.Namespace) -> None:
-    """The kills spread over the time; longer where the daemon takes longer to go on."""
-    number = options.kills or max(1, round(options.minutes * _KILLS_A_MINUTE))
-    begin, pace = time.monotonic(), options.minutes * 60 / number
-    for each in range(1, number + 1):
-        strike = await hand.strike()
+async def _disrupt_all(killer: ProcessKiller, options: argparse.Namespace) -> None:
+    """Distribute the kills over the time; it takes longer if the daemon recovers slowly."""
+    number = options.kills or max(1, round(options.minutes * _KILLS_PER_MINUTE))
+    begin, interval = time.monotonic(), options.minutes * 60 / number
+    for index in range(1, number + 1):
+        result = await killer.disrupt()
         print(
-            f"{each}/{number} {strike.blow.name}: {strike.gap:.2f} s, "
-            f"all {len(strike.gaps)} streams {max(strike.gaps):.2f} s",
+            f"{index}/{number} {result.disruption.name}: {result.gap:.2f} s, "
+            f"all {len(result.gaps)} streams {max(result.gaps):.2f} s",
             file=sys.stderr,
             flush=True,
         )
-        await asyncio.sleep(max(0.0, begin + each * pace - time.monotonic()))
+        await asyncio.sleep(max(0.0, begin + index * interval - time.monotonic()))
 
 
-def _compare(expected: Sequence[Stream], got: Sequence[Stream]) -> Verdict:
-    verdict = Verdict()
+def _compare(
+    expected: Sequence[CompletionStream], got: Sequence[CompletionStream]
+) -> StreamComparison:
+    comparison = StreamComparison()
     for one, other in zip(expected, got, strict=True):
-        verdict.add(compare(one, other))
-    return verdict
+        comparison.merge(compare_streams(one, other))
+    return comparison
 
 
-def _blows(options: argparse.Namespace) -> tuple[Blow, ...]:
+def _disruptions(options: argparse.Namespace) -> tuple[Disruption, ...]:
     if options.front_ends:
-        return killer.FRONT_END_BLOWS
-    return killer.BLOWS + killer.STOPS
+        return FRONT_END_KILLS
+    return KILLS + STOPS
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="tokend bench chaos", description=__doc__)
-    parser.add_argument("--minutes", type=positive, default=10.0, help="of disturbance (10)")
+    parser = BenchParser(prog="tokend bench chaos", description=__doc__)
     parser.add_argument(
-        "--kills", type=at_least_one, help=f"in that time; by default {_KILLS_A_MINUTE} a minute"
+        "--minutes", type=positive, default=10.0, help="duration of the disruptions (10)"
     )
-    parser.add_argument("--tokens", type=at_least_one, default=48, help="of each answer (48)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of things (0)")
     parser.add_argument(
-        "--front-ends", action="store_true", help="kill front ends, whose streams end with them"
+        "--kills",
+        type=at_least_one,
+        help=f"number of kills; by default {_KILLS_PER_MINUTE} per minute",
     )
-    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
+    parser.add_argument("--tokens", type=at_least_one, default=48, help="tokens per answer (48)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the order of requests and kills (0)"
+    )
+    parser.add_argument(
+        "--front-ends", action="store_true", help="kill API servers, whose streams end with them"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     parser.add_argument("serve_flags", nargs="*", help="after --: more flags of tokend serve")
     return parser.parse_args(words)

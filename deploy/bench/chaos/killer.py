@@ -1,11 +1,11 @@
-"""Ends processes of a daemon, each time while streams are in the middle of something.
+"""Kills processes of a daemon while clients receive streams, and measures the interruption.
 
-    wait until NUM_STREAMS are mid-generation ─▶ signal ─▶ a process of another id has the title
-                                                  │          ─▶ the next token of each such stream
-                                                  └──────────── the gap ──────────▶
+    wait until NUM_STREAMS generate ─▶ signal ─▶ another process has the title
+                                         │        ─▶ the next token of each stream
+                                         └──────────── the gap ──────────▶
 
-Owns the choice of the victim and the times. Only the victim may be another process afterwards,
-and with a worker those that share its model: any of them may be the victim.
+`ClientPool` sends requests all the time, `ProcessKiller` disrupts them. Only the killed process may
+be replaced, and with a worker those that share its model.
 """
 
 import asyncio
@@ -19,151 +19,157 @@ from typing import Final
 
 import httpx
 
-from deploy.bench.chaos.streams import BrokenStreamError, Stream, Verdict, compare
+from deploy.bench.chaos.streams import (
+    CompletionStream,
+    InvalidStreamError,
+    StreamComparison,
+    compare_streams,
+)
 from proto.errors import TokendError
 
-# Clients that ask one request after the other, whatever happens.
-#
-# Owns the streams under way and what came of those that are over. A part of the clients
-# goes away in the middle of a stream, as people do.
+# ---- Clients ----
 
 
-_LEAVING: Final = 0.1
-"""Part of the requests whose client goes away."""
+_DISCONNECT_SHARE: Final = 0.1
+"""Share of the requests whose client disconnects early."""
 _PAUSE_SECONDS: Final = 0.05
-"""After a failure, so that a daemon that is gone is not asked a thousand times."""
+"""Pause after a failure, so that clients do not flood a dead daemon with requests."""
 
 
 @dataclass
-class Tally:
-    """failures: of requests that failed, in words. excused: their front end was killed."""
+class ClientCounts:
+    """Counts and comparisons of all requests.
+
+    num_disconnected: by their client. num_excused: failed with the front end that was killed.
+    failures: descriptions of other failed requests.
+    """
 
     num_requests: int = 0
-    num_left: int = 0
+    num_disconnected: int = 0
     num_excused: int = 0
     failures: list[str] = field(default_factory=list)
-    verdict: Verdict = field(default_factory=Verdict)
+    comparison: StreamComparison = field(default_factory=StreamComparison)
 
 
-class Crowd:
-    """expected: the undisturbed answer to each request of the mix."""
+class ClientPool:
+    """Clients that send one request after the other. expected: answers without disturbance."""
 
     def __init__(
         self,
         client: httpx.AsyncClient,
-        expected: Sequence[Stream],
+        expected: Sequence[CompletionStream],
         num_clients: int,
         rng: random.Random,
     ) -> None:
-        self.tally = Tally()
+        self.counts = ClientCounts()
         self._client = client
         self._expected = expected
         self._rng = rng
         self._order = list(range(len(expected)))
         self._next = 0
-        self._streams: set[Stream] = set()
-        self._leaving: set[Stream] = set()
-        self._excused: set[Stream] = set()
+        self._streams: set[CompletionStream] = set()
+        self._leaving: set[CompletionStream] = set()
+        self._excused: set[CompletionStream] = set()
         self._stopping = False
-        self._tasks = [asyncio.create_task(self._play()) for _ in range(num_clients)]
+        self._tasks = [asyncio.create_task(self._run_client()) for _ in range(num_clients)]
 
     @property
-    def mid_generation(self) -> list[Stream]:
-        """Streams that have tokens, are to get more, and will be heard to their end."""
-        return [each for each in self._streams - self._leaving if each.mid_generation]
+    def mid_generation(self) -> list[CompletionStream]:
+        """Streams with some but not all tokens, whose clients do not disconnect early."""
+        return [stream for stream in self._streams - self._leaving if stream.mid_generation]
 
-    def excuse(self) -> None:
-        """Whatever is under way now may fail: its front end is about to be killed."""
+    def excuse_open_streams(self) -> None:
+        """Excuse failures of all open streams, because their front end is about to be killed."""
         self._excused |= self._streams
 
-    async def leave(self) -> None:
-        """No more requests; wait for those under way."""
+    async def stop(self) -> None:
+        """Send no more requests, and wait for the open ones."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def _play(self) -> None:
+    async def _run_client(self) -> None:
         while not self._stopping:
-            expected = self._expected[self._draw()]
-            self.tally.num_requests += 1
-            if self._rng.random() < _LEAVING:
-                await self._ask_and_leave(expected)
+            expected = self._expected[self._next_index()]
+            self.counts.num_requests += 1
+            if self._rng.random() < _DISCONNECT_SHARE:
+                await self._send_and_disconnect(expected)
             else:
-                await self._ask(expected, Stream(expected.body))
+                await self._send(expected, CompletionStream(expected.body))
 
-    def _draw(self) -> int:
-        """Each request as often as any other, in an order that changes."""
-        place = self._next % len(self._order)
-        if place == 0:
+    def _next_index(self) -> int:
+        """Return the index of the next request: all equally often, in changing order."""
+        index = self._next % len(self._order)
+        if index == 0:
             self._rng.shuffle(self._order)
         self._next += 1
-        return self._order[place]
+        return self._order[index]
 
-    async def _ask(self, expected: Stream, stream: Stream) -> None:
+    async def _send(self, expected: CompletionStream, stream: CompletionStream) -> None:
         self._streams.add(stream)
         try:
-            await stream.run(self._client)
-        except (BrokenStreamError, httpx.HTTPError) as error:
+            await stream.receive(self._client)
+        except (InvalidStreamError, httpx.HTTPError) as error:
             await self._note_failure(stream, error)
         else:
-            self.tally.verdict.add(compare(expected, stream))
+            self.counts.comparison.merge(compare_streams(expected, stream))
         finally:
             self._streams.discard(stream)
             self._leaving.discard(stream)
             self._excused.discard(stream)
 
-    async def _ask_and_leave(self, expected: Stream) -> None:
-        """Go away after some tokens, if it does not end before; compare what came."""
-        stream = Stream(expected.body)
+    async def _send_and_disconnect(self, expected: CompletionStream) -> None:
+        """Disconnect after some tokens, and compare those that arrived."""
+        stream = CompletionStream(expected.body)
         self._leaving.add(stream)
         num_tokens = self._rng.randrange(1, max(2, expected.num_tokens))
-        asking = asyncio.create_task(self._ask(expected, stream))
-        await stream.reach(num_tokens)
-        if not stream.over:
-            asking.cancel()
-            self.tally.num_left += 1
-            self.tally.verdict.add(compare(expected, stream, whole=False))
-        await asyncio.gather(asking, return_exceptions=True)
+        sending = asyncio.create_task(self._send(expected, stream))
+        await stream.wait_for_tokens(num_tokens)
+        if not stream.ended:
+            sending.cancel()
+            self.counts.num_disconnected += 1
+            self.counts.comparison.merge(compare_streams(expected, stream, whole=False))
+        await asyncio.gather(sending, return_exceptions=True)
 
-    async def _note_failure(self, stream: Stream, error: Exception) -> None:
+    async def _note_failure(self, stream: CompletionStream, error: Exception) -> None:
         if stream in self._excused:
-            self.tally.num_excused += 1
+            self.counts.num_excused += 1
         else:
             kind = type(error).__name__
-            self.tally.failures.append(
+            self.counts.failures.append(
                 f"{kind}: {error} (after {stream.num_tokens} tokens, {stream.body})"
             )
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
 NUM_STREAMS: Final = 8
-"""Mid-generation when a process dies."""
+"""Minimum of generating streams when a process is killed."""
 ENGINE: Final = "tokend: engine 0"
 WORKER: Final = "tokend: worker 0"
 FRONT_END: Final = "tokend: api 0"
 _WORKERS: Final = "tokend: worker "
-_PATIENCE_SECONDS: Final = 120.0
+_TIMEOUT_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.01
 _JITTER_SECONDS: Final = 0.3
-_STRIDE_SECONDS: Final = 1.0
-"""Between two looks; what it takes longer was lost by us."""
-"""A process dies at any moment of a step."""
+"""Random delay of a kill, so that it hits any moment of a step."""
+_MAX_COUNTED_SECONDS: Final = 1.0
+"""Counted at most between two polls; in a longer time this process itself was suspended."""
 
 
 @dataclass(frozen=True)
-class Blow:
-    """titles: of those that get the signal, one a moment after the other; WORKER: any worker."""
+class Disruption:
+    """A signal to processes, one after the other. titles: of these; WORKER means any worker."""
 
     titles: tuple[str, ...]
     signal: signal.Signals
 
     @property
     def name(self) -> str:
-        roles = " and ".join(each.removeprefix("tokend: ").split()[0] for each in self.titles)
+        roles = " and ".join(title.removeprefix("tokend: ").split()[0] for title in self.titles)
         return f"{roles} {self.signal.name}"
 
 
-BLOWS: Final = tuple(
-    Blow(titles, number)
+KILLS: Final = tuple(
+    Disruption(titles, number)
     for titles, number in (
         ((WORKER,), signal.SIGKILL),
         ((ENGINE,), signal.SIGKILL),
@@ -173,87 +179,96 @@ BLOWS: Final = tuple(
         ((WORKER, ENGINE), signal.SIGKILL),
     )
 )
-STOPS: Final = tuple(Blow((title,), signal.SIGSTOP) for title in (WORKER, ENGINE))
-FRONT_END_BLOWS: Final = (Blow((FRONT_END,), signal.SIGKILL),)
+STOPS: Final = tuple(Disruption((title,), signal.SIGSTOP) for title in (WORKER, ENGINE))
+FRONT_END_KILLS: Final = (Disruption((FRONT_END,), signal.SIGKILL),)
 
 
 @dataclass(frozen=True)
-class Strike:
-    """What one blow did. gaps: seconds from the signal to the next token, of each stream."""
+class DisruptionResult:
+    """Effect of a disruption. gaps: seconds from the signal to the next token of each stream."""
 
-    blow: Blow
+    disruption: Disruption
     gaps: tuple[float, ...]
 
     @property
     def gap(self) -> float:
-        """To the next token of anybody."""
+        """Seconds to the next token of any stream."""
         return min(self.gaps)
 
 
 @dataclass
-class Killer:
-    """look: at the process ids of the daemon, by title. strikes: so far."""
+class ProcessKiller:
+    """Disrupts a daemon and waits until all streams continue.
 
-    look: Callable[[], dict[str, int]]
-    crowd: Crowd
+    find_pids: returns the process ids of the daemon by title. results: of all disruptions so far.
+    """
+
+    find_pids: Callable[[], dict[str, int]]
+    clients: ClientPool
     rng: random.Random
-    blows: Sequence[Blow] = BLOWS
-    send: Callable[[int, int], None] = os.kill
-    strikes: list[Strike] = field(default_factory=list)
-    _bag: list[Blow] = field(default_factory=list)
+    disruptions: Sequence[Disruption] = KILLS
+    kill: Callable[[int, int], None] = os.kill
+    results: list[DisruptionResult] = field(default_factory=list)
+    _remaining: list[Disruption] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pids = self.look()
+        self._pids = self.find_pids()
 
-    async def strike(self) -> Strike:
-        """One blow, and the wait until all streams go on.
+    async def disrupt(self) -> DisruptionResult:
+        """Disrupt the daemon once, and wait until all streams continue.
 
         Raises TokendError when they do not, or when another process was started again.
         """
-        blow = self._choose()
+        disruption = self._choose()
         await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
-        await self._until(lambda: len(self.crowd.mid_generation) >= NUM_STREAMS, "enough streams")
+        await self._until(lambda: len(self.clients.mid_generation) >= NUM_STREAMS, "enough streams")
         self._check_pids(())
-        if FRONT_END in blow.titles:
-            self.crowd.excuse()
-        streams = self.crowd.mid_generation
-        struck_at = time.monotonic()
-        for number, title in enumerate(blow.titles):
+        if FRONT_END in disruption.titles:
+            self.clients.excuse_open_streams()
+        streams = self.clients.mid_generation
+        signalled_at = time.monotonic()
+        for number, title in enumerate(disruption.titles):
             if number:
                 await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
-            self.send(self._pids[self._victim(title)], blow.signal)
-        await self._until(lambda: self._replaced(blow), f"a process after {blow.name}")
-        reborn_at = time.monotonic()  # what is heard from now on was computed anew
-        if FRONT_END in blow.titles:
-            await self._until(lambda: bool(self.crowd.mid_generation), "a stream")
-            streams = self.crowd.mid_generation
-        await self._until(lambda: _all_moved(streams, reborn_at), f"tokens after {blow.name}")
-        self._check_pids(blow.titles)
-        moments = [moment for each in streams if (moment := each.heard_after(reborn_at))]
+            self.kill(self._pids[self._target(title)], disruption.signal)
+        await self._until(lambda: self._replaced(disruption), f"a process after {disruption.name}")
+        replaced_at = time.monotonic()  # tokens from now on were computed by the new process
+        if FRONT_END in disruption.titles:
+            await self._until(lambda: bool(self.clients.mid_generation), "a stream")
+            streams = self.clients.mid_generation
+        await self._until(
+            lambda: _all_continued(streams, replaced_at), f"tokens after {disruption.name}"
+        )
+        self._check_pids(disruption.titles)
+        moments = [
+            moment for stream in streams if (moment := stream.first_token_after(replaced_at))
+        ]
         if not moments:
-            raise TokendError(f"{blow.name}: all streams were over before it was noticed")
-        strike = Strike(blow, tuple(moment - struck_at for moment in moments))
-        self.strikes.append(strike)
-        return strike
+            raise TokendError(
+                f"{disruption.name}: all streams had ended before the replacement was noticed"
+            )
+        result = DisruptionResult(disruption, tuple(moment - signalled_at for moment in moments))
+        self.results.append(result)
+        return result
 
-    def _choose(self) -> Blow:
-        """Each kind as often as any other, in an order that changes."""
-        if not self._bag:
-            self._bag = self.rng.sample(list(self.blows), len(self.blows))
-        return self._bag.pop()
+    def _choose(self) -> Disruption:
+        """Return the next disruption: all equally often, in changing order."""
+        if not self._remaining:
+            self._remaining = self.rng.sample(list(self.disruptions), len(self.disruptions))
+        return self._remaining.pop()
 
-    def _replaced(self, blow: Blow) -> bool:
-        pids = self.look()
+    def _replaced(self, disruption: Disruption) -> bool:
+        pids = self.find_pids()
         return all(
             pids.get(title, self._pids[title]) != self._pids[title]
-            for title in self._replaced_with(blow.titles)
+            for title in self._replaced_with(disruption.titles)
         )
 
-    def _victim(self, title: str) -> str:
+    def _target(self, title: str) -> str:
         return self.rng.choice(self._workers) if title == WORKER else title
 
     def _replaced_with(self, titles: Sequence[str]) -> set[str]:
-        """Those of whom there are other processes afterwards."""
+        """Return the titles whose processes are replaced."""
         return {*titles, *(self._workers if WORKER in titles else ())}
 
     @property
@@ -261,27 +276,27 @@ class Killer:
         return sorted(title for title in self._pids if title.startswith(_WORKERS))
 
     def _check_pids(self, titles: Sequence[str]) -> None:
-        """Other processes than at the last look have these titles, and no others."""
-        before, self._pids = self._pids, self.look()
+        """Check that these processes, and no others, were replaced; raises TokendError."""
+        before, self._pids = self._pids, self.find_pids()
         changed = {title for title in before if self._pids.get(title) != before[title]}
         if changed != self._replaced_with(titles) or self._pids.keys() != before.keys():
             raise TokendError(f"{before} became {self._pids}, not only {', '.join(titles)}")
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises TokendError when the time is over or a request has failed.
+        """Poll a condition; raises TokendError after a timeout or if a request has failed.
 
-        Time in which we were stopped ourselves does not count: so was the daemon, as like as not.
+        Time in which this process was suspended does not count: the daemon was suspended, too.
         """
         waited, looked = 0.0, time.monotonic()
         while not condition():
-            if self.crowd.tally.failures:
+            if self.clients.counts.failures:
                 raise TokendError(f"a request failed while waiting for {what}")
             before, looked = looked, time.monotonic()
-            waited += min(looked - before, _STRIDE_SECONDS)
-            if waited > _PATIENCE_SECONDS:
-                raise TokendError(f"waited {_PATIENCE_SECONDS:g} s for {what}")
+            waited += min(looked - before, _MAX_COUNTED_SECONDS)
+            if waited > _TIMEOUT_SECONDS:
+                raise TokendError(f"waited {_TIMEOUT_SECONDS:g} s for {what}")
             await asyncio.sleep(_POLL_SECONDS)
 
 
-def _all_moved(streams: Sequence[Stream], since: float) -> bool:
-    return all(each.over or each.heard_after(since) for each in streams)
+def _all_continued(streams: Sequence[CompletionStream], since: float) -> bool:
+    return all(stream.ended or stream.first_token_after(since) for stream in streams)

@@ -1,7 +1,7 @@
-"""One streamed completion as its client sees it, token by token.
+"""Streamed completions and their comparison, token by token, with answers without disturbance.
 
-Owns what has arrived. A status, an error event, an end without [DONE] or without a finish
-reason for each choice is an exception: nothing that looks like a failure is passed over.
+`CompletionStream` is one completion, `compare_streams` compares two, `request_bodies` lists the
+requests that are sent while processes die.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ import httpx
 
 from proto.errors import TokendError
 
-# The noise of one draw, from its definition, without numpy.
+# ---- Noise of seeded sampling ----
 #
-# A token is the argmax of logit/T - ln(-ln u) with u = (x + 1/2) / 2^32; x is word (id mod 4)
-# of Philox-4x32-10 with the seed as key and (id div 4, position, choice, 0) as counter.
+# A sampled token is the argmax of logit/T - ln(-ln u) with u = (x + 1/2) / 2^32; x is word
+# (id mod 4) of Philox-4x32-10 with the seed as key and (id div 4, position, choice, 0) as counter.
 # Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 
 
@@ -31,7 +31,7 @@ _WORD: Final = 0xFFFFFFFF
 
 
 def gumbel_noise(seed: int, choice: int, position: int, token_id: int) -> float:
-    """What is added to logit/T of this token at this output position (from 0)."""
+    """Return the noise that sampling adds to logit/T of a token. position: in the output."""
     word = _philox((token_id // 4, position, choice, 0), (seed & _WORD, seed >> 32))[token_id % 4]
     return -math.log(-math.log((word + 0.5) * 2.0**-32))
 
@@ -54,16 +54,17 @@ def _philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[i
 PATH = "/v1/completions"
 
 
-class BrokenStreamError(TokendError):
-    """The stream is not what a stream must be."""
+class InvalidStreamError(TokendError):
+    """The stream failed: an error status, an error event, or an end without [DONE]."""
 
 
 @dataclass(eq=False)
-class Stream:
-    """body: of the request, without what makes it a stream; it must ask for token ids.
+class CompletionStream:
+    """A streamed completion.
 
-    choices: token ids by number. reasons: why each choice ended. moments: monotonic
-    seconds at which tokens came.
+    body: of the request; it must set `return_token_ids`. choices: token ids by choice.
+    reasons: finish reasons by choice. token_times: monotonic seconds at which tokens arrived.
+    ended: whether the stream has ended or failed. changed: notified at each event and at the end.
     """
 
     body: dict[str, Any]
@@ -71,9 +72,9 @@ class Stream:
     reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     prompt_token_ids: list[int] = field(default_factory=list)
-    moments: list[float] = field(default_factory=list)
-    over: bool = False
-    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+    token_times: list[float] = field(default_factory=list)
+    ended: bool = False
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
     def num_tokens(self) -> int:
@@ -85,136 +86,152 @@ class Stream:
 
     @property
     def mid_generation(self) -> bool:
-        """It has tokens and is to get more."""
-        return self.num_tokens > 0 and len(self.reasons) < self.num_choices and not self.over
+        """Whether it has some but not all of its tokens."""
+        return self.num_tokens > 0 and len(self.reasons) < self.num_choices and not self.ended
 
-    def heard_after(self, moment: float) -> float | None:
-        """When the first token after a moment came; None as long as there is none."""
-        place = bisect_right(self.moments, moment)
-        return self.moments[place] if place < len(self.moments) else None
+    def first_token_after(self, moment: float) -> float | None:
+        """Return the time of the first token after `moment`; None if there is none yet."""
+        index = bisect_right(self.token_times, moment)
+        return self.token_times[index] if index < len(self.token_times) else None
 
-    async def run(self, client: httpx.AsyncClient) -> "Stream":
-        """Until its end; raises BrokenStreamError or httpx.HTTPError."""
+    async def receive(self, client: httpx.AsyncClient) -> "CompletionStream":
+        """Send the request and receive its tokens; raises InvalidStreamError or httpx.HTTPError.
+
+        Each choice must end with a finish reason, and the stream with [DONE].
+        """
         body = self.body | {"stream": True, "stream_options": {"include_usage": True}}
         done = False
         try:
             async with client.stream("POST", PATH, json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    raise BrokenStreamError(f"status {response.status_code}: {text[:500]}")
+                    raise InvalidStreamError(f"status {response.status_code}: {text[:500]}")
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
                         done = True
                     elif line.startswith("data: "):
-                        await self._take(json.loads(line.removeprefix("data: ")))
+                        await self._note_event(json.loads(line.removeprefix("data: ")))
         finally:
-            await self._end()
+            await self._note_end()
         if not done or len(self.reasons) != self.num_choices:
-            raise BrokenStreamError(f"it ended early: [DONE] {done}, reasons {self.reasons}")
+            raise InvalidStreamError(
+                f"the stream ended early: [DONE] {done}, reasons {self.reasons}"
+            )
         return self
 
-    async def reach(self, num_tokens: int) -> None:
-        """Wait until it has so many tokens, or is over."""
-        async with self.moved:
-            await self.moved.wait_for(lambda: self.over or self.num_tokens >= num_tokens)
+    async def wait_for_tokens(self, num_tokens: int) -> None:
+        """Wait until the stream has this many tokens, or has ended."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.ended or self.num_tokens >= num_tokens)
 
-    async def _end(self) -> None:
-        async with self.moved:
-            self.over = True
-            self.moved.notify_all()
+    async def _note_end(self) -> None:
+        async with self.changed:
+            self.ended = True
+            self.changed.notify_all()
 
-    async def _take(self, event: dict[str, Any]) -> None:
+    async def _note_event(self, event: dict[str, Any]) -> None:
         if "error" in event:
-            raise BrokenStreamError(f"an error event: {event['error']}")
+            raise InvalidStreamError(f"error event: {event['error']}")
         self.usage = event.get("usage") or self.usage
-        async with self.moved:
+        async with self.changed:
             for choice in event["choices"]:
                 self.prompt_token_ids = choice.get("prompt_token_ids") or self.prompt_token_ids
                 tokens = self.choices.setdefault(choice["index"], [])
                 if choice["token_ids"]:
                     tokens += choice["token_ids"]
-                    self.moments.append(time.monotonic())
+                    self.token_times.append(time.monotonic())
                 if choice["finish_reason"]:
                     self.reasons[choice["index"]] = choice["finish_reason"]
-            self.moved.notify_all()
+            self.changed.notify_all()
 
 
-# Whether a stream has the tokens that it has undisturbed.
+# ---- Comparison ----
 #
-# In float32 it must, but for ties: where a prompt is computed in other portions, sums are
-# rounded otherwise, and two tokens whose scores lie closer than TIE_GAP may change places.
-# What follows a tie is another text, so nothing after it is compared.
+# In float32 a disturbed stream must have the same tokens, except for ties: if a prompt is computed
+# in other chunks, sums are rounded differently, and either of two tokens whose scores are closer
+# than TIE_GAP may be sampled. The text after a tie differs, so nothing after it is compared.
 #
-# Owns the undisturbed answers. The scores of the two tokens are asked of the daemon itself,
-# when nothing disturbs it: log-probability / T and the noise of the draw.
+# Score of a token: log-probability / T plus the noise of sampling, computed by the daemon at rest.
 
 
 TIE_GAP: Final = 1e-3
 MAX_TIE_RATE: Final = 1 / 500
-"""Ties a token; more are no ties any more."""
+"""Maximum ties per compared token; more are a fault."""
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first token of a choice that is another; position: of output tokens, from 0."""
+class TokenDifference:
+    """The first token of a choice that differs. position: in the output, from 0."""
 
-    expected: Stream
+    expected: CompletionStream
     choice: int
     position: int
     token_id: int
 
     def describe(self) -> str:
         body = self.expected.body
-        wanted = self.expected.choices[self.choice][self.position]
+        expected = self.expected.choices[self.choice][self.position]
         return (
             f"…{body['prompt'][-30:]!r}, choice {self.choice}, token {self.position}: "
-            f"{self.token_id} instead of {wanted}"
+            f"{self.token_id} instead of {expected}"
         )
 
 
 @dataclass
-class Verdict:
-    """num_tokens: that were compared. wrong: what is no question of tokens."""
+class StreamComparison:
+    """Result of comparisons.
+
+    num_tokens: compared tokens. differences: first different token of each choice.
+    other_errors: wrong number of tokens, finish reason or usage.
+    """
 
     num_tokens: int = 0
-    differences: list[Difference] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    differences: list[TokenDifference] = field(default_factory=list)
+    other_errors: list[str] = field(default_factory=list)
 
-    def add(self, other: "Verdict") -> None:
+    def merge(self, other: "StreamComparison") -> None:
         self.num_tokens += other.num_tokens
         self.differences += other.differences
-        self.wrong += other.wrong
+        self.other_errors += other.other_errors
 
 
-def compare(expected: Stream, got: Stream, *, whole: bool = True) -> Verdict:
-    """whole: its client has heard it to the end; otherwise it has a part of the tokens."""
-    verdict = Verdict()
+def compare_streams(
+    expected: CompletionStream, got: CompletionStream, *, whole: bool = True
+) -> StreamComparison:
+    """Compare a stream with the expected one. whole: False if the client has disconnected early."""
+    comparison = StreamComparison()
     for choice, tokens in expected.choices.items():
         others = got.choices.get(choice, [])
         position = _first_difference(tokens, others)
-        verdict.num_tokens += position
+        comparison.num_tokens += position
         if position < min(len(tokens), len(others)):
-            verdict.num_tokens += 1
-            verdict.differences.append(Difference(expected, choice, position, others[position]))
+            comparison.num_tokens += 1
+            comparison.differences.append(
+                TokenDifference(expected, choice, position, others[position])
+            )
         elif len(others) > len(tokens) or (whole and len(others) < len(tokens)):
-            verdict.wrong.append(f"{len(others)} tokens instead of {len(tokens)}: {got.body}")
-    if whole and not verdict.differences:
+            comparison.other_errors.append(
+                f"{len(others)} tokens instead of {len(tokens)}: {got.body}"
+            )
+    if whole and not comparison.differences:
         if got.reasons != expected.reasons:
-            verdict.wrong.append(f"{got.reasons} instead of {expected.reasons}: {got.body}")
+            comparison.other_errors.append(
+                f"{got.reasons} instead of {expected.reasons}: {got.body}"
+            )
         for name in ("prompt_tokens", "completion_tokens"):
             if got.usage.get(name) != expected.usage.get(name):
-                verdict.wrong.append(f"{name} {got.usage} instead of {expected.usage}")
-    return verdict
+                comparison.other_errors.append(f"{name} {got.usage} instead of {expected.usage}")
+    return comparison
 
 
-async def undisturbed(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
-    """The answers to all of them, asked at once."""
+async def reference_answers(url: str, bodies: Sequence[dict[str, Any]]) -> list[CompletionStream]:
+    """Send all requests at the same time and return the streams."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        return await asyncio.gather(*(Stream(body).run(client) for body in bodies))
+        return await asyncio.gather(*(CompletionStream(body).receive(client) for body in bodies))
 
 
-async def gap(client: httpx.AsyncClient, difference: Difference) -> float:
-    """Between the scores of the two tokens."""
+async def score_gap(client: httpx.AsyncClient, difference: TokenDifference) -> float:
+    """Return the difference between the scores of the expected and the received token."""
     expected, choice = difference.expected, difference.choice
     tokens = expected.choices[choice]
     before = expected.prompt_token_ids + tokens[: difference.position]
@@ -231,27 +248,26 @@ async def gap(client: httpx.AsyncClient, difference: Difference) -> float:
 
 
 async def _logprob(client: httpx.AsyncClient, before: list[int], token_id: int) -> float:
-    """Of a token after others, from a prompt that ends with it."""
+    """Return the log-probability of a token after others, from a prompt that ends with it."""
     body = {"prompt": [*before, token_id], "max_tokens": 1, "prompt_logprobs": 0}
     response = await client.post(PATH, json=body)
     if response.status_code != 200:
-        raise BrokenStreamError(f"no log-probability: {response.text[:500]}")
+        raise InvalidStreamError(f"log-probability request failed: {response.text[:500]}")
     row = response.json()["choices"][0]["prompt_logprobs"][-1]
     return float(row[str(token_id)]["logprob"])
 
 
 def _first_difference(tokens: list[int], others: list[int]) -> int:
-    """Or the length of the shorter one."""
+    """Return the first position that differs, or the length of the shorter list."""
     pairs = enumerate(zip(tokens, others, strict=False))
     shorter = min(len(tokens), len(others))
-    return next((place for place, (one, other) in pairs if one != other), shorter)
+    return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
-# What is asked while processes die.
+# ---- Requests ----
 #
-# Prompts that share a beginning, greedy, seeded and several choices, of three priorities,
-# one that ends at a stop string, some that keep to a grammar. Each is asked over and over, so its
-# answer is known.
+# Prompts with common prefixes; greedy, seeded, with several choices, three priorities, a stop
+# string and grammars. Each is sent many times, so its answer is known.
 
 
 SHARED: Final = (
@@ -276,24 +292,24 @@ _SEEDED: Final = (
 _SEVERAL: Final = (("Two roads diverged in", 2), (SHARED + "That night", 3), ("Roses are", 2))
 _WORDS: Final = "([a-z]{2,9}[ ,]){1000}"
 _LINES: Final = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1000}
-"""Grammars that no answer here completes."""
+"""Grammars that need more tokens than the requests allow."""
 
 
-def bodies(num_tokens: int) -> list[dict[str, Any]]:
-    """The requests; each choice gets so many tokens, but where it stops."""
-    asked: list[dict[str, Any]] = [{"prompt": text, "temperature": 0} for text in _GREEDY]
-    asked += [
+def request_bodies(num_tokens: int) -> list[dict[str, Any]]:
+    """Return the request bodies. num_tokens: max_tokens of each."""
+    bodies: list[dict[str, Any]] = [{"prompt": text, "temperature": 0} for text in _GREEDY]
+    bodies += [
         {"prompt": text, "temperature": 0.8, "seed": seed} for seed, text in enumerate(_SEEDED)
     ]
-    asked += [{"prompt": text, "temperature": 0.9, "seed": 70 + n, "n": n} for text, n in _SEVERAL]
-    asked.append({"prompt": "A, B, C, D,", "temperature": 0, "stop": [" M"]})
-    asked += [
+    bodies += [{"prompt": text, "temperature": 0.9, "seed": 70 + n, "n": n} for text, n in _SEVERAL]
+    bodies.append({"prompt": "A, B, C, D,", "temperature": 0, "stop": [" M"]})
+    bodies += [
         {"prompt": "They wrote", "seed": seed, "ignore_eos": False, "structured_outputs": grammar}
         for seed, grammar in enumerate(({"regex": _WORDS}, {"json": _LINES}))
     ]
     return [
         {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
         | {"priority": number % 3}
-        | each
-        for number, each in enumerate(asked)
+        | body
+        for number, body in enumerate(bodies)
     ]

@@ -1,1 +1,1 @@
-"""More load than a daemon can take: what is refused, and what those who are let in notice."""
+"""`tokend bench overload`: more load than a daemon can take; refusals and their side effects."""

@@ -1,4 +1,4 @@
-"""Requests that may be refused, offered in a closed loop or at a fixed rate."""
+"""Clients of the overload benchmark: requests that may be refused, and clients that disconnect."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,22 +20,23 @@ from urllib.parse import urlsplit
 import httpx
 
 from deploy.bench.datasets import HIGHEST_TOKEN_ID, LOWEST_TOKEN_ID
-from deploy.bench.servers import Program
+from deploy.bench.processes import MemoryLog
+from deploy.bench.servers import BenchProcess
 from proto.errors import TokendError
 
 _UNLIMITED: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-_PATIENCE_SECONDS: Final = 600.0
+_ANSWER_SECONDS: Final = 600.0
 _PAUSE_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Tokens of a request; prompts are random, none like another."""
+class RequestShape:
+    """Tokens of a request. Prompts are random and differ."""
 
     input_tokens: int = 32
     output_tokens: int = 16
 
-    def body(self, rng: random.Random) -> dict[str, Any]:
+    def make_body(self, rng: random.Random) -> dict[str, Any]:
         ids = range(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID)
         return {
             "prompt": rng.choices(ids, k=self.input_tokens),
@@ -48,11 +49,11 @@ class Recipe:
 
 
 @dataclass
-class Offer:
-    """What came of one request; seconds from when it was sent.
+class Attempt:
+    """Result of one request. Times: seconds since it was sent.
 
-    status: 0 when there was no answer. answered: to the status. retry_after: the header.
-    first_token: to the first event, of those accepted. error: of a stream that broke off.
+    status: HTTP status; 0 without an answer. answered: time of the status. retry_after: header.
+    first_token: time of the first event, if accepted. error: of a stream that failed.
     """
 
     status: int = 0
@@ -64,162 +65,168 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The offers of a time, and how long it took until the last of them was over."""
+class PartResult:
+    """Results of a part of the run, and seconds until the last request had ended."""
 
-    offers: Sequence[Offer]
+    attempts: Sequence[Attempt]
     seconds: float
 
     @property
-    def accepted(self) -> list[Offer]:
-        return [each for each in self.offers if each.status == 200 and not each.error]
+    def accepted(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.status == 200 and not attempt.error]
 
     @property
-    def refused(self) -> list[Offer]:
-        return [each for each in self.offers if each.status == 503]
+    def refused(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.status == 503]
 
     @property
-    def failed(self) -> list[Offer]:
-        """Neither answered in full nor refused."""
-        return [each for each in self.offers if each.error or each.status not in (200, 503)]
+    def failed(self) -> list[Attempt]:
+        """Requests that were neither answered completely nor refused."""
+        return [
+            attempt
+            for attempt in self.attempts
+            if attempt.error or attempt.status not in (200, 503)
+        ]
 
     @property
     def requests_per_second(self) -> float:
-        """Answered in full."""
+        """Completely answered requests per second."""
         return len(self.accepted) / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(len(each.token_ids) for each in self.accepted) / self.seconds
+        return sum(len(attempt.token_ids) for attempt in self.accepted) / self.seconds
 
 
-class Customers:
-    """Clients of one daemon. seed: of their prompts."""
+class OverloadClients:
+    """Sends requests to one daemon. seed: of the prompts."""
 
-    def __init__(self, client: httpx.AsyncClient, recipe: Recipe, seed: int = 0) -> None:
+    def __init__(self, client: httpx.AsyncClient, shape: RequestShape, seed: int = 0) -> None:
         self._client = client
-        self._recipe = recipe
+        self._shape = shape
         self._rng = random.Random(seed)
 
-    async def keep(self, number: int, seconds: float) -> Outcome:
-        """So many requests are always under way; who is refused comes again soon."""
-        offers: list[Offer] = []
+    async def run_closed_loop(self, number: int, seconds: float) -> PartResult:
+        """Keep `number` requests open; a refused client sends again after a pause."""
+        attempts: list[Attempt] = []
         started = time.monotonic()
 
         async def one() -> None:
             while time.monotonic() - started < seconds:
-                offers.append(await self.offer())
-                if offers[-1].status == 503:
+                attempts.append(await self.send_request())
+                if attempts[-1].status == 503:
                     await asyncio.sleep(_PAUSE_SECONDS)
 
         await asyncio.gather(*(one() for _ in range(number)))
-        return Outcome(offers, time.monotonic() - started)
+        return PartResult(attempts, time.monotonic() - started)
 
-    async def flood(
-        self, per_second: float, seconds: float, tick: Callable[[], None] = lambda: None
-    ) -> Outcome:
-        """New ones at a fixed rate, whatever becomes of the others; tick: called every second."""
+    async def run_open_loop(
+        self, per_second: float, seconds: float, memory: MemoryLog | None = None
+    ) -> PartResult:
+        """Send requests at a fixed rate. memory: sampled every second."""
         started = time.monotonic()
         tasks: set[asyncio.Task[None]] = set()
-        offers: list[Offer] = []
+        attempts: list[Attempt] = []
 
         async def one() -> None:
-            offers.append(await self.offer())
+            attempts.append(await self.send_request())
 
-        next_tick = 0.0
+        next_sample = 0.0
         for number in itertools.count():
             due = number / per_second
             if due >= seconds:
                 break
             await asyncio.sleep(started + due - time.monotonic())
-            if due >= next_tick:
-                next_tick += 1.0
-                tick()
+            if memory is not None and due >= next_sample:
+                next_sample += 1.0
+                memory.sample()
             task = asyncio.create_task(one())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
-        return Outcome(offers, time.monotonic() - started)
+        return PartResult(attempts, time.monotonic() - started)
 
-    async def offer(self) -> Offer:
-        """One request to its end; what goes wrong is part of what came of it."""
-        offer, started = Offer(), time.monotonic()
+    async def send_request(self) -> Attempt:
+        """Send a request and read its answer; errors are part of the result."""
+        attempt, started = Attempt(), time.monotonic()
         try:
-            await self._exchange(offer, started)
+            await self._send(attempt, started)
         except httpx.HTTPError as error:
-            offer.error = f"{type(error).__name__}: {error}"
-        return offer
+            attempt.error = f"{type(error).__name__}: {error}"
+        return attempt
 
-    async def _exchange(self, offer: Offer, started: float) -> None:
-        body = self._recipe.body(self._rng)
+    async def _send(self, attempt: Attempt, started: float) -> None:
+        body = self._shape.make_body(self._rng)
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
-            offer.status, offer.answered = response.status_code, time.monotonic() - started
-            offer.retry_after = response.headers.get("retry-after", "")
+            attempt.status, attempt.answered = response.status_code, time.monotonic() - started
+            attempt.retry_after = response.headers.get("retry-after", "")
             done = response.status_code != 200
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     done = True
                 elif line.startswith("data: "):
-                    offer.first_token = offer.first_token or time.monotonic() - started
-                    _take(json.loads(line.removeprefix("data: ")), offer)
+                    attempt.first_token = attempt.first_token or time.monotonic() - started
+                    _note_event(json.loads(line.removeprefix("data: ")), attempt)
             if not done:
-                offer.error = "the stream ended without [DONE]"
+                attempt.error = "the stream ended without [DONE]"
 
 
 @asynccontextmanager
-async def customers(
-    url: str, recipe: Recipe, seed: int = 0, headers: Mapping[str, str] = MappingProxyType({})
-) -> AsyncIterator[Customers]:
-    """Clients of the daemon at this URL. headers: of all their requests."""
+async def overload_clients(
+    url: str, shape: RequestShape, seed: int = 0, headers: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[OverloadClients]:
+    """Open the clients of a daemon. headers: of all requests."""
     async with httpx.AsyncClient(
-        base_url=url, timeout=_PATIENCE_SECONDS, limits=_UNLIMITED, headers=dict(headers)
+        base_url=url, timeout=_ANSWER_SECONDS, limits=_UNLIMITED, headers=dict(headers)
     ) as client:
-        yield Customers(client, recipe, seed)
+        yield OverloadClients(client, shape, seed)
 
 
-def _take(event: dict[str, Any], offer: Offer) -> None:
+def _note_event(event: dict[str, Any], attempt: Attempt) -> None:
     if "error" in event:
-        offer.error = event["error"]["message"]
+        attempt.error = event["error"]["message"]
     for choice in event.get("choices", ()):
-        offer.token_ids += choice.get("token_ids") or []
+        attempt.token_ids += choice.get("token_ids") or []
 
 
-# Clients that connect, ask, and leave before they have an answer.
+# ---- Clients that disconnect before they have an answer ----
 
 
-RESET_WHEN_CLOSED: Final = struct.pack("ii", 1, 0)
+RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
 async def churn(
     url: str,
-    recipe: Recipe,
+    shape: RequestShape,
     per_second: float,
-    longest_stay: float,
-    over: Callable[[], bool],
+    max_stay: float,
+    seconds: float,
     seed: int = 0,
 ) -> int:
-    """At this rate until `over`; returns how many came.
+    """Send requests at a fixed rate from clients that disconnect; return their number.
 
-    longest_stay: seconds; each stays for a time of its own up to that, once it has asked.
+    max_stay: seconds until a client disconnects, at most; random for each.
     """
     rng = random.Random(seed)
     started = time.monotonic()
     tasks: set[asyncio.Task[None]] = set()
     for number in itertools.count():
         await asyncio.sleep(started + number / per_second - time.monotonic())
-        if over():
+        if time.monotonic() >= started + seconds:
             await asyncio.gather(*tasks)
             return number
-        stay = rng.uniform(0.0, longest_stay)
-        task = asyncio.create_task(_come_and_go(url, recipe, rng, stay))
+        stay = rng.uniform(0.0, max_stay)
+        task = asyncio.create_task(_send_and_disconnect(url, shape, rng, stay))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     raise AssertionError("unreachable")
 
 
-async def _come_and_go(url: str, recipe: Recipe, rng: random.Random, seconds: float) -> None:
+async def _send_and_disconnect(
+    url: str, shape: RequestShape, rng: random.Random, seconds: float
+) -> None:
     address = urlsplit(url)
-    content = json.dumps(recipe.body(rng)).encode()
+    content = json.dumps(shape.make_body(rng)).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -231,21 +238,21 @@ async def _come_and_go(url: str, recipe: Recipe, rng: random.Random, seconds: fl
         await loop.sock_sendall(client, head.encode() + content)
         await asyncio.sleep(seconds)
         if rng.random() < 0.5:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_WHEN_CLOSED)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
 
 
-# A server that reads what comes on a connection and closes it: the control of an overload run.
+# ---- The control: a server that only closes connections ----
 #
-# What clients who come and leave take from the others beside it, they and the kernel take by
-# themselves. `python -m` this module prints its port and serves until it is ended.
+# What disconnecting clients cost beside it, is the cost of these clients and of the kernel alone.
+# `python -m` this module prints its port and serves until it is killed.
 
 
 _BACKLOG: Final = 512
 _READ_BYTES: Final = 64 << 10
 
 
-class ClosingServer(Program):
-    """One of these in a process of its own; `url` is where it listens."""
+class ClosingServer(BenchProcess):
+    """A server process that reads from each connection once and closes it."""
 
     def __init__(self) -> None:
         process = subprocess.Popen((sys.executable, "-P", "-m", __name__), stdout=subprocess.PIPE)
@@ -258,14 +265,14 @@ class ClosingServer(Program):
 
 
 def serve(listener: socket.socket) -> None:
-    """One connection after the other, for ever."""
+    """Accept connections one after the other, forever."""
     while True:
         connection, _ = listener.accept()
         with connection:
             try:
                 connection.recv(_READ_BYTES)
             except ConnectionError:
-                continue  # it was reset: gone all the same
+                continue  # the client has reset it
 
 
 if __name__ == "__main__":

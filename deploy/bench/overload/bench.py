@@ -1,14 +1,14 @@
-"""`tokend bench overload`: many times what a daemon can take, and clients that do not stay.
+"""`tokend bench overload`: many times the capacity of a daemon, and clients that disconnect.
 
-Starts a daemon of its own with few seats and a short queue. First as many clients as have a
-place keep it full: that is its capacity, and the longest that whoever is let in should wait.
-Then many times as many requests as it can answer arrive at a fixed rate. Then a few clients
-work beside a hundred a second that connect, ask and leave. Exit status 1 when a limit was missed
-(verdict.py): each is in the last table.
+Starts a daemon with a small batch and a short queue, and measures in parts:
 
-Clients that leave do so as soon as they have asked, or after a moment, in which what they asked for
-is computed like anything else. Beside both the table has a control: the same clients ask a server
-that only closes connections, so the rest is what they cost the daemon.
+  full      as many clients as the batch and the queue hold: capacity, and the usual waiting time
+  overload  many times the capacity at a fixed rate: accepted requests wait no longer than before,
+            the others are refused at once, and no process grows
+  churn     a few clients beside a hundred per second that disconnect at once, or after a moment;
+            a server that only closes connections is the control
+
+The exit status is 1 if a limit was missed; the last table shows all limits.
 """
 
 import argparse
@@ -25,135 +25,131 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, writable, write
+from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
+from deploy.bench.options import BenchParser, writable, write
 from deploy.bench.overload.arrivals import (
     ClosingServer,
-    Customers,
-    Outcome,
-    Recipe,
+    OverloadClients,
+    PartResult,
+    RequestShape,
     churn,
-    customers,
+    overload_clients,
 )
-from deploy.bench.processes import MAX_MIB, Memory
+from deploy.bench.processes import MAX_GROWTH_MIB, MemoryLog
 from deploy.bench.servers import MeasuredDaemon
-from deploy.bench.verdicts import Limit, judge, limits_json, limits_table, quantile
-
-# What an overload run came to: its parts as a table, and the limits that it is judged by.
-#
-# Knows no daemon; the outcomes come from offers.py.
-
 
 MIN_SHARE: Final = 0.9
-"""Of their throughput that clients keep while others come and leave."""
+"""Minimum throughput beside disconnecting clients, relative to that without them."""
 MAX_WAIT_RATIO: Final = 1.25
-"""Whoever is let in waits as with every place taken; the rest is the scatter of short runs."""
+"""Maximum of the waiting time of accepted requests relative to a full daemon, with some noise."""
 REFUSAL_SECONDS: Final = 1.0
-"""What "at once" is: no step and no queue is between a request and its refusal."""
-_NOTHING: Final = Outcome((), 0.0)
+"""Maximum time of a refusal, which waits for no step and no queue."""
+_NOT_RUN: Final = PartResult((), 0.0)
 
 
 @dataclass
-class Record:
-    """What each part of the run came to, in order.
+class OverloadReport:
+    """Results of all parts of a run. parts: by name, in order.
 
-    full: with every place taken. flood: beyond that. alone, beside: a few clients without
-    and with those who leave. control: with those who leave another server. beside_stays: with
-    those who stay for a moment, and are served like the others meanwhile. A part that was not run
-    has no offers and no limits.
+    full: batch and queue are full. overload: more requests than that. alone, with_churn: a few
+    clients without and with disconnecting ones. with_control: with clients that disconnect from
+    the control server. with_stay: with clients that disconnect after a moment.
+    A part that was not run has no attempts and no limits.
     """
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    full: Outcome = _NOTHING
-    flood: Outcome = _NOTHING
-    alone: Outcome = _NOTHING
-    beside: Outcome = _NOTHING
-    control: Outcome = _NOTHING
-    beside_stays: Outcome = _NOTHING
+    parts: dict[str, PartResult] = field(default_factory=dict)
+    full: PartResult = _NOT_RUN
+    overload: PartResult = _NOT_RUN
+    alone: PartResult = _NOT_RUN
+    with_churn: PartResult = _NOT_RUN
+    with_control: PartResult = _NOT_RUN
+    with_stay: PartResult = _NOT_RUN
 
-    def note(self, name: str, outcome: Outcome) -> Outcome:
-        """One more part."""
-        self.outcomes[name] = outcome
-        return outcome
+    def add_part(self, name: str, result: PartResult) -> PartResult:
+        self.parts[name] = result
+        return result
 
-    def limits(self, memory: Memory, left: Sequence[str]) -> list[Limit]:
-        """What the run is judged by. left: gauges that did not return to 0."""
-        num_failed = sum(len(each.failed) for each in self.outcomes.values())
+    def limits(self, memory: MemoryLog, left: Sequence[str]) -> list[Limit]:
+        """Return all limits with the measured values. left: gauges that did not return to 0."""
+        num_failed = sum(len(part.failed) for part in self.parts.values())
         limits = [
             Limit("failed requests", num_failed, "at most", 0),
-            Limit("left behind", len(left), "at most", 0),
+            Limit("gauges not back at 0", len(left), "at most", 0),
         ]
-        if self.flood.offers:
-            limits += self._flood_limits(memory)
-        if self.beside.offers:
-            share = _ratio(self.beside.tokens_per_second, self.alone.tokens_per_second)
-            limits.append(Limit("throughput beside those who leave", share, "at least", MIN_SHARE))
+        if self.overload.attempts:
+            limits += self._overload_limits(memory)
+        if self.with_churn.attempts:
+            share = _ratio(self.with_churn.tokens_per_second, self.alone.tokens_per_second)
+            limits.append(
+                Limit("throughput beside disconnecting clients", share, "at least", MIN_SHARE)
+            )
         return limits
 
-    def _flood_limits(self, memory: Memory) -> list[Limit]:
-        waits = [each.first_token for each in self.flood.accepted]
-        usual = [each.first_token for each in self.full.accepted]
-        refusals = [each.answered for each in self.flood.refused] or [math.nan]
-        hints = sum(1 for each in self.flood.refused if not each.retry_after.isdigit())
+    def _overload_limits(self, memory: MemoryLog) -> list[Limit]:
+        waits = [attempt.first_token for attempt in self.overload.accepted]
+        usual = [attempt.first_token for attempt in self.full.accepted]
+        refusals = [attempt.answered for attempt in self.overload.refused] or [math.nan]
+        no_hint = sum(not attempt.retry_after.isdigit() for attempt in self.overload.refused)
         return [
             Limit(
-                "first token of the accepted, flood / full",
+                "first token of accepted requests, overload / full",
                 _ratio(_median(waits), _median(usual)),
                 "at most",
                 MAX_WAIT_RATIO,
             ),
             Limit(
-                "answer to the refused, p99",
+                "time of refusals, p99",
                 1e3 * quantile(refusals, 0.99),
                 "at most",
                 1e3 * REFUSAL_SECONDS,
                 "ms",
             ),
-            Limit("refused without Retry-After", hints, "at most", 0),
+            Limit("refusals without Retry-After", no_hint, "at most", 0),
             *(
                 Limit(
                     f"{title.removeprefix('tokend: ')}: growth",
                     memory.growth(title),
                     "at most",
-                    MAX_MIB,
+                    MAX_GROWTH_MIB,
                     "MiB",
                 )
                 for title in memory.sizes
             ),
         ]
 
-    def _share_of_alone(self, outcome: Outcome) -> float | None:
-        """Throughput beside the part without those who leave; None for parts of other clients."""
-        beside = (self.control, self.beside, self.beside_stays)
-        if not outcome.offers or all(outcome is not each for each in beside):
+    def _share_of_alone(self, result: PartResult) -> float | None:
+        """Return the throughput relative to `alone`; None for parts with other clients."""
+        compared = (self.with_control, self.with_churn, self.with_stay)
+        if not result.attempts or all(result is not part for part in compared):
             return None
-        return _ratio(outcome.tokens_per_second, self.alone.tokens_per_second)
+        return _ratio(result.tokens_per_second, self.alone.tokens_per_second)
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON; times in seconds."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON; times in seconds."""
         return {
             "parts": [
                 {
                     "name": name,
-                    "seconds": outcome.seconds,
-                    "answered": len(outcome.accepted),
-                    "refused": len(outcome.refused),
-                    "failed": len(outcome.failed),
-                    "tokens_per_second": outcome.tokens_per_second,
-                    "share_of_alone": self._share_of_alone(outcome),
-                    "first_token": _quantiles([each.first_token for each in outcome.accepted]),
-                    "refusal": _quantiles([each.answered for each in outcome.refused]),
+                    "seconds": result.seconds,
+                    "answered": len(result.accepted),
+                    "refused": len(result.refused),
+                    "failed": len(result.failed),
+                    "tokens_per_second": result.tokens_per_second,
+                    "share_of_alone": self._share_of_alone(result),
+                    "first_token": _quantiles([attempt.first_token for attempt in result.accepted]),
+                    "refusal": _quantiles([attempt.answered for attempt in result.refused]),
                 }
-                for name, outcome in self.outcomes.items()
+                for name, result in self.parts.items()
             ]
         }
 
     def problems(self) -> list[str]:
-        """Of requests that were neither answered nor refused, some."""
+        """Return descriptions of requests that were neither answered nor refused."""
         return [
-            f"{name}: {len(outcome.failed)} failed, such as: "
-            f"{outcome.failed[0].status} {outcome.failed[0].error}"
-            for name, outcome in self.outcomes.items()
-            if outcome.failed
+            f"{name}: {len(result.failed)} failed, such as: "
+            f"{result.failed[0].status} {result.failed[0].error}"
+            for name, result in self.parts.items()
+            if result.failed
         ]
 
     def table(self) -> Table:
@@ -165,24 +161,24 @@ class Record:
             "tokens/s",
             "of alone",
             "refused",
-            "first token of the accepted",
-            "answer to the refused",
+            "first token if accepted",
+            "time of refusal",
             "Retry-After, s",
         ):
             table.add_column(column, justify="left" if column == "load" else "right")
-        for name, outcome in self.outcomes.items():
-            accepted, refused = outcome.accepted, outcome.refused
-            share = self._share_of_alone(outcome)
+        for name, result in self.parts.items():
+            accepted, refused = result.accepted, result.refused
+            share = self._share_of_alone(result)
             table.add_row(
                 name,
                 str(len(accepted)),
-                f"{outcome.requests_per_second:.1f}",
-                f"{outcome.tokens_per_second:.0f}",
+                f"{result.requests_per_second:.1f}",
+                f"{result.tokens_per_second:.0f}",
                 "-" if share is None else f"{share:.2f}",
                 str(len(refused)),
-                _milliseconds([each.first_token for each in accepted]),
-                _milliseconds([each.answered for each in refused]),
-                _range([int(each.retry_after) for each in refused]),
+                _milliseconds([attempt.first_token for attempt in accepted]),
+                _milliseconds([attempt.answered for attempt in refused]),
+                _range([int(attempt.retry_after) for attempt in refused]),
             )
         return table
 
@@ -199,7 +195,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float]:
-    """Empty where there were none."""
+    """Return median and 99th percentile; empty without values."""
     return {f"p{part}": quantile(seconds, part / 100) for part in (50, 99)} if seconds else {}
 
 
@@ -212,130 +208,138 @@ def _ratio(one: float, other: float) -> float:
 
 
 GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tokend:queued_tokens")
-REST_SECONDS: Final = 10.0
+SETTLE_SECONDS: Final = 10.0
 WARM_UP_SECONDS: Final = 5.0
 SMALL_POOL: Final = "128M"
-"""Memory of a pool is taken when it is first used; this one is in use before the flood begins."""
+"""KV pool of the daemon. Its memory is allocated on first use, here before the overload begins."""
 
 
 @dataclass
 class OverloadRun:
-    """One daemon, loaded in parts; each notes its outcome."""
+    """Loads one daemon in parts; each is added to the report."""
 
     url: str
-    recipe: Recipe
-    clients: Customers
-    memory: Memory
-    record: Record = field(default_factory=Record)
+    shape: RequestShape
+    clients: OverloadClients
+    memory: MemoryLog
+    report: OverloadReport = field(default_factory=OverloadReport)
 
-    async def fill(self, places: int, seconds: float) -> float:
-        """As many clients as there are places; returns requests per second."""
-        await self.clients.keep(places, min(seconds, WARM_UP_SECONDS))
-        outcome = await self.clients.keep(places, seconds)
-        self.record.full = self.record.note(f"{places} clients, one for each place", outcome)
-        return outcome.requests_per_second
-
-    async def flood(self, per_second: float, seconds: float) -> Outcome:
-        """New requests at this rate."""
-        outcome = await self.clients.flood(per_second, seconds, self.memory.look)
-        self.record.flood = self.record.note(f"{per_second:.1f} new ones a second", outcome)
-        return outcome
-
-    async def beside_churn(
-        self, number: int, per_second: float, seconds: float, longest_stay: float
-    ) -> Outcome:
-        """So many clients: by themselves, beside the control, and beside those who leave.
-
-        Each for `seconds`, by themselves for a quarter of it. longest_stay: seconds, of the
-        last part. Returns the part beside those who leave at once.
-        """
-        alone = await self.clients.keep(number, seconds / 4)
-        self.record.alone = self.record.note(f"{number} clients", alone)
-        with ClosingServer() as control:
-            self.record.control = await self._beside(
-                number, "that left a server which only closes", control.url, per_second, seconds, 0
-            )
-        self.record.beside = await self._beside(
-            number, "that left at once", self.url, per_second, seconds, 0
+    async def measure_capacity(self, num_clients: int, seconds: float) -> float:
+        """Fill batch and queue with clients; return the answered requests per second."""
+        await self.clients.run_closed_loop(num_clients, min(seconds, WARM_UP_SECONDS))
+        result = await self.clients.run_closed_loop(num_clients, seconds)
+        self.report.full = self.report.add_part(
+            f"{num_clients} clients: batch and queue full", result
         )
-        if longest_stay:
-            name = f"that stayed up to {1e3 * longest_stay:g} ms"
-            self.record.beside_stays = await self._beside(
-                number, name, self.url, per_second, seconds, longest_stay
-            )
-        return self.record.beside
+        return result.requests_per_second
 
-    async def _beside(
+    async def measure_overload(self, per_second: float, seconds: float) -> PartResult:
+        """Send requests at a fixed rate."""
+        result = await self.clients.run_open_loop(per_second, seconds, self.memory)
+        self.report.overload = self.report.add_part(f"{per_second:.1f} requests per second", result)
+        return result
+
+    async def measure_churn(
+        self, number: int, per_second: float, seconds: float, max_stay: float
+    ) -> PartResult:
+        """Measure `number` clients alone, with the control, and with disconnecting clients.
+
+        Each part takes `seconds`, that alone a quarter of it. max_stay: seconds until a client
+        disconnects in the last part. Returns the part with clients that disconnect at once.
+        """
+        alone = await self.clients.run_closed_loop(number, seconds / 4)
+        self.report.alone = self.report.add_part(f"{number} clients", alone)
+        with ClosingServer() as control:
+            self.report.with_control = await self._run_with_churn(
+                number, "that disconnect from the control", control.url, per_second, seconds, 0
+            )
+        self.report.with_churn = await self._run_with_churn(
+            number, "that disconnect at once", self.url, per_second, seconds, 0
+        )
+        if max_stay:
+            name = f"that disconnect within {1e3 * max_stay:g} ms"
+            self.report.with_stay = await self._run_with_churn(
+                number, name, self.url, per_second, seconds, max_stay
+            )
+        return self.report.with_churn
+
+    async def _run_with_churn(
         self,
         number: int,
         name: str,
         url: str,
         per_second: float,
         seconds: float,
-        longest_stay: float,
-    ) -> Outcome:
-        until = time.monotonic() + seconds
-        others = asyncio.create_task(
-            churn(url, self.recipe, per_second, longest_stay, lambda: time.monotonic() >= until)
-        )
-        outcome = await self.clients.keep(number, seconds)
-        return self.record.note(f"{number} beside {await others} {name}", outcome)
+        max_stay: float,
+    ) -> PartResult:
+        others = asyncio.create_task(churn(url, self.shape, per_second, max_stay, seconds))
+        result = await self.clients.run_closed_loop(number, seconds)
+        return self.report.add_part(f"{number} beside {await others} {name}", result)
 
 
-def left_behind(url: str) -> list[str]:
-    """Gauges that do not return to 0."""
-    until = time.monotonic() + REST_SECONDS
-    while (left := _not_at_rest(url)) and time.monotonic() < until:
+def nonzero_gauges(url: str) -> list[str]:
+    """Return descriptions of gauges that do not return to 0."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while (left := _nonzero(url)) and time.monotonic() < until:
         time.sleep(0.1)
     return left
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure and print; raises TokendError naming each limit that was missed."""
+    """Run the benchmark and print its results; raises TokendError naming missed limits."""
     options = _parse(words)
     with writable("--json", options.json) as files:
         limits, figures = _measure(options)
         write(files, limits_json(limits, figures))
-    judge("bench overload", limits)
+    check_limits("bench overload", limits)
 
 
 def _measure(options: argparse.Namespace) -> tuple[list[Limit], dict[str, Any]]:
-    """Run and print: the limits, and all figures."""
+    """Run all parts and print tables; return the limits and all figures."""
     console = Console(width=130)
     flags = [
-        *("--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)),
+        *(
+            "--max-num-seqs",
+            str(options.max_num_seqs),
+            "--max-num-queued-reqs",
+            str(options.max_num_queued_reqs),
+        ),
         *("--kv-cache-memory", SMALL_POOL),
     ]
     with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
-        memory = Memory(daemon.pid)
-        record = asyncio.run(_run(daemon.url, memory, options))
-        left = left_behind(daemon.url)
-    limits = record.limits(memory, left)
-    console.print(record.table())
+        memory = MemoryLog(daemon.pid)
+        report = asyncio.run(_run(daemon.url, memory, options))
+        left = nonzero_gauges(daemon.url)
+    limits = report.limits(memory, left)
+    console.print(report.table())
     for title, sizes in memory.sizes.items():
         console.print(
             f"{title}: {sizes[0]:.0f} MiB before, {max(sizes):.0f} at most, {sizes[-1]:.0f} after"
         )
-    for line in [*record.problems(), *left]:
+    for line in [*report.problems(), *left]:
         console.print(line, markup=False)
     console.print(limits_table(limits))
-    return limits, record.plain() | {"memory_mib": memory.sizes}
+    return limits, report.to_dict() | {"memory_mib": memory.sizes}
 
 
-async def _run(url: str, memory: Memory, options: argparse.Namespace) -> Record:
-    recipe = Recipe(options.input_tokens, options.output_tokens)
-    async with customers(url, recipe) as clients:
-        run = OverloadRun(url, recipe, clients, memory)
-        per_second = await run.fill(options.seats + options.queue, options.fill_seconds)
-        if options.flood_minutes:
-            await run.flood(options.times * per_second, 60 * options.flood_minutes)
+async def _run(url: str, memory: MemoryLog, options: argparse.Namespace) -> OverloadReport:
+    shape = RequestShape(options.input_tokens, options.output_tokens)
+    async with overload_clients(url, shape) as clients:
+        run = OverloadRun(url, shape, clients, memory)
+        per_second = await run.measure_capacity(
+            options.max_num_seqs + options.max_num_queued_reqs, options.capacity_seconds
+        )
+        if options.overload_minutes:
+            await run.measure_overload(
+                options.overload_factor * per_second, 60 * options.overload_minutes
+            )
         if options.churn_minutes:
-            seconds, longest_stay = 60 * options.churn_minutes, options.churn_stay_ms / 1000
-            await run.beside_churn(options.seats, options.churn_rate, seconds, longest_stay)
-    return run.record
+            seconds, max_stay = 60 * options.churn_minutes, options.churn_stay_ms / 1000
+            await run.measure_churn(options.max_num_seqs, options.churn_rate, seconds, max_stay)
+    return run.report
 
 
-def _not_at_rest(url: str) -> list[str]:
+def _nonzero(url: str) -> list[str]:
     text = httpx.get(f"{url}/metrics").text
     found = {
         name: sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
@@ -345,23 +349,40 @@ def _not_at_rest(url: str) -> list[str]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="tokend bench overload",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seats", type=int, default=16, help="--max-num-seqs of the daemon")
-    parser.add_argument("--queue", type=int, default=16, help="its --max-num-queued-reqs")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=16, help="batch size of the daemon (16)"
+    )
+    parser.add_argument(
+        "--max-num-queued-reqs", type=int, default=16, help="queue of the daemon (16)"
+    )
     parser.add_argument("--input-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--fill-seconds", type=float, default=30.0)
-    parser.add_argument("--times", type=float, default=10.0, help="the capacity, in the flood")
-    parser.add_argument("--flood-minutes", type=float, default=5.0)
-    parser.add_argument("--churn-rate", type=float, default=100.0, help="clients a second")
-    parser.add_argument("--churn-minutes", type=float, default=2.0, help="of each such part")
     parser.add_argument(
-        "--churn-stay-ms", type=float, default=100.0, help="longest stay, in the last of them; or 0"
+        "--capacity-seconds", type=float, default=30.0, help="measuring the capacity (30)"
     )
-    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
+    parser.add_argument(
+        "--overload-factor", type=float, default=10.0, help="load relative to the capacity (10)"
+    )
+    parser.add_argument(
+        "--overload-minutes", type=float, default=5.0, help="duration of the overload (5)"
+    )
+    parser.add_argument(
+        "--churn-rate", type=float, default=100.0, help="disconnecting clients per second (100)"
+    )
+    parser.add_argument(
+        "--churn-minutes", type=float, default=2.0, help="duration of each part (2)"
+    )
+    parser.add_argument(
+        "--churn-stay-ms",
+        type=float,
+        default=100.0,
+        help="time until clients disconnect in the last part (100)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

@@ -1,40 +1,54 @@
-"""The seam between the offloading connector and a medium: host memory, a disk, a remote store.
+"""Interface between the offloading connector and a medium: host memory, a disk, a Redis server.
 
-The connector knows requests, steps and device blocks. A manager knows which offloaded blocks its
-medium has, by key, and gives out places; it knows nothing of requests or device blocks, and
-never waits.
+The connector knows requests, steps and device blocks. A manager (`OffloadingManager`) knows which
+offloaded blocks its medium has, by key, and allocates slots; it never blocks. `create_manager`
+selects the manager for a spec name; a filter before it can skip blocks that are rarely reused.
+
+A medium from outside is a module (spec_module_path) with two functions:
+
+    engine    SPECNAME_manager(extra, ManagerContext) → OffloadingManager
+    workers   SPECNAME_handlers(extra, HandlerContext) → {(source, target): OffloadingHandler}
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+from proto.component import find_class, load_class
+from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 
 MAX_BYTES_IN_FLIGHT: Final = 64 << 20
-"""Of one rank; while more is being stored, nothing is added to it, where a medium
-is slower than memory."""
+"""Bytes of one rank in unfinished stores, above which a disk or Redis accepts no more stores."""
 OffloadKey = bytes
-"""Hash of the last device block of an offloaded block; group, rank count and factor behind it."""
+"""Hash of an offloaded block's last device block, then group, number of ranks and factor."""
+_HERE: Final = "engine_core.kv_connector.offload"
+MANAGERS: Final = {
+    CPU_SPEC: f"{_HERE}.cpu_manager:make_manager",
+    DISK_SPEC: f"{_HERE}.disk_manager:make_manager",
+    REMOTE_SPEC: f"{_HERE}.remote_manager:make_manager",
+}
 
 
 @dataclass(frozen=True)
 class ManagerContext:
-    """What a medium may know of the engine.
+    """Facts about the engine that a medium needs.
 
-    fingerprint: of everything that changes KV values, the same on every rank. num_ranks: workers
-    that share the model. block_bytes: of one offloaded block, on rank 0, which has most. ring:
-    from any thread; requests that were told to ask again are put back into the line. factor:
-    device blocks of an offloaded one.
+    fingerprint: digest of everything that changes KV values. num_ranks: tensor-parallel workers.
+    block_bytes: size of an offloaded block on rank 0, whose blocks are the largest.
+    notify: wakes the engine, which retries lookups; may be called from any thread.
+    factor: device blocks of an offloaded block.
     """
 
     fingerprint: bytes
     num_ranks: int
     block_bytes: int
-    ring: Callable[[], None]
+    notify: Callable[[], None]
     factor: int = 1
 
 
 class OffloadingEvent(NamedTuple):
-    """keys: that a medium has from now on, or (removed) no more."""
+    """Keys that became present on a medium, or were removed from it."""
 
     keys: Sequence[OffloadKey]
     removed: bool
@@ -42,8 +56,11 @@ class OffloadingEvent(NamedTuple):
 
 
 class PrepareStoreOutput(NamedTuple):
-    """keys: of those asked for, the ones to be stored, in order. slots: their places, empty for a
-    medium that is looked up by key. evicted: what had to go for them."""
+    """Decision about a store.
+
+    keys: blocks to store, a subset of the request in its order. slots: their slots, empty for a
+    medium that is addressed by key. evicted: blocks evicted to make room.
+    """
 
     keys: Sequence[OffloadKey]
     slots: Sequence[int]
@@ -51,75 +68,165 @@ class PrepareStoreOutput(NamedTuple):
 
 
 class OffloadingManager(Protocol):
-    """The ledger of one medium.
+    """Index of the blocks on one medium.
 
-    A block is stored (-1), present (0) or read by n loads (n); only present ones are evicted.
+    A block is being stored (-1), present (0) or read by n loads (n); only blocks in state 0 can be
+    evicted.
     """
 
     medium: str
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
-        """Length of the leading run that is present; None: not known yet, a wake follows.
+        """Return the length of the longest prefix of `keys` that is present.
 
-        is_new_use: False for a request that has looked for them before.
+        None: not known yet; `notify` follows. is_new_use: False if the same request repeats its
+        lookup.
         """
         ...
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
-        """Of each whether it is present; None: not known yet, a wake follows."""
+        """Return for each key whether it is present; None: not known yet, `notify` follows."""
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """Keep these, which are present, until `complete_load`; returns their places, or none."""
+        """Protect present blocks from eviction until `complete_load`; return any slots."""
         ...
 
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
-        """A load is over. What could not be read is forgotten once nobody reads it."""
+        """End a load. After a failure the blocks are removed once no other load reads them."""
         ...
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Find room for those that are not there. None, with nothing changed, if there is none."""
+        """Allocate room for the keys that are missing; None, with nothing changed, without room."""
         ...
 
     def complete_store(
         self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
     ) -> None:
-        """A store is over on all ranks: present from now on, or forgotten.
+        """End a store on all ranks: the blocks become present, or are removed after a failure.
 
-        cancelled: it has no success, but the medium has not failed.
+        cancelled: the store failed because it was cancelled, not because of the medium.
         """
         ...
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """What these hold is wrong, and nobody is to find it, wherever it is kept.
-
-        Also keys that are not known here. No failure of the medium: only what is in it is bad.
-        """
+        """Remove blocks with corrupt content, wherever they are kept; keys may be unknown."""
         ...
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
-        """These are wanted, in the order of a sequence, whether they are here or not.
+        """Mark blocks of a sequence as recently used, its beginning as the most recent.
 
-        The first ones are to outlive the others. is_new_use: False by somebody who wanted them
-        before, whose sequence has grown: they are as recent as that, and not wanted once more.
+        Keys may be missing from the medium. is_new_use: False if the same sequence has grown,
+        which does not count as another use.
         """
         ...
 
     @property
     def usage(self) -> float:
-        """Part of the medium that is taken, 0 to 1; 0 where it is not known."""
+        """Used fraction of the medium, 0 to 1; 0 if unknown."""
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What became present and what went since the last call."""
+        """Return blocks added and removed since the last call."""
         ...
 
-    def reset(self) -> bool:
-        """Forget all; False where a copy is under way."""
+    def reset_cache(self) -> bool:
+        """Remove all blocks; False, with nothing changed, while copies are in flight."""
         ...
 
-    def start_over(self) -> None:
-        """Whatever was being copied never will be."""
+    def on_worker_restart(self) -> None:
+        """Drop all copies in flight; none of them will be reported."""
         ...
 
     def close(self) -> None: ...
+
+
+def create_manager(
+    settings: OffloadSettings, extra: Mapping[str, Any], context: ManagerContext
+) -> OffloadingManager:
+    """Create the manager of the configured medium; raises ConfigError."""
+    if settings.spec_module_path:
+        make = load_class(f"{settings.spec_module_path}:{settings.spec_name}_manager", FIELD)
+    else:
+        make = find_class(MANAGERS, settings.spec_name, FIELD)
+    manager: OffloadingManager = make(extra, context)
+    if settings.store_threshold < 2:
+        return manager
+    tracker = ReuseTracker(settings.store_threshold, settings.max_tracker_size)
+    return FilterReusedOffloadingManager(manager, tracker)
+
+
+class ReuseTracker:
+    """Counts lookups of keys; remembers the `max_size` keys that were looked up last."""
+
+    def __init__(self, threshold: int, max_size: int) -> None:
+        if max_size < 1:
+            raise ValueError(f"max_size must be >= 1, got {max_size}")
+        self._threshold = threshold
+        self._max_size = max_size
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()
+
+    def record_lookup(self, key: OffloadKey) -> None:
+        self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > self._max_size:
+            self._counts.popitem(last=False)
+
+    def reaches_threshold(self, key: OffloadKey) -> bool:
+        return self._counts.get(key, 0) >= self._threshold
+
+
+class FilterReusedOffloadingManager:
+    """OffloadingManager that stores only blocks that were looked up often enough."""
+
+    def __init__(self, backing: OffloadingManager, tracker: ReuseTracker) -> None:
+        self._backing = backing
+        self._tracker = tracker
+        self.medium = backing.medium
+
+    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+        """Count all keys of a new use, including those after the first miss."""
+        if is_new_use:
+            for key in keys:
+                self._tracker.record_lookup(key)
+        return self._backing.lookup(keys, is_new_use=is_new_use)
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
+        return self._backing.contains(keys)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
+        return self._backing.prepare_load(keys)
+
+    def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+        self._backing.complete_load(keys, success=success)
+
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        return self._backing.prepare_store(
+            [key for key in keys if self._tracker.reaches_threshold(key)]
+        )
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
+    ) -> None:
+        self._backing.complete_store(keys, success=success, cancelled=cancelled)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._backing.discard(keys)
+
+    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
+        self._backing.touch(keys, is_new_use=is_new_use)
+
+    @property
+    def usage(self) -> float:
+        return self._backing.usage
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._backing.take_events()
+
+    def reset_cache(self) -> bool:
+        return self._backing.reset_cache()
+
+    def on_worker_restart(self) -> None:
+        self._backing.on_worker_restart()
+
+    def close(self) -> None:
+        self._backing.close()

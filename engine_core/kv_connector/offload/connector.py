@@ -1,27 +1,28 @@
-"""The deciding half of the offloading connector: requests on one side, a medium on the other.
+"""The scheduler's half of the offloading connector. Start with `OffloadingScheduler`.
 
-    schedule()   match ─▶ plan loads ─▶ build_connector_meta: loads, and stores of what became full
-    workers      begin the loads before the step, and the stores with the step that follows
-    reports      all ranks: the ledger is told, device blocks are let go, who waits is woken
+    schedule()   match ─▶ plan loads ─▶ build_connector_meta: loads, and stores of full blocks
+    workers      start the loads before the step, and the stores with the following step
+    reports      after all ranks: update the manager, release device blocks, unblock requests
 
-Owns what is remembered of requests. How much is found, what is stored and what has to go are
-decided by the parts; none of it waits for anything.
+planners.py decides what is loaded and stored, the medium's manager what is evicted.
 """
 
 from collections.abc import Iterable
 from operator import add
-from typing import Any, ClassVar
+from typing import Any
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerContext
-from engine_core.kv_connector.offload.base import ManagerContext
-from engine_core.kv_connector.offload.jobs import JobsInFlight
-from engine_core.kv_connector.offload.keys import parts
-from engine_core.kv_connector.offload.load_planner import LoadPlanner
-from engine_core.kv_connector.offload.requests import Shape, TrackedRequest, TrackedRequests
-from engine_core.kv_connector.offload.specs import create_manager
-from engine_core.kv_connector.offload.statistics import CopyStatistics
-from engine_core.kv_connector.offload.store_planner import StorePlanner
+from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.offload.base import ManagerContext, create_manager
+from engine_core.kv_connector.offload.planners import LoadPlanner, StorePlanner
+from engine_core.kv_connector.offload.tracking import (
+    BlockLayout,
+    CopyStatistics,
+    JobsInFlight,
+    TrackedRequest,
+    TrackedRequests,
+    parse_key,
+)
 from engine_core.request import Request, RequestStatus
 from proto.event_fd import EventFd
 from proto.kv_connector import (
@@ -39,20 +40,18 @@ from proto.scheduler_output import SchedulerOutput
 from proto.stats import KVMediumStats
 
 
-class OffloadingScheduler:
-    """SchedulerConnector that keeps KV on a medium of its own."""
-
-    supports_groups: ClassVar[bool] = True
+class OffloadingScheduler(SchedulerConnector):
+    """SchedulerConnector that stores KV blocks on one medium and loads them again."""
 
     def __init__(self, config: KVTransferConfig, context: SchedulerContext) -> None:
-        """Raises ConfigError naming the key of kv_connector_extra_config that is wrong."""
+        """Raises ConfigError naming the wrong key of kv_connector_extra_config."""
         extra = config.kv_connector_extra_config
         windows = [group.sliding_window for group in context.geometry.groups]
         settings, factor = offload_settings(extra, context.block_size, windows)
-        self._loads_any, self._stores_any = config.loads, config.stores
-        self._shape = Shape.of(context, factor)
+        self._may_load, self._may_store = config.loads, config.stores
+        self._layout = BlockLayout.from_context(context, factor)
         self._block_ids = context.block_ids
-        self._is_sound = context.is_storable
+        self._is_storable = context.is_storable
         self._event_fd = EventFd()
         self._manager = create_manager(
             settings,
@@ -60,43 +59,43 @@ class OffloadingScheduler:
             ManagerContext(
                 fingerprint=context.fingerprint,
                 num_ranks=context.num_ranks,
-                block_bytes=context.geometry.bytes_per_token * self._shape.size,
-                ring=self._event_fd.notify,
+                block_bytes=context.geometry.bytes_per_token * self._layout.size,
+                notify=self._event_fd.notify,
                 factor=factor,
             ),
         )
         self._statistics = CopyStatistics(self._manager.medium)
-        self._jobs = JobsInFlight(context.num_ranks, context.holds)
-        self._loads = LoadPlanner(self._shape, self._manager, self._jobs, context.wake)
-        self._stores = StorePlanner(self._shape, self._manager, self._jobs, self._statistics)
+        self._jobs = JobsInFlight(context.num_ranks, context.transfer_refs)
+        self._loads = LoadPlanner(self._layout, self._manager, self._jobs, context.unblock)
+        self._stores = StorePlanner(self._layout, self._manager, self._jobs, self._statistics)
         self._requests = TrackedRequests()
-        self._has_put_off = False
+        self._has_deferred = False
 
-    # Before and while a step is decided
+    # Scheduling a step
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
-        if not self._loads_any or request.skip_reading_prefix_cache:
+        if not self._may_load or request.skip_reading_prefix_cache:
             return NO_MATCH
-        return self._loads.match(self._requests.of(request), num_computed_tokens)
+        return self._loads.match(self._requests.get_or_create(request), num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        tracked = self._requests.of(request)
+        tracked = self._requests.get_or_create(request)
         tracked.is_loading = False
         if num_external_tokens:
             self._loads.plan(tracked, block_ids, num_external_tokens)
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:
-        if self._stores_any:
+        if self._may_store:
             self._plan_stores(output)
-        loads, stores = self._loads.take_planned(), self._stores.take_planned()
+        loads, stores = self._loads.pop_planned(), self._stores.pop_planned()
         flush = [
             job.transfer.job_id
             for seq_id in output.preempted_seq_ids
             for job in self._jobs.stores_of(seq_id)
         ]
-        self._has_put_off = bool(stores)
+        self._has_deferred = bool(stores)
         if not (loads or stores or flush):
             return NO_PAYLOAD
         return pack(
@@ -108,20 +107,20 @@ class OffloadingScheduler:
             )
         )
 
-    def wants_step(self) -> bool:
-        """Stores begin with the step after the one that they were planned in."""
-        return self._has_put_off or self._stores.has_planned
+    def needs_step(self) -> bool:
+        """Whether stores wait for the step after the one that planned them."""
+        return self._has_deferred or self._stores.has_planned
 
-    # What has happened
+    # Reports and ends of requests
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.worker_metadata == NO_PAYLOAD:
             return
         for finished in unpack(output.worker_metadata, OffloadReport).finished:
-            job = self._jobs.report(finished)
+            job = self._jobs.record_report(finished)
             if job is None:
                 continue
-            self._statistics.count(job)
+            self._statistics.record(job)
             if job.transfer.is_load:
                 self._loads.complete(job, self._requests.get(job.seq_id))
             else:
@@ -130,70 +129,70 @@ class OffloadingScheduler:
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its last full blocks are stored, too; what is copied is held, so nothing is delayed.
+        """Store the last full blocks, unless the request failed.
 
-        Not of one that failed. What it has stored stays: others share its prefix, and what of it
-        could not be read has been forgotten by then.
+        Copies reference their blocks, so freeing the request's blocks is not delayed. Blocks stored
+        earlier stay for requests with the same prefix; unreadable ones are removed by then.
         """
         tracked = self._requests.pop(request.seq_id, None)
         if tracked is not None:
-            self._loads.forget(request.seq_id)
-            if request.status is not RequestStatus.FINISHED_ERROR and self._may_store(tracked):
+            self._loads.remove_request(request.seq_id)
+            if request.status is not RequestStatus.FINISHED_ERROR and self._can_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
-                self._stores.settle(tracked)
+                self._stores.finish_request(tracked)
         return False, None
 
-    def withdraw(self, request: Request) -> None:
-        self._stores.withdraw(request)
+    def invalidate_request(self, request: Request) -> None:
+        self._stores.invalidate_request(request)
 
     def take_events(self) -> Iterable[KVEvent]:
         for event in self._manager.take_events():
             for key in event.keys:
-                block_hash, group = parts(key)
+                block_hash, group = parse_key(key)
                 if event.removed:
                     yield BlockRemoved(block_hash, group, event.medium)
                 else:
-                    size = self._shape.size
+                    size = self._layout.size
                     yield BlockStored([block_hash], None, [], size, group, event.medium)
 
-    def take_stats(self) -> list[KVMediumStats]:
-        return [self._statistics.take(self._manager.usage)]
+    def drain_stats(self) -> list[KVMediumStats]:
+        return [self._statistics.drain(self._manager.usage)]
 
-    # The life of the connector
+    # Notifications and lifecycle
 
     def fileno(self) -> int:
         return self._event_fd.descriptor
 
-    def attend(self) -> None:
+    def process_notifications(self) -> None:
         self._event_fd.clear()
-        self._loads.wake_all()
+        self._loads.unblock_all()
 
     def reset_cache(self) -> bool:
-        return not self._jobs and self._manager.reset()
+        return not self._jobs and self._manager.reset_cache()
 
-    def start_over(self) -> None:
+    def on_worker_restart(self) -> None:
         self._jobs.drop_all()
-        self._stores.start_over()
-        self._has_put_off = False
-        self._manager.start_over()
+        self._stores.on_worker_restart()
+        self._has_deferred = False
+        self._manager.on_worker_restart()
         for tracked in self._requests.values():
             tracked.next_block = tracked.next_at = tracked.touched = 0
             tracked.is_loading = False
-        self._loads.start_over()
+        self._loads.on_worker_restart()
 
     def close(self) -> None:
         self._manager.close()
         self._event_fd.close()
 
-    def _may_store(self, tracked: TrackedRequest) -> bool:
-        """Nothing that it holds may turn out not to have been loaded."""
-        if not self._stores_any or tracked.is_loading:
+    def _can_store(self, tracked: TrackedRequest) -> bool:
+        """Whether the request's KV may be stored: no load that it relies on can fail any more."""
+        if not self._may_store or tracked.is_loading:
             return False
-        return self._is_sound(tracked.request.seq_id)
+        return self._is_storable(tracked.request.seq_id)
 
     def _plan_stores(self, output: SchedulerOutput) -> None:
-        """Most sequences are far from filling a block: they cost a comparison each."""
+        """Plan stores for sequences that fill a block in this step, one comparison for the rest."""
         for new in output.new_requests:
             num_tokens = new.num_computed_tokens + new.num_scheduled_tokens
             tracked = self._requests.get(new.seq_id)
@@ -211,11 +210,11 @@ class OffloadingScheduler:
             self._plan_store(tracked, num_tokens)
 
     def _plan_store(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """num_tokens: that are computed with this step, enough to fill something."""
+        """Plan stores of one sequence. num_tokens: computed when this step has finished."""
         request = tracked.request
-        if not self._is_sound(request.seq_id):
-            return  # what somebody else loads for it may fail yet
-        # A token is known or not before the block that it fills is hashed.
+        if not self._is_storable(request.seq_id):
+            return  # a load that it relies on may still fail
+        # Only known tokens are hashed; a step that runs ahead computes one more.
         num_tokens = min(num_tokens, request.num_tokens)
         if num_tokens >= tracked.next_at:
             self._stores.plan(tracked, self._block_ids(request.seq_id), num_tokens)

@@ -1,10 +1,10 @@
-"""Keeps house in the folder of a disk medium, on a thread, so that the engine never waits for it.
+"""A thread that scans and cleans the folder of a disk medium; the engine never blocks on the disk.
 
-Finds the blocks that are there, removes those that are to go, and sees what other daemons add to
-the folder or take from it. Tells the engine by reports; knows nothing of who needs a block.
+It finds existing blocks, removes files on command, and detects files that other daemons add or
+remove. The manager reads its reports.
 
-    start   every file, oldest first, is one report; leavings of the dead are removed
-    then    orders of the ledger; about every second the folders that have changed are listed
+    start   one report of all files, oldest first; abandoned temporary files are removed
+    then    commands of the manager; changed subfolders are listed about once a second
 """
 
 import logging
@@ -24,47 +24,53 @@ from proto.kv_media import TEMPORARY, file_name, is_media_folder, parse_file_nam
 logger = logging.getLogger("tokend.kv_media")
 
 _ABANDONED_SECONDS: Final = 600.0
-"""After which nobody writes to such a file any more."""
-_LOOK_SECONDS: Final = 1.0
-_REST: Final = 20.0
-"""Looking may take a twentieth of the time, where there is much to see."""
+"""Age after which a temporary file is left over from a process that died."""
+_RESCAN_SECONDS: Final = 1.0
+_RESCAN_PAUSE: Final = 20.0
+"""Pause after a rescan, as a multiple of its duration."""
 _NICENESS: Final = 10
 _STOP_SECONDS: Final = 0.5
 
 
-class Found(NamedTuple):
-    """All there was. blocks: the ranks of each key, oldest first. others: bytes of other models."""
+class InitialScan(NamedTuple):
+    """Result of a complete scan.
+
+    blocks: bit mask of ranks for each key, oldest first. others: bytes of other models' files.
+    """
 
     blocks: OrderedDict[OffloadKey, int]
     others: int
 
 
-class Seen(NamedTuple):
-    """Files that have come or gone since, as (key, bit of the rank)."""
+class FilesChanged(NamedTuple):
+    """Files added or removed since the last report, as (key, bit of the rank)."""
 
     added: list[tuple[OffloadKey, int]]
     removed: list[tuple[OffloadKey, int]]
 
 
-class Removed(NamedTuple):
-    """Keys whose files are gone, as ordered."""
+class FilesRemoved(NamedTuple):
+    """Keys whose files were removed by a command."""
 
     keys: list[OffloadKey]
 
 
-Report = Found | Seen | Removed
-Order = Callable[[], None]
+Report = InitialScan | FilesChanged | FilesRemoved
+Command = Callable[[], None]
 
 
 class DiskFolder:
-    """root: of all models. folder: of this one. ring: is called when there are reports."""
+    """Owner of the thread.
 
-    def __init__(self, root: Path, name: str, num_ranks: int, ring: Callable[[], None]) -> None:
+    root: folder of all models. name: subfolder of this model. notify: called after each report.
+    """
+
+    def __init__(self, root: Path, name: str, num_ranks: int, notify: Callable[[], None]) -> None:
         self._root = root
         self._folder = root / name
         self._num_ranks = num_ranks
-        self._ring = ring
-        self._commands: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._notify = notify
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._listed: dict[str, _Listing] = {}
         self._others: list[_File] = []
@@ -73,25 +79,25 @@ class DiskFolder:
     def start(self) -> None:
         self._thread.start()
 
-    def take_reports(self) -> Iterator[Report]:
-        """What has been found out since the last call."""
+    def pop_reports(self) -> Iterator[Report]:
+        """Yield reports since the last call."""
         while not self._reports.empty():
             yield self._reports.get_nowait()
 
     def remove(self, keys: list[OffloadKey]) -> None:
-        """Remove the files of these; a report says when they are gone."""
+        """Remove the files of keys; a FilesRemoved report follows."""
         self._commands.put(lambda: self._remove(keys))
 
-    def look_at(self, keys: list[OffloadKey]) -> None:
-        """Report which files of these there are."""
-        self._commands.put(lambda: self._look_at(keys))
+    def check_files(self, keys: list[OffloadKey]) -> None:
+        """Report which files of keys exist."""
+        self._commands.put(lambda: self._check_files(keys))
 
     def remove_others(self, num_bytes: int) -> None:
-        """Make room by removing the oldest blocks of other models."""
+        """Remove the oldest files of other models, to free `num_bytes`."""
         self._commands.put(lambda: self._remove_others(num_bytes))
 
     def clear(self) -> None:
-        """Remove every block of this model; a report says what is there then."""
+        """Remove all blocks of this model; an InitialScan report follows."""
         self._commands.put(self._clear)
 
     def close(self) -> None:
@@ -101,41 +107,41 @@ class DiskFolder:
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._carried_out(self._find_all)
-        pause = _LOOK_SECONDS
-        next_look = time.monotonic() + pause
+        self._run_command(self._report_scan)
+        pause = _RESCAN_SECONDS
+        next_rescan = time.monotonic() + pause
         while True:
             try:
-                order = self._commands.get(timeout=max(0.0, next_look - time.monotonic()))
+                command = self._commands.get(timeout=max(0.0, next_rescan - time.monotonic()))
             except queue.Empty:
                 begun = time.monotonic()
-                self._carried_out(self._look_around)
-                pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - begun))
-                next_look = time.monotonic() + pause
+                self._run_command(self._rescan)
+                pause = max(_RESCAN_SECONDS, _RESCAN_PAUSE * (time.monotonic() - begun))
+                next_rescan = time.monotonic() + pause
                 continue
-            if order is None:
+            if command is None:
                 return
-            self._carried_out(order)
+            self._run_command(command)
 
-    def _carried_out(self, order: Order) -> None:
-        """One that fails ends only itself; those that somebody waits for report all the same."""
+    def _run_command(self, command: Command) -> None:
+        """Run a command; log its errors, because the thread must not die."""
         try:
-            order()
-        except Exception as error:  # without this thread nothing would be stored any more
+            command()
+        except Exception as error:  # the thread must go on
             logger.warning("disk: %s", error, exc_info=not isinstance(error, OSError))
 
-    def _find_all(self) -> None:
+    def _report_scan(self) -> None:
         try:
-            self._report(self._found())
+            self._report(self._scan())
         except BaseException:
-            self._report(Found(OrderedDict(), 0))
+            self._report(InitialScan(OrderedDict(), 0))
             raise
 
-    def _found(self) -> Found:
+    def _scan(self) -> InitialScan:
         self._listed.clear()
         now = self._file_system_time()
         files = []
-        for shard in _folders(self._folder):
+        for shard in _subfolders(self._folder):
             mtime = os.stat(shard).st_mtime_ns
             names = set()
             for file in _files(shard):
@@ -152,10 +158,10 @@ class DiskFolder:
         for _, key, rank in files:
             blocks[key] = blocks.pop(key, 0) | 1 << rank
         self._others = sorted(self._files_of_others())
-        return Found(blocks, sum(each.size for each in self._others))
+        return InitialScan(blocks, sum(each.size for each in self._others))
 
     def _file_system_time(self) -> int:
-        """Nanoseconds, by the clock that names its files' times; 0 where nothing can be written."""
+        """Return the file system's current time in nanoseconds; 0 if the folder is not writable."""
         probe = self._folder / f"{os.urandom(4).hex()}{TEMPORARY}"
         try:
             descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -168,14 +174,14 @@ class DiskFolder:
             os.unlink(probe)
 
     def _files_of_others(self) -> Iterator["_File"]:
-        for folder in _folders(self._root):
+        for folder in _subfolders(self._root):
             if is_media_folder(Path(folder).name) and folder != str(self._folder):
-                for shard in _folders(folder):
+                for shard in _subfolders(folder):
                     yield from _files(shard)
 
-    def _look_around(self) -> None:
-        for shard in _folders(self._folder):
-            before = self._listed.get(shard, _NOTHING)
+    def _rescan(self) -> None:
+        for shard in _subfolders(self._folder):
+            before = self._listed.get(shard, _NOT_LISTED)
             try:
                 mtime = os.stat(shard).st_mtime_ns
                 if mtime == before.mtime_ns and before.settled:
@@ -183,12 +189,12 @@ class DiskFolder:
                 names = {each for each in os.listdir(shard) if _block_of(shard, each) is not None}
             except OSError:
                 continue
-            # once more after a change: a folder's time does not tell two quick ones apart
+            # listed again after a change: mtime does not tell two quick changes apart
             self._listed[shard] = _Listing(mtime, names, settled=mtime == before.mtime_ns)
             added = self._bits(names - before.names)
             removed = self._bits(before.names - names)
             if added or removed:
-                self._report(Seen(added, removed))
+                self._report(FilesChanged(added, removed))
 
     def _bits(self, names: set[str]) -> list[tuple[OffloadKey, int]]:
         parsed = [each for each in map(parse_file_name, names) if each is not None]
@@ -203,16 +209,16 @@ class DiskFolder:
                 with suppress(OSError):
                     os.unlink(path)
         finally:
-            self._report(Removed(keys))
+            self._report(FilesRemoved(keys))
 
-    def _look_at(self, keys: list[OffloadKey]) -> None:
+    def _check_files(self, keys: list[OffloadKey]) -> None:
         added = [
             (key, 1 << rank)
             for key in keys
             for rank, path in enumerate(self._paths(key))
             if os.path.exists(path)
         ]
-        self._report(Seen(added, []))
+        self._report(FilesChanged(added, []))
 
     def _remove_others(self, num_bytes: int) -> None:
         while num_bytes > 0 and self._others:
@@ -223,17 +229,17 @@ class DiskFolder:
 
     def _clear(self) -> None:
         try:
-            for shard in _folders(self._folder):
+            for shard in _subfolders(self._folder):
                 for file in _files(shard):
                     if _block_of(shard, file.name) is not None:
                         with suppress(OSError):
                             os.unlink(file.path)
         finally:
-            self._find_all()
+            self._report_scan()
 
     def _report(self, report: Report) -> None:
         self._reports.put(report)
-        self._ring()
+        self._notify()
 
 
 class _Listing(NamedTuple):
@@ -249,20 +255,20 @@ class _File(NamedTuple):
     size: int
 
 
-_NOTHING: Final = _Listing(-1, set(), settled=False)
+_NOT_LISTED: Final = _Listing(-1, set(), settled=False)
 _ABANDONED_NS: Final = int(_ABANDONED_SECONDS * 1e9)
 
 
 def _block_of(shard: str, name: str) -> tuple[OffloadKey, int] | None:
-    """Key and rank of a file that is a block's, and lies where that would be looked for."""
+    """Return key and rank of a block's file; None for other files and misplaced ones."""
     parsed = parse_file_name(name)
     if parsed is None or file_name(*parsed) != f"{os.path.basename(shard)}/{name}":
         return None
     return parsed
 
 
-def _folders(folder: Path | str) -> Iterator[str]:
-    """Those in a folder; none where it is not there."""
+def _subfolders(folder: Path | str) -> Iterator[str]:
+    """Yield the paths of subfolders; none if the folder is missing."""
     try:
         with os.scandir(folder) as entries:
             yield from [each.path for each in entries if each.is_dir(follow_symlinks=False)]
@@ -272,7 +278,7 @@ def _folders(folder: Path | str) -> Iterator[str]:
 
 
 def _files(folder: str) -> Iterator[_File]:
-    """Those in a folder that are still there when they are looked at."""
+    """Yield the files of a folder, except those removed meanwhile."""
     with os.scandir(folder) as entries:
         for each in entries:
             with suppress(OSError):

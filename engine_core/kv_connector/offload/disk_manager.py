@@ -1,11 +1,11 @@
-"""The ledger of a disk: one file for each offloaded block and rank, in a folder that stays.
+"""Manager of blocks on a disk: one file for each offloaded block and rank.
 
-Decides by what it has in memory; all that touches the disk happens in the workers, or on the
-thread that keeps house in the folder. What the ledger believes may be wrong, as others share the
-folder: then a load fails, its blocks are computed, and the folder is asked again.
+The files survive restarts, and other daemons may share the folder. The manager decides from an
+index in memory; only the workers and the thread of `DiskFolder` access the disk. If the index is
+wrong, a load fails, its blocks are recomputed, and the folder is checked again.
 
-    block      -1 being stored   0 there, or on some ranks only   n being loaded
-    order      least recently used first; that is what goes when there is no room
+    num_refs   -1 being stored   0 present, possibly on some ranks only   n being loaded
+    order      least recently used first, which is also the order of eviction
 """
 
 import threading
@@ -22,41 +22,48 @@ from engine_core.kv_connector.offload.base import (
     OffloadKey,
     PrepareStoreOutput,
 )
-from engine_core.kv_connector.offload.disk_folder import DiskFolder, Found, Removed, Report, Seen
+from engine_core.kv_connector.offload.disk_folder import (
+    DiskFolder,
+    FilesChanged,
+    FilesRemoved,
+    InitialScan,
+    Report,
+)
 from proto.circuit_breaker import CircuitBreaker
 from proto.errors import ConfigError
 from proto.kv_media import DISK, HEADER_BYTES, media_folder, own_folder
 from proto.kv_transfer_config import FIELD, DiskSettings, disk_settings
 
-PATIENCE_SECONDS: Final = 2.0
-"""For which requests wait until it is known what is there, after the start of the engine."""
+SCAN_WAIT_SECONDS: Final = 2.0
+"""Time after the start for which requests wait until the folder has been scanned."""
 _SLICE: Final = 2000
-"""Blocks that are taken into the ledger at a time."""
+"""Blocks added to the index at a time, so that a large folder does not delay a step."""
 _RETRY_SECONDS: Final = 1.0
 _FAILED_LOADS_ALLOWED: Final = 1
 _FAILED_STORES_ALLOWED: Final = 2
 
 
-class _Block:
-    """refs: as above. ranks: bits of those whose files are there. doubtful: a load has failed.
+class _DiskBlock:
+    """Index entry of a block.
 
-    is_bad: it was discarded while it was copied, and its files go when that is over.
+    num_refs: see above. ranks: bit mask of ranks whose files exist. is_suspect: a load has failed.
+    is_bad: discarded during a copy; its files are removed when the copy has finished.
     """
 
-    __slots__ = ("doubtful", "is_bad", "ranks", "refs")
+    __slots__ = ("is_bad", "is_suspect", "num_refs", "ranks")
 
-    def __init__(self, refs: int, ranks: int) -> None:
-        self.refs = refs
+    def __init__(self, num_refs: int, ranks: int) -> None:
+        self.num_refs = num_refs
         self.ranks = ranks
-        self.doubtful = False
+        self.is_suspect = False
         self.is_bad = False
 
 
 class DiskOffloadingManager:
-    """An OffloadingManager. folder: reports what there is, and removes.
+    """OffloadingManager of a disk.
 
-    capacity: blocks that all files may be of, others' included. block_bytes: of the files of
-    one block, of all ranks.
+    folder: scans the folder and removes files. capacity: limit in blocks of all ranks,
+    including the files of other models.
     """
 
     medium = DISK
@@ -73,32 +80,32 @@ class DiskOffloadingManager:
         self._file_bytes = HEADER_BYTES + context.block_bytes
         self._all_ranks = (1 << context.num_ranks) - 1
         self._set_bytes = self._file_bytes * context.num_ranks
-        self._others = 0
-        self._blocks: OrderedDict[OffloadKey, _Block] = OrderedDict()
-        self._leaving: set[OffloadKey] = set()
+        self._other_bytes = 0
+        self._blocks: OrderedDict[OffloadKey, _DiskBlock] = OrderedDict()
+        self._removing: set[OffloadKey] = set()
         self._num_storing = 0
         self._events: deque[OffloadingEvent] = deque()
-        self._known = False
-        self._found = False
-        self._arriving: Iterator[tuple[OffloadKey, int]] = iter(())
-        self._ring = context.ring
+        self._is_indexed = False
+        self._is_scanned = False
+        self._unindexed: Iterator[tuple[OffloadKey, int]] = iter(())
+        self._notify = context.notify
         self._clock = clock
-        self._patient_until = clock() + PATIENCE_SECONDS
+        self._wait_until = clock() + SCAN_WAIT_SECONDS
         self._loads = CircuitBreaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED, clock)
         self._stores = CircuitBreaker(_RETRY_SECONDS, _FAILED_STORES_ALLOWED, clock)
-        self._impatience = threading.Timer(PATIENCE_SECONDS, context.ring)
-        self._impatience.daemon = True
-        self._impatience.start()
+        self._wait_timer = threading.Timer(SCAN_WAIT_SECONDS, context.notify)
+        self._wait_timer.daemon = True
+        self._wait_timer.start()
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
         found = self.contains(keys)
         if found is None:
             return None
-        return next((index for index, each in enumerate(found) if not each), len(found))
+        return next((index for index, is_present in enumerate(found) if not is_present), len(found))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
-        self._hear()
-        if not self._known and self._clock() < self._patient_until:
+        self._process_reports()
+        if not self._is_indexed and self._clock() < self._wait_until:
             return None
         if self._loads.is_open:
             return [False] * len(keys)
@@ -106,8 +113,8 @@ class DiskOffloadingManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         for key in keys:
-            assert self._is_present(key), "loading what is not there"
-            self._blocks[key].refs += 1
+            assert self._is_present(key), "only present blocks can be loaded"
+            self._blocks[key].num_refs += 1
         return []
 
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
@@ -115,34 +122,34 @@ class DiskOffloadingManager:
             self._loads.record_success()
         else:
             self._loads.record_failure()
-        doubted: list[OffloadKey] = []
+        suspect: list[OffloadKey] = []
         bad: list[OffloadKey] = []
         for key in keys:
             block = self._blocks[key]
-            assert block.refs > 0, "the load was not prepared"
-            block.refs -= 1
-            block.doubtful |= not success
-            if block.doubtful and not block.refs:
-                self._forget(key)
-                (bad if block.is_bad else doubted).append(key)
+            assert block.num_refs > 0, "the load was not prepared"
+            block.num_refs -= 1
+            block.is_suspect |= not success
+            if block.is_suspect and not block.num_refs:
+                self._drop(key)
+                (bad if block.is_bad else suspect).append(key)
         self._remove(bad)
-        self._ask_about(doubted)
+        self._check_files(suspect)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        self._hear()
-        if not self._known or self._stores.is_open or self._is_busy:
+        self._process_reports()
+        if not self._is_indexed or self._stores.is_open or self._is_busy:
             return None
-        wanted = [key for key in dict.fromkeys(keys) if self._is_wanted(key)]
+        wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
         num_more = sum(key not in self._blocks for key in wanted)
         victims = self._victims(len(self._blocks) + num_more, frozenset(keys))
         if victims is None:
             return None
         for key in victims:
-            self._forget(key)
+            self._drop(key)
         self._remove(victims)
         for key in wanted:
             self._blocks.pop(key, None)
-            self._blocks[key] = _Block(-1, 0)
+            self._blocks[key] = _DiskBlock(-1, 0)
         self._num_storing += len(wanted)
         return PrepareStoreOutput(wanted, [], victims)
 
@@ -157,31 +164,31 @@ class DiskOffloadingManager:
         bad: list[OffloadKey] = []
         for key in keys:
             block = self._blocks.get(key)
-            if block is None or block.refs != -1:
+            if block is None or block.num_refs != -1:
                 continue
             self._num_storing -= 1
             (bad if block.is_bad else changed).append(key)
             if success and not block.is_bad:
-                block.refs, block.ranks = 0, self._all_ranks
+                block.num_refs, block.ranks = 0, self._all_ranks
             else:
                 del self._blocks[key]
         self._remove(bad)
         if not success:
-            self._ask_about(changed)
+            self._check_files(changed)
         elif changed:
             self._events.append(OffloadingEvent(changed, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Files that are being written or read are removed when that is over."""
+        """Remove corrupt blocks; files that are being read or written go after the copy."""
         idle = []
         for key in dict.fromkeys(keys):
             block = self._blocks.get(key)
-            if block is not None and block.refs:
-                block.doubtful = block.is_bad = True
+            if block is not None and block.num_refs:
+                block.is_suspect = block.is_bad = True
                 continue
             if block is not None:
-                self._forget(key)
-            if key not in self._leaving:
+                self._drop(key)
+            if key not in self._removing:
                 idle.append(key)
         self._remove(idle)
 
@@ -191,42 +198,44 @@ class DiskOffloadingManager:
                 self._blocks.move_to_end(key)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        self._hear()
+        self._process_reports()
         events, self._events = self._events, deque()
         return events
 
-    def reset(self) -> bool:
-        self._hear()
-        if any(block.refs for block in self._blocks.values()):
+    def reset_cache(self) -> bool:
+        self._process_reports()
+        if any(block.num_refs for block in self._blocks.values()):
             return False
         present = [key for key in self._blocks if self._is_present(key)]
         if present:
             self._events.append(OffloadingEvent(present, True, self.medium))
         self._blocks.clear()
-        self._known = self._found = False  # until it is empty; what is found then is there
-        self._patient_until = self._clock()
+        self._is_indexed = self._is_scanned = False  # until the folder is scanned again
+        self._wait_until = self._clock()
         self._folder.clear()
         return True
 
-    def start_over(self) -> None:
-        unsure = [key for key, block in self._blocks.items() if block.refs < 0 or block.doubtful]
-        bad = [key for key in unsure if self._blocks[key].is_bad]
-        for key in unsure:
-            self._forget(key)
+    def on_worker_restart(self) -> None:
+        suspect = [
+            key for key, block in self._blocks.items() if block.num_refs < 0 or block.is_suspect
+        ]
+        bad = [key for key in suspect if self._blocks[key].is_bad]
+        for key in suspect:
+            self._drop(key)
         for block in self._blocks.values():
-            block.refs = 0
+            block.num_refs = 0
         self._num_storing = 0
         self._remove(bad)
-        self._ask_about([key for key in unsure if key not in self._leaving])
+        self._check_files([key for key in suspect if key not in self._removing])
 
     def close(self) -> None:
-        self._impatience.cancel()
+        self._wait_timer.cancel()
         self._folder.close()
 
     @property
     def usage(self) -> float:
-        """Part of the limit that files take, others' included."""
-        return (len(self._blocks) + self._others / self._set_bytes) / self._capacity
+        """Used fraction of the limit, including files of other models."""
+        return (len(self._blocks) + self._other_bytes / self._set_bytes) / self._capacity
 
     @property
     def _is_busy(self) -> bool:
@@ -236,118 +245,120 @@ class DiskOffloadingManager:
         block = self._blocks.get(key)
         return (
             block is not None
-            and block.refs >= 0
+            and block.num_refs >= 0
             and block.ranks == self._all_ranks
-            and not block.doubtful
+            and not block.is_suspect
         )
 
-    def _is_wanted(self, key: OffloadKey) -> bool:
-        """Not there on all ranks, nor about to be, nor on its way out."""
+    def _is_storable(self, key: OffloadKey) -> bool:
+        """Whether a block should be stored: it is not present, being stored or being removed."""
         block = self._blocks.get(key)
         if block is None:
-            return key not in self._leaving
-        return not block.refs and block.ranks != self._all_ranks
+            return key not in self._removing
+        return not block.num_refs and block.ranks != self._all_ranks
 
-    def _victims(self, num_blocks: int, spared: frozenset[OffloadKey]) -> list[OffloadKey] | None:
-        """Who has to go so that there is room for so many in all; None where that cannot be."""
-        others = -(-self._others // self._set_bytes)
+    def _victims(
+        self, num_blocks: int, protected: frozenset[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        """Return the blocks to evict so that `num_blocks` fit; None if too few are idle."""
+        others = -(-self._other_bytes // self._set_bytes)
         num_over = num_blocks + others - self._capacity
         if num_over > 0 and others:
-            freed = min(self._others, num_over * self._set_bytes)
+            freed = min(self._other_bytes, num_over * self._set_bytes)
             self._folder.remove_others(freed)
-            self._others -= freed
-            num_over = num_blocks + -(-self._others // self._set_bytes) - self._capacity
+            self._other_bytes -= freed
+            num_over = num_blocks + -(-self._other_bytes // self._set_bytes) - self._capacity
         if num_over <= 0:
             return []
         victims = []
         for key, block in self._blocks.items():
-            if not block.refs and key not in spared:
+            if not block.num_refs and key not in protected:
                 victims.append(key)
                 if len(victims) == num_over:
                     return victims
         return None
 
-    def _forget(self, key: OffloadKey) -> None:
+    def _drop(self, key: OffloadKey) -> None:
         block = self._blocks.pop(key)
         if block.ranks == self._all_ranks:
             self._events.append(OffloadingEvent([key], True, self.medium))
 
     def _remove(self, keys: list[OffloadKey]) -> None:
         if keys:
-            self._leaving.update(keys)
+            self._removing.update(keys)
             self._folder.remove(keys)
 
-    def _ask_about(self, keys: list[OffloadKey]) -> None:
+    def _check_files(self, keys: list[OffloadKey]) -> None:
         if keys:
-            self._folder.look_at(keys)
+            self._folder.check_files(keys)
 
-    def _hear(self) -> None:
-        """Take what was found out; a folder of many files in slices, so that it holds nobody up."""
-        if self._found and not self._known:
-            self._take_arriving()
+    def _process_reports(self) -> None:
+        """Apply reports of the folder thread; the initial scan in slices, to keep steps short."""
+        if self._is_scanned and not self._is_indexed:
+            self._index_slice()
         else:
-            for report in self._folder.take_reports():
-                self._take(report)
-                if isinstance(report, Found):
+            for report in self._folder.pop_reports():
+                self._apply_report(report)
+                if isinstance(report, InitialScan):
                     return
 
-    def _take_arriving(self) -> None:
-        arriving = list(islice(self._arriving, _SLICE))
-        for key, ranks in arriving:
-            self._add(key, ranks)
-        if len(arriving) == _SLICE:
-            self._ring()
+    def _index_slice(self) -> None:
+        entries = list(islice(self._unindexed, _SLICE))
+        for key, ranks in entries:
+            self._add_files(key, ranks)
+        if len(entries) == _SLICE:
+            self._notify()
         else:
-            self._known = True
-            self._remove_surplus()
+            self._is_indexed = True
+            self._evict_surplus()
 
-    def _take(self, report: Report) -> None:
+    def _apply_report(self, report: Report) -> None:
         match report:
-            case Found(blocks, others):
-                self._others = others
-                self._found = True
-                self._arriving = iter(blocks.items())
-                self._take_arriving()
-            case Seen(added, removed):
+            case InitialScan(blocks, others):
+                self._other_bytes = others
+                self._is_scanned = True
+                self._unindexed = iter(blocks.items())
+                self._index_slice()
+            case FilesChanged(added, removed):
                 for key, bit in added:
-                    self._add(key, bit)
+                    self._add_files(key, bit)
                 for key, bit in removed:
-                    self._lose(key, bit)
-                self._remove_surplus()
-            case Removed(keys):
-                self._leaving.difference_update(keys)
+                    self._remove_file(key, bit)
+                self._evict_surplus()
+            case FilesRemoved(keys):
+                self._removing.difference_update(keys)
 
-    def _add(self, key: OffloadKey, ranks: int) -> None:
-        """Files of a block have been seen; those that are on their way out do not count."""
-        if key in self._leaving:
+    def _add_files(self, key: OffloadKey, ranks: int) -> None:
+        """Record that files of a block exist, unless the block is being removed."""
+        if key in self._removing:
             return
-        block = self._blocks.setdefault(key, _Block(0, 0))
-        if block.refs < 0 or block.ranks == self._all_ranks:
+        block = self._blocks.setdefault(key, _DiskBlock(0, 0))
+        if block.num_refs < 0 or block.ranks == self._all_ranks:
             return
         block.ranks |= ranks
         if block.ranks == self._all_ranks:
             self._events.append(OffloadingEvent([key], False, self.medium))
 
-    def _lose(self, key: OffloadKey, bit: int) -> None:
-        """A file of a block is gone: whoever loads it now finds out, and nobody begins to."""
+    def _remove_file(self, key: OffloadKey, bit: int) -> None:
+        """Record that a file is gone: loads of its block in flight fail, and no more start."""
         block = self._blocks.get(key)
-        if block is None or block.refs < 0:
+        if block is None or block.num_refs < 0:
             return
-        if block.refs:
-            block.doubtful = True
+        if block.num_refs:
+            block.is_suspect = True
         else:
-            self._forget(key)
+            self._drop(key)
 
-    def _remove_surplus(self) -> None:
-        """Others have added more than there is room for."""
+    def _evict_surplus(self) -> None:
+        """Evict blocks if other daemons have filled the folder beyond the limit."""
         victims = self._victims(len(self._blocks), frozenset())
         for key in victims or []:
-            self._forget(key)
+            self._drop(key)
         self._remove(victims or [])
 
 
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOffloadingManager:
-    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    """Create the manager and start its folder thread; raises ConfigError naming the wrong key."""
     settings: DiskSettings = disk_settings(extra)
     capacity = settings.disk_bytes_to_use // (
         (HEADER_BYTES + context.block_bytes) * context.num_ranks
@@ -359,6 +370,6 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
             FIELD,
         )
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.ring)
+    folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.notify)
     folder.start()
     return DiskOffloadingManager(folder, capacity, context)

@@ -1,11 +1,10 @@
-"""Asks a remote store what it has, on a thread, so that the engine never waits for it.
+"""A thread that asks a Redis server which blocks it has, so that the engine never blocks on it.
 
-    engine    ask(keys) ─▶ questions ─▶ thread ── EXISTS, all at once ──▶ server
-              take_answers() ◀── answers, and a ring ◀──────────────────────┘
+    engine    request(keys) ─▶ thread ── EXISTS, pipelined ──▶ server
+              pop_results() ◀── results, notify() ◀──────────────┘
 
-Whatever happens, each question is answered in about the time limit of one answer: with "it is not
-there", where nobody can tell, and at once while there is no connection. A thread that hangs in a
-name server's answer holds none back.
+Every lookup gets a result within about one reply timeout: "absent" if the server does not reply,
+immediately while there is no connection, also while the thread resolves a host name.
 """
 
 import logging
@@ -27,19 +26,23 @@ _FAILURES_ALLOWED: Final = 1
 _SCAN_COUNT: Final = b"1000"
 _UNLINK_COUNT: Final = 1000
 MAX_DISCARDED: Final = 1 << 16
-"""Keys that wait to be removed; where there would be more, all blocks of the model are."""
+"""Limit for keys that wait to be removed; beyond it, all blocks of the model are removed."""
 _STOP_SECONDS: Final = 0.5
 
 
-class Answer(NamedTuple):
-    """present: on all ranks."""
+class LookupResult(NamedTuple):
+    """Whether a block is present on all ranks."""
 
     key: OffloadKey
     present: bool
 
 
 class RemoteLookups:
-    """folder: of this model's blocks. seconds: for an answer. retry_seconds: see CircuitBreaker."""
+    """Owner of the lookup thread and its connection.
+
+    folder: media folder of this model. seconds: reply timeout. retry_seconds: see CircuitBreaker.
+    notify: called after results were added, from any thread.
+    """
 
     def __init__(
         self,
@@ -48,48 +51,48 @@ class RemoteLookups:
         num_ranks: int,
         seconds: float,
         retry_seconds: float,
-        ring: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._address = address
         self._folder = folder
         self._num_ranks = num_ranks
         self._seconds = seconds
-        self._ring = ring
+        self._notify = notify
         self._breaker = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
         self._changed = threading.Condition()
-        self._questions: list[OffloadKey] = []
-        self._answers: list[Answer] = []
+        self._requested: list[OffloadKey] = []
+        self._results: list[LookupResult] = []
         self._discarded: dict[OffloadKey, None] = {}
         self._clearing = False
         self._stopping = False
         self._connected = False
-        self._complained = False
+        self._failure_logged = False
         self._thread = threading.Thread(target=self._run, name="kv remote", daemon=True)
         self._thread.start()
 
     @property
     def connected(self) -> bool:
-        """Whether a question makes sense."""
+        """Whether the server can be queried."""
         return self._connected
 
-    def ask(self, keys: Sequence[OffloadKey]) -> None:
-        """Answers follow, and a ring."""
+    def request(self, keys: Sequence[OffloadKey]) -> None:
+        """Look up keys; results and a notification follow."""
         with self._changed:
             if self._connected:
-                self._questions += keys
+                self._requested += keys
                 self._changed.notify()
                 return
-            self._answers += [Answer(key, False) for key in keys]
-        self._ring()
+            self._results += [LookupResult(key, False) for key in keys]
+        self._notify()
 
-    def take_answers(self) -> list[Answer]:
-        """Since the last call."""
+    def pop_results(self) -> list[LookupResult]:
+        """Return results since the last call."""
         with self._changed:
-            answers, self._answers = self._answers, []
-        return answers
+            results, self._results = self._results, []
+        return results
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the server forget these, before it is asked for anything else."""
+        """Remove blocks from the server, before any later lookup."""
         with self._changed:
             self._discarded.update(dict.fromkeys(keys))
             if len(self._discarded) > MAX_DISCARDED:
@@ -97,12 +100,12 @@ class RemoteLookups:
                 self._clearing = True
             self._changed.notify()
 
-    def is_leaving(self, key: OffloadKey) -> bool:
-        """Whether it has been discarded, and may be there still."""
+    def is_being_removed(self, key: OffloadKey) -> bool:
+        """Whether a discarded block may still be on the server."""
         return key in self._discarded
 
     def clear(self) -> None:
-        """Have the server forget all blocks of this model, once it can be reached."""
+        """Remove all blocks of this model from the server, once it is reachable."""
         with self._changed:
             self._clearing = True
             self._changed.notify()
@@ -120,45 +123,45 @@ class RemoteLookups:
                 continue
             try:
                 connection = RedisConnection(self._address, self._seconds)
-            except Exception as error:  # whatever it is, nobody is to wait for this thread
-                self._lost(error)
+            except Exception as error:  # pending lookups must get a result
+                self._on_connection_lost(error)
                 continue
             self._connected = True
-            self._say("connected")
+            self._log_recovery()
             try:
                 self._serve(connection)
             except Exception as error:
-                self._lost(error)
+                self._on_connection_lost(error)
             finally:
                 connection.close()
 
     def _serve(self, connection: RedisConnection) -> None:
-        """Answer questions until the end, or until one gets no answer."""
+        """Process lookups and removals until `close`; raises if the server does not reply."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work, _KEEPALIVE_SECONDS)
                 if self._stopping:
                     return
-                asked = list(dict.fromkeys(self._questions))
+                requested = list(dict.fromkeys(self._requested))
                 clearing, self._clearing = self._clearing, False
                 discarded = list(self._discarded)
             if clearing:
-                self._forget_all(connection)
+                self._remove_all(connection)
             if discarded:
                 self._remove(connection, discarded)
-            if asked:
-                self._answer(self._exist(connection, asked))
+            if requested:
+                self._add_results(self._query(connection, requested))
             elif not clearing and not discarded:
                 connection.call(self._seconds, b"PING")
             self._breaker.record_success()
 
     def _has_work(self) -> bool:
-        return bool(self._questions or self._discarded) or self._clearing or self._stopping
+        return bool(self._requested or self._discarded) or self._clearing or self._stopping
 
-    def _exist(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> list[Answer]:
+    def _query(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         connection.set_deadline(self._seconds)
         connection.send([[b"EXISTS", *self._names(key)] for key in keys])
-        return [Answer(key, connection.reply() == self._num_ranks) for key in keys]
+        return [LookupResult(key, connection.reply() == self._num_ranks) for key in keys]
 
     def _names(self, key: OffloadKey) -> list[bytes]:
         return [remote_name(self._folder, key, rank) for rank in range(self._num_ranks)]
@@ -171,14 +174,14 @@ class RemoteLookups:
             for key in keys:
                 self._discarded.pop(key, None)
 
-    def _forget_all(self, connection: RedisConnection) -> None:
+    def _remove_all(self, connection: RedisConnection) -> None:
         try:
-            self._scan_and_remove(connection)
+            self._scan_and_unlink(connection)
         except RemoteStoreError:
-            self._clearing = True  # once it answers again
+            self._clearing = True  # try again after reconnecting
             raise
 
-    def _scan_and_remove(self, connection: RedisConnection) -> None:
+    def _scan_and_unlink(self, connection: RedisConnection) -> None:
         pattern = remote_name(self._folder, b"", 0).split(b"::")[0] + b":*"
         cursor = b"0"
         while True:
@@ -186,37 +189,37 @@ class RemoteLookups:
                 self._seconds, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT
             )
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
-                raise TokendError("SCAN was answered with something else")
-            names = [each for each in reply[1] if isinstance(each, bytes)]
+                raise TokendError("unexpected reply to SCAN")
+            names = [name for name in reply[1] if isinstance(name, bytes)]
             if names:
                 connection.call(self._seconds, b"UNLINK", *names)
             cursor = reply[0] if isinstance(reply[0], bytes) else b"0"
             if cursor == b"0":
                 return
 
-    def _answer(self, answers: Sequence[Answer]) -> None:
+    def _add_results(self, results: Sequence[LookupResult]) -> None:
         with self._changed:
-            answered = {each.key for each in answers}
-            self._questions = [each for each in self._questions if each not in answered]
-            self._answers += answers
-        self._ring()
+            answered = {result.key for result in results}
+            self._requested = [key for key in self._requested if key not in answered]
+            self._results += results
+        self._notify()
 
-    def _lost(self, error: Exception) -> None:
-        """Nobody waits for what cannot be told now."""
+    def _on_connection_lost(self, error: Exception) -> None:
+        """Pause, and answer all pending lookups with "absent"."""
         self._breaker.record_failure()
-        if not self._complained:
-            self._complained = True
+        if not self._failure_logged:
+            self._failure_logged = True
             unexpected = not isinstance(error, TokendError)
-            logger.warning("remote: %s; it is left alone for a while", error, exc_info=unexpected)
+            logger.warning("remote: %s; not used for a while", error, exc_info=unexpected)
         with self._changed:
             self._connected = False
-            asked = list(dict.fromkeys(self._questions))
-        self._answer([Answer(key, False) for key in asked])
+            requested = list(dict.fromkeys(self._requested))
+        self._add_results([LookupResult(key, False) for key in requested])
 
-    def _say(self, what: str) -> None:
-        if self._complained:
-            self._complained = False
-            logger.info("remote: %s: %s", self._address, what)
+    def _log_recovery(self) -> None:
+        if self._failure_logged:
+            self._failure_logged = False
+            logger.info("remote: %s: connected", self._address)
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:

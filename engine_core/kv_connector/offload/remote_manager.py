@@ -1,9 +1,9 @@
-"""The ledger of a remote store that daemons share: what is known of it, for a while.
+"""Manager of blocks in a Redis server that several daemons may share.
 
-The store itself decides what it keeps and for how long. An answer is believed for some seconds;
-where it was wrong, or the store has gone in between, a load fails and its blocks are computed.
+The server decides what it keeps and for how long. Lookup results are cached for some seconds; if
+one is outdated, or the server fails, a load fails and its blocks are recomputed.
 
-    unknown ── asked ──▶ present or absent ── its time is over ──▶ unknown
+    unknown ── lookup ──▶ present or absent ── expires ──▶ unknown
 """
 
 import logging
@@ -29,20 +29,20 @@ logger = logging.getLogger("tokend.kv_media")
 
 PRESENT_SECONDS: Final = 30.0
 ABSENT_SECONDS: Final = 5.0
-"""For which an answer is believed; a request that waits looks again in this time."""
-MAX_KNOWN: Final = 1 << 16
-MAX_ASKED: Final = 1024
-"""Keys in one question; a longer prompt asks for its rest when it gets there."""
+"""Seconds for which a lookup result is cached."""
+MAX_CACHED: Final = 1 << 16
+MAX_LOOKUP_KEYS: Final = 1024
+"""Keys in one lookup; the rest of a longer prompt is looked up after these."""
 _FAILURES_ALLOWED: Final = 1
 
 
-class _Known(NamedTuple):
+class _CachedResult(NamedTuple):
     present: bool
-    until: float
+    expires_at: float
 
 
 class RemoteOffloadingManager:
-    """An OffloadingManager; lookups asks the server."""
+    """OffloadingManager of a Redis server. lookups: thread that queries the server."""
 
     medium = REMOTE
 
@@ -56,8 +56,8 @@ class RemoteOffloadingManager:
         self._lookups = lookups
         self._block_bytes = block_bytes + HEADER_BYTES
         self._clock = clock
-        self._known: OrderedDict[OffloadKey, _Known] = OrderedDict()
-        self._asked: set[OffloadKey] = set()
+        self._cache: OrderedDict[OffloadKey, _CachedResult] = OrderedDict()
+        self._pending: set[OffloadKey] = set()
         self._storing: set[OffloadKey] = set()
         self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
@@ -67,29 +67,29 @@ class RemoteOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Nobody here knows."""
+        """Always 0: the server's memory limit is not queried."""
         return 0.0
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
-        self._hear()
+        self._process_results()
         if self._loads.is_open:
             return 0
         for index, key in enumerate(keys):
-            present = self._present(key)
+            present = self._cached_presence(key)
             if present is None:
-                return None if self._ask(keys[index:]) else index
+                return None if self._request_lookup(keys[index:]) else index
             if not present:
                 return index
         return len(keys)
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
-        self._hear()
+        self._process_results()
         if self._loads.is_open:
             return [False] * len(keys)
-        found = [self._present(each) for each in keys]
-        if None in found and self._ask(keys):
+        found = [self._cached_presence(key) for key in keys]
+        if None in found and self._request_lookup(keys):
             return None
-        return [bool(each) for each in found]
+        return [bool(present) for present in found]
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         self._loading.update(keys)
@@ -105,10 +105,10 @@ class RemoteOffloadingManager:
             return
         self._loads.record_failure()
         for key in keys:
-            self._learn(key, False)
+            self._cache_result(key, False)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        self._hear()
+        self._process_results()
         busy = len(self._storing) * self._block_bytes > MAX_BYTES_IN_FLIGHT
         if busy or self._stores.is_open or not self._lookups.connected:
             return None
@@ -116,8 +116,8 @@ class RemoteOffloadingManager:
             key
             for key in dict.fromkeys(keys)
             if key not in self._storing
-            and not self._present(key)
-            and not self._lookups.is_leaving(key)
+            and not self._cached_presence(key)
+            and not self._lookups.is_being_removed(key)
         ]
         self._storing.update(wanted)
         return PrepareStoreOutput(wanted, [], [])
@@ -137,31 +137,34 @@ class RemoteOffloadingManager:
             return
         self._stores.record_success()
         for key in stored:
-            self._learn(key, True)
+            self._cache_result(key, True)
         if stored:
             self._events.append(OffloadingEvent(stored, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """What is being stored is removed when that is over; another may find it until then."""
+        """Remove corrupt blocks; those being stored are removed after the store.
+
+        Until then other daemons can find them.
+        """
         self._storing_bad.update(key for key in keys if key in self._storing)
         self._discard(keys)
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
-        """The store has an order of its own."""
+        """Do nothing: the server has its own eviction order."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, deque()
         return events
 
-    def reset(self) -> bool:
-        """Also for all others who share the store."""
+    def reset_cache(self) -> bool:
+        """Remove all blocks of this model, for all daemons that share the server."""
         if self._storing or self._loading:
             return False
-        self._known.clear()
+        self._cache.clear()
         self._lookups.clear()
         return True
 
-    def start_over(self) -> None:
+    def on_worker_restart(self) -> None:
         self._discard(list(self._storing_bad))
         self._storing_bad.clear()
         self._storing.clear()
@@ -171,66 +174,66 @@ class RemoteOffloadingManager:
         self._lookups.close()
 
     def _discard(self, keys: Sequence[OffloadKey]) -> None:
-        present = [key for key in keys if self._present(key)]
+        present = [key for key in keys if self._cached_presence(key)]
         for key in keys:
-            self._learn(key, False)
+            self._cache_result(key, False)
         if present:
             self._events.append(OffloadingEvent(present, True, self.medium))
         if keys:
             self._lookups.discard(keys)
 
-    def _present(self, key: OffloadKey) -> bool | None:
-        known = self._known.get(key)
-        if known is None or known.until < self._clock():
+    def _cached_presence(self, key: OffloadKey) -> bool | None:
+        cached = self._cache.get(key)
+        if cached is None or cached.expires_at < self._clock():
             return None
-        return known.present
+        return cached.present
 
-    def _ask(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether an answer will come for what is unknown of these."""
+    def _request_lookup(self, keys: Sequence[OffloadKey]) -> bool:
+        """Look up unknown keys; False if there is no connection, so no result will follow."""
         if not self._lookups.connected:
             return False
-        unknown = [key for key in keys if self._present(key) is None][:MAX_ASKED]
-        news = [key for key in unknown if key not in self._asked]
-        if news:
-            self._asked.update(news)
-            self._lookups.ask(news)
+        unknown = [key for key in keys if self._cached_presence(key) is None][:MAX_LOOKUP_KEYS]
+        new_keys = [key for key in unknown if key not in self._pending]
+        if new_keys:
+            self._pending.update(new_keys)
+            self._lookups.request(new_keys)
         return True
 
-    def _hear(self) -> None:
-        for key, present in self._lookups.take_answers():
-            self._asked.discard(key)
-            self._learn(key, present)
+    def _process_results(self) -> None:
+        for key, present in self._lookups.pop_results():
+            self._pending.discard(key)
+            self._cache_result(key, present)
 
-    def _learn(self, key: OffloadKey, present: bool) -> None:
+    def _cache_result(self, key: OffloadKey, present: bool) -> None:
         seconds = PRESENT_SECONDS if present else ABSENT_SECONDS
-        self._known[key] = _Known(present, self._clock() + seconds)
-        self._known.move_to_end(key)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._cache[key] = _CachedResult(present, self._clock() + seconds)
+        self._cache.move_to_end(key)
+        while len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
 
 
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOffloadingManager:
-    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    """Create the manager and start its lookup thread; raises ConfigError naming the wrong key."""
     settings: RemoteSettings = remote_settings(extra)
     if settings.remote_url_file is not None:
-        _warn_of_readers(settings.remote_url_file)
+        _warn_if_readable(settings.remote_url_file)
     lookups = RemoteLookups(
         remote_address(settings),
         media_folder(context.fingerprint, context.num_ranks, context.factor),
         context.num_ranks,
         settings.remote_timeout,
         settings.remote_retry_seconds,
-        context.ring,
+        context.notify,
     )
     return RemoteOffloadingManager(lookups, context.block_bytes, settings.remote_retry_seconds)
 
 
-def _warn_of_readers(file: str) -> None:
-    """What is in it may be a password."""
+def _warn_if_readable(file: str) -> None:
+    """Warn if other users can read the file, which may contain a password."""
     try:
         mode = os.stat(file).st_mode
     except OSError:
-        return  # whoever reads it says so
+        return  # remote_address() raises the error
     if mode & 0o077:
         logger.warning(
             "remote: remote_url_file %s may be read by others (mode %04o); 0600 is enough",

@@ -13,8 +13,8 @@ from api_server.parsers.tools.formats import FORMATS
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.tools import ToolFields
 from api_server.text.chat_template import TemplateFacts
-from engine_core.structured_output.base import mask_words
-from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from engine_core.structured_output.backend import LLGuidanceBackend
+from engine_core.structured_output.matchers import mask_words
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from tests.api_server.tools.reading import joined
@@ -78,7 +78,7 @@ def walk(backend, source, seed, first="") -> str:
         matcher.consume(backend.tokens_of(first.encode()))
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
     for _ in range(2000):
-        backend.fill([matcher], masks)
+        backend.fill_masks([matcher], masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         choices = np.flatnonzero(bits).tolist()
         token_id = EOS if EOS in choices else draw.choice(choices)
@@ -139,7 +139,7 @@ def accepts(backend, source, text) -> bool:
     matcher = backend.compile(source).copy()
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
     for token_id in [*backend.tokens_of(text.encode()), EOS]:
-        backend.fill([matcher], masks)
+        backend.fill_masks([matcher], masks)
         if not int(masks[0][token_id >> 5]) >> (token_id & 31) & 1:
             return False
         if token_id != EOS:

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from engine_core.retention.retained_prefixes import EXPIRED
-from engine_core.trace.recorder import Recorder
+from engine_core.trace.recorder import TraceRecorder
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import (
     Arrival,
@@ -40,7 +40,7 @@ class Follower:
         self._recording = recording
         self._now = 0.0
         self._decision = Decision()
-        recorder = Recorder(self._note, started=0.0, num_seats=0, clock=lambda: self._now)
+        recorder = TraceRecorder(self._note, started_at=0.0, num_seats=0, clock=lambda: self._now)
         self._rig = Rig(recording.header, recorder, lambda: self._now, aborts=True)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_steps = self._num_admitted = self._num_preempted = 0

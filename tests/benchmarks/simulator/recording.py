@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from deploy.bench.agents.load import AgentJob, AgentLoad, AgentTurn, draw_jobs, draw_others
+from deploy.bench.agents.load import AgentJob, AgentLoad, JobTurn, draw_jobs, draw_others
 from proto.config import SchedulerConfig
 from proto.errors import ProtocolError, TokendError
 from proto.sched_trace import Arrival, Content, Finish, TraceHeader, TraceLine, TurnEnd, read_line
@@ -380,7 +380,7 @@ class _Writing:
             now += _SECOND + round(turn.tool_s * _SECOND)
 
     def _write_turn(
-        self, job: str, now: int, content: Content, num_prompt: int, turn: AgentTurn
+        self, job: str, now: int, content: Content, num_prompt: int, turn: JobTurn
     ) -> Content:
         """Returns its last content."""
         asked = self._extended(content, num_prompt)

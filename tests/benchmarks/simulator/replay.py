@@ -12,7 +12,7 @@ from typing import Final, get_args, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.options import Parser, at_least_one, from_zero, positive, writable, write
+from deploy.bench.options import BenchParser, at_least_one, from_zero, positive, writable, write
 from proto.codec import changed, to_json
 from proto.config import SchedulerConfig
 from proto.errors import ConfigError
@@ -158,7 +158,7 @@ def _step_model(text: str) -> StepModel:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = BenchParser(
         prog="python -m tests.benchmarks.simulator.replay",
         description="Play the arrivals of a trace through the scheduler, on a clock of its own. "
         "A job's next turn comes as long after the end of the turn before as it did.",

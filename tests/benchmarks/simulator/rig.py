@@ -20,7 +20,7 @@ from engine_core.scheduler.result import ends_of_rows
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.file import TraceFile
-from engine_core.trace.recorder import Recorder
+from engine_core.trace.recorder import TraceRecorder
 from proto.engine_io import NO_AGENT, AgentHint
 from proto.kv_connector import (
     NO_PAYLOAD,
@@ -119,9 +119,9 @@ class SimulatedTier:
                 num_blocks=header.num_blocks,
                 fingerprint=bytes(32),
                 num_ranks=_RANKS,
-                holds=holds,
+                transfer_refs=holds,
                 block_ids=kv_cache.block_ids,
-                wake=unblock,
+                unblock=unblock,
                 is_storable=is_storable,
             )
             return OffloadingScheduler(config, context)
@@ -332,7 +332,7 @@ MAX_UNWRITTEN: Final = 1 << 30
 
 
 class FileTape:
-    """A `Tracing` that writes to a file; raises ConfigError where there can be none.
+    """Writes the trace of a simulation to a file; raises ConfigError if it cannot be created.
 
     job_of: by seq_id. clock: the simulation's, from 0.
     """
@@ -345,12 +345,11 @@ class FileTape:
         clock: Callable[[], float],
     ) -> None:
         self._file = TraceFile(path, MAX_BYTES, MAX_UNWRITTEN)
-        self._file.put(header)
+        self._file.write_line(header)
         self._job_of = job_of
         seats = min(header.scheduler.max_num_seqs, header.scheduler.step_tokens)
-        recorder = Recorder(self._put, started=0.0, num_seats=seats, clock=clock)
-        self.scheduler_observer: SchedulerObserver = recorder
-        self.pool_observers: Sequence[PoolObserver] = (recorder.census,)
+        recorder = TraceRecorder(self._put, started_at=0.0, num_seats=seats, clock=clock)
+        self.recorder = recorder
 
     def close(self) -> None:
         self._file.close()
@@ -358,7 +357,7 @@ class FileTape:
     def _put(self, line: msgspec.Struct) -> None:
         if isinstance(line, Arrival):
             line = msgspec.structs.replace(line, job=self._job_of(line.seq_id))
-        self._file.put(line)
+        self._file.write_line(line)
 
 
 class Both:

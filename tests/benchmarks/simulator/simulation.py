@@ -24,7 +24,6 @@ from engine_core.request import Request, RequestStatus
 from engine_core.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.trace.tracing import NO_TRACING, Tracing
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import Result, Step, TraceHeader, TraceLine
 from proto.scheduler_output import SchedulerOutput
@@ -170,7 +169,7 @@ class Simulation:
         self.now = 0.0
         self.outcome = Outcome()
         self._meter = _Meter(self)
-        self._tape: Tracing = NO_TRACING
+        self._tape: FileTape | None = None
         if tape_path:
             sequences = recording.sequences
             self._tape = FileTape(
@@ -178,10 +177,10 @@ class Simulation:
             )
         self._rig = Rig(
             header,
-            Both(self._tape.scheduler_observer, self._meter) if tape_path else self._meter,
+            self._meter if self._tape is None else Both(self._tape.recorder, self._meter),
             lambda: self.now,
             one_tenant=one_tenant,
-            pool_observers=self._tape.pool_observers,
+            pool_observers=() if self._tape is None else (self._tape.recorder.block_counter,),
             tier=tier,
         )
         self._tier = tier
@@ -204,7 +203,8 @@ class Simulation:
             if not due:
                 break
             self.now = max(self.now, min(due))
-        self._tape.close()
+        if self._tape is not None:
+            self._tape.close()
         scheduler = self._rig.scheduler
         assert not scheduler.num_unfinished, "somebody waits for ever"
         outcome, stats = self.outcome, scheduler.take_stats()

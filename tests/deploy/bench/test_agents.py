@@ -9,16 +9,18 @@ import pytest
 
 from deploy import cli
 from deploy.bench.agents.bench import table, verdicts
-from deploy.bench.agents.grid import Cell, Daemons, Measured, RealGrid
-from deploy.bench.agents.load import AgentJob, AgentLoad, AgentTurn
-from deploy.bench.agents.sessions import Pace, play
+from deploy.bench.agents.grid import AgentGrid, GridCell, SeedBaseline, SeedGrid
+from deploy.bench.agents.load import AgentJob, AgentLoad, JobTurn
+from deploy.bench.agents.sessions import AgentPace, run_agents
 from deploy.bench.servers import MeasuredDaemon
 from proto.errors import TokendError
 from tests.benchmarks.null_daemon import NULL_DAEMON
 
 
-def cell(variant: str, pool: int, rate: int, seconds: float, ratio: float, seed: int = 0) -> Cell:
-    return Cell(
+def cell(
+    variant: str, pool: int, rate: int, seconds: float, ratio: float, seed: int = 0
+) -> GridCell:
+    return GridCell(
         seed=seed,
         variant=variant,
         pool_percent=pool,
@@ -50,9 +52,9 @@ def test_targets_are_judged_by_the_worst_seed() -> None:
         cell("rule", 25, 90, 10.0, 3.0),
     ]
     assert list(verdicts(cells)) == [
-        "50 % pool, 90 % arrivals: 1.43 x fcfs or better; 1.5 x: MISSED",
-        "100 % pool, 70 % arrivals: -1.0 % at worst beside fcfs; at most +2 %: kept",
-        "100 % pool, 90 % arrivals: +4.0 % at worst beside fcfs; at most +2 %: MISSED",
+        "50 % pool, 90 % arrivals: 1.43 times as fast as fcfs or better; 1.5 times: MISSED",
+        "100 % pool, 70 % arrivals: -1.0 % at worst relative to fcfs; at most +2 %: met",
+        "100 % pool, 90 % arrivals: +4.0 % at worst relative to fcfs; at most +2 %: MISSED",
     ]
     assert table(cells).row_count == 5
 
@@ -60,12 +62,12 @@ def test_targets_are_judged_by_the_worst_seed() -> None:
 def test_nothing_is_compared_where_jobs_failed() -> None:
     cells = [cell("fcfs", 50, 90, 30.0, 1.0), cell("rule", 50, 90, 15.0, 2.0)]
     assert list(verdicts([cells[0], replace(cells[1], num_failed=20)])) == [
-        "50 % pool, 90 % arrivals: 20 jobs failed, so nothing is compared"
+        "50 % pool, 90 % arrivals: 20 jobs failed, not compared"
     ]
 
 
 def test_a_pool_has_room_for_the_longest_job() -> None:
-    grid = RealGrid(
+    grid = AgentGrid(
         num_jobs=3,
         seeds=[0],
         variants=["fcfs"],
@@ -75,7 +77,7 @@ def test_a_pool_has_room_for_the_longest_job() -> None:
         tool_scale=0.01,
         serve_flags=[],
     )
-    measured = Measured(
+    measured = SeedBaseline(
         seed=0,
         capacity_jobs_per_s=1.0,
         working_set_blocks=300,
@@ -86,23 +88,23 @@ def test_a_pool_has_room_for_the_longest_job() -> None:
         output_tokens=100,
     )
     with pytest.raises(TokendError, match="--pools: 10 % of the working set is 31 blocks"):
-        Daemons(grid, 0).cells(measured, lambda cell: pytest.fail("a cell was played"))
+        next(SeedGrid(grid, 0).measure_cells(measured))
 
 
 @pytest.mark.suite("daemons")
 def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
-    turns = [AgentTurn(20, 5, "shell", 0.5), AgentTurn(30, 4, "shell", 0.2), AgentTurn(8, 3)]
+    turns = [JobTurn(20, 5, "shell", 0.5), JobTurn(30, 4, "shell", 0.2), JobTurn(8, 3)]
     jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
     shape = AgentLoad(num_jobs=5, system_tokens=64)
     with MeasuredDaemon([], NULL_DAEMON) as daemon:
-        pace = Pace(rate=2.0, at_once=5, tool_scale=0.1)
-        done = asyncio.run(play(daemon.url, jobs, shape, pace))
+        pace = AgentPace(rate=2.0, concurrency=5, tool_scale=0.1)
+        done = asyncio.run(run_agents(daemon.url, jobs, shape, pace))
         prompt_tokens = daemon.metric("vllm:prompt_tokens_total")
         output_tokens = daemon.metric("vllm:generation_tokens_total")
     assert (done.num_requests, done.num_failed, len(done.job_seconds)) == (15, 0, 5)
     assert done.prompt_tokens == prompt_tokens == 5 * (84 + 119 + 131)
     assert done.output_tokens == output_tokens == 5 * 12
-    assert done.found_tokens > 0
+    assert done.cached_tokens > 0
     assert all(each >= 0.07 for each in done.job_seconds)
     assert done.seconds >= 0.2 + 0.07
     most = 2 * (64 // 16) + 5 * (134 // 16 - 64 // 16)
@@ -111,12 +113,12 @@ def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
 
 @pytest.mark.suite("daemons")
 def test_no_more_jobs_are_under_way_than_asked_for() -> None:
-    turns = [AgentTurn(20, 5, "shell", 9.0), AgentTurn(30, 4)]
+    turns = [JobTurn(20, 5, "shell", 9.0), JobTurn(30, 4)]
     jobs = [AgentJob(1000.0 * each, 0, turns) for each in range(4)]
     shape = AgentLoad(num_jobs=4, system_tokens=64)
     with MeasuredDaemon([], NULL_DAEMON) as daemon:
-        pace = Pace(rate=float("inf"), at_once=1, tool_scale=0.0)
-        done = asyncio.run(play(daemon.url, jobs, shape, pace))
+        pace = AgentPace(rate=float("inf"), concurrency=1, tool_scale=0.0)
+        done = asyncio.run(run_agents(daemon.url, jobs, shape, pace))
     assert len(done.job_seconds) == 4
     assert done.live_blocks_peak == (64 + 20 + 5 + 30 + 4) // 16
     assert done.seconds == pytest.approx(sum(done.job_seconds), abs=0.5)

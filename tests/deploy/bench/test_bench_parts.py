@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from deploy.bench.client import Target
-from deploy.bench.datasets import WORDS, Draws, RandomPrompts, Sizes, TokenIds
-from deploy.bench.load import Bars, NoScreen, Pace, Run, measure, screen_for
-from deploy.bench.options import Parser, several_counts, several_rates, writable, write
-from deploy.bench.processes import Usage
+from deploy.bench.datasets import WORDS, RandomDataset, RandomTokenIds, RequestSizes, SessionSeeds
+from deploy.bench.load import LoadPattern, LoadRun, measure
+from deploy.bench.options import BenchParser, several_counts, several_rates, writable, write
+from deploy.bench.processes import ProcessUsage
 from proto.errors import ConfigError
 from tests.benchmarks.processes import per_step
 from tests.fakes.openai_server import fake_openai
@@ -22,21 +22,25 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_sees_a_bar_and_a_file_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    assert isinstance(screen_for(io.StringIO()), NoScreen)
-    screen = screen_for(stream)
-    assert isinstance(screen, Bars)
-    run = Run("a run", RandomPrompts(Sizes(3, 2), TokenIds()), Draws(0), Pace(1, max_requests=5))
+    terminal, file = Terminal(), io.StringIO()
+    run = LoadRun(
+        "a run",
+        RandomDataset(RequestSizes(3, 2), RandomTokenIds()),
+        SessionSeeds(0),
+        LoadPattern(1, max_requests=5),
+    )
     with fake_openai() as fake:
-        played = measure(Target(fake.url, "m"), run, screen)
-    assert len(played.exchanges) == 5
-    assert "a run" in stream.getvalue()
-    assert "under way" in stream.getvalue()
+        load_result = measure(Target(fake.url, "m"), run, terminal)
+        measure(Target(fake.url, "m"), run, file)
+    assert len(load_result.results) == 5
+    assert file.getvalue() == ""
+    assert "a run" in terminal.getvalue()
+    assert "in flight" in terminal.getvalue()
 
 
 def test_cpu_time_is_shared_out_by_the_step() -> None:
-    def usage(cpu_seconds: float, resident_mib: float) -> Usage:
-        return Usage(1, cpu_seconds, resident_mib, 0, 0)
+    def usage(cpu_seconds: float, resident_mib: float) -> ProcessUsage:
+        return ProcessUsage(1, cpu_seconds, resident_mib, 0, 0)
 
     before = {"tokend: api 0": usage(1.0, 9), "tokend: engine 0": usage(2.0, 9)}
     after = {
@@ -67,7 +71,7 @@ def test_several_values_are_one_word(text: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "..4", "1..", "a"])
 def test_values_that_are_none_are_named(text: str) -> None:
-    parser = Parser(prog="bench")
+    parser = BenchParser(prog="bench")
     parser.add_argument("--counts", type=several_counts)
     parser.add_argument("--rates", type=several_rates)
     for flag in ("--counts", "--rates"):

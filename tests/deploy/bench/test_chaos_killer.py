@@ -1,4 +1,4 @@
-"""Who is hit and when, and that nobody else may be another process afterwards."""
+"""Which process is killed and when, and that no other may be replaced."""
 
 import asyncio
 import random
@@ -10,33 +10,40 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.bench.chaos import killer
-from deploy.bench.chaos.killer import ENGINE, NUM_STREAMS, WORKER, Blow, Killer, Tally
-from deploy.bench.chaos.streams import Stream
+from deploy.bench.chaos.killer import (
+    ENGINE,
+    NUM_STREAMS,
+    WORKER,
+    ClientCounts,
+    Disruption,
+    ProcessKiller,
+)
+from deploy.bench.chaos.streams import CompletionStream
 from proto.errors import TokendError
 
 
 @dataclass
-class FakeCrowd:
+class FakeClients:
     """Streams that are mid-generation, as many as the test says."""
 
-    mid_generation: list[Stream]
-    tally: Tally = field(default_factory=Tally)
+    mid_generation: list[CompletionStream]
+    counts: ClientCounts = field(default_factory=ClientCounts)
 
 
 @dataclass
 class FakeDaemon:
-    """Whoever is killed is another process at once, and all streams get a token.
+    """A killed process is replaced at once, and all streams get a token.
 
     also_dies: how titles begin that change their process with any other.
     """
 
-    crowd: FakeCrowd
+    clients: FakeClients
     also_dies: str = ""
     pids: dict[str, int] = field(default_factory=lambda: {ENGINE: 10, WORKER: 20})
     sent: list[tuple[int, int]] = field(default_factory=list)
 
     def kill(self, pid: int, number: int) -> None:
-        assert len(self.crowd.mid_generation) >= NUM_STREAMS
+        assert len(self.clients.mid_generation) >= NUM_STREAMS
         self.sent.append((pid, number))
         self.pids = {
             title: each + 1 if each == pid or self._dies_too(title) else each
@@ -48,75 +55,75 @@ class FakeDaemon:
         return bool(self.also_dies) and title.startswith(self.also_dies)
 
     def _answer(self) -> None:
-        for stream in self.crowd.mid_generation:
-            stream.moments.append(time.monotonic())
+        for stream in self.clients.mid_generation:
+            stream.token_times.append(time.monotonic())
 
 
-def streams(number: int) -> list[Stream]:
-    return [Stream({}, choices={0: [1]}, moments=[0.0]) for _ in range(number)]
+def streams(number: int) -> list[CompletionStream]:
+    return [CompletionStream({}, choices={0: [1]}, token_times=[0.0]) for _ in range(number)]
 
 
-def hand(daemon: FakeDaemon, *blows: Blow) -> Killer:
+def killer_of(daemon: FakeDaemon, *disruptions: Disruption) -> ProcessKiller:
     look = lambda: dict(daemon.pids)  # noqa: E731
-    return Killer(look, daemon.crowd, random.Random(0), blows, daemon.kill)  # type: ignore[arg-type]
+    return ProcessKiller(look, daemon.clients, random.Random(0), disruptions, daemon.kill)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(killer, "_JITTER_SECONDS", 0.0)
-    monkeypatch.setattr(killer, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(killer, "_TIMEOUT_SECONDS", 0.3)
 
 
-async def test_a_strike_is_over_when_every_stream_has_gone_on() -> None:
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)))
-    strike = await hand(daemon, Blow((WORKER,), signal.SIGKILL)).strike()
+async def test_a_disruption_ends_when_every_stream_has_continued() -> None:
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)))
+    result = await killer_of(daemon, Disruption((WORKER,), signal.SIGKILL)).disrupt()
     assert daemon.sent == [(20, signal.SIGKILL)]
-    assert len(strike.gaps) == NUM_STREAMS
-    assert 0.04 < strike.gap == min(strike.gaps) < 0.3
+    assert len(result.gaps) == NUM_STREAMS
+    assert 0.04 < result.gap == min(result.gaps) < 0.3
 
 
-async def test_two_victims_of_one_strike() -> None:
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)))
-    await hand(daemon, Blow((ENGINE, WORKER), signal.SIGSEGV)).strike()
+async def test_a_disruption_of_two_processes() -> None:
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)))
+    await killer_of(daemon, Disruption((ENGINE, WORKER), signal.SIGSEGV)).disrupt()
     assert daemon.sent == [(10, signal.SIGSEGV), (20, signal.SIGSEGV)]
 
 
 async def test_workers_that_share_a_model_are_replaced_together_whichever_dies() -> None:
     pids = {ENGINE: 10, WORKER: 200, "tokend: worker 1": 300}
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)), "tokend: worker", pids)
-    chosen = hand(daemon, Blow((WORKER,), signal.SIGKILL))
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)), "tokend: worker", pids)
+    chosen = killer_of(daemon, Disruption((WORKER,), signal.SIGKILL))
     for _ in range(8):
-        await chosen.strike()
+        await chosen.disrupt()
     assert {pid // 100 for pid, _ in daemon.sent} == {2, 3}
     assert daemon.pids == {ENGINE: 10, WORKER: 208, "tokend: worker 1": 308}
 
 
 async def test_another_process_may_not_change() -> None:
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)), also_dies=ENGINE)
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)), also_dies=ENGINE)
     with pytest.raises(TokendError, match="became"):
-        await hand(daemon, Blow((WORKER,), signal.SIGKILL)).strike()
+        await killer_of(daemon, Disruption((WORKER,), signal.SIGKILL)).disrupt()
 
 
-async def test_nobody_dies_while_too_few_streams_are_mid_generation() -> None:
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS - 1)))
+async def test_no_process_is_killed_while_too_few_streams_generate() -> None:
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS - 1)))
     with pytest.raises(TokendError, match="enough streams"):
-        await hand(daemon, Blow((WORKER,), signal.SIGKILL)).strike()
+        await killer_of(daemon, Disruption((WORKER,), signal.SIGKILL)).disrupt()
     assert daemon.sent == []
 
 
 async def test_a_failed_request_ends_the_wait() -> None:
-    crowd = FakeCrowd([], Tally(failures=["ReadError"]))
+    clients = FakeClients([], ClientCounts(failures=["ReadError"]))
     with pytest.raises(TokendError, match="a request failed"):
-        await hand(FakeDaemon(crowd), Blow((WORKER,), signal.SIGKILL)).strike()
+        await killer_of(FakeDaemon(clients), Disruption((WORKER,), signal.SIGKILL)).disrupt()
 
 
 async def test_each_kind_comes_as_often_as_any_other() -> None:
-    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)))
-    blows = [Blow((title,), signal.SIGKILL) for title in (WORKER, ENGINE)]
-    chosen = hand(daemon, *blows)
+    daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)))
+    disruptions = [Disruption((title,), signal.SIGKILL) for title in (WORKER, ENGINE)]
+    chosen = killer_of(daemon, *disruptions)
     for _ in range(4):
-        await chosen.strike()
-    assert sorted(each.blow.name for each in chosen.strikes) == [
+        await chosen.disrupt()
+    assert sorted(each.disruption.name for each in chosen.results) == [
         *["engine SIGKILL"] * 2,
         *["worker SIGKILL"] * 2,
     ]
@@ -126,11 +133,11 @@ async def test_time_in_which_it_was_stopped_itself_is_not_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a machine that sleeps does, or a group of processes that is stopped."""
-    hits = hand(FakeDaemon(FakeCrowd([])))
+    hits = killer_of(FakeDaemon(FakeClients([])))
     now = iter([0.0, 0.5, 1.0, 9000.0, 9000.5])
     monkeypatch.setattr(killer, "time", SimpleNamespace(monotonic=lambda: next(now)))
     monkeypatch.setattr(killer, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(killer, "_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(killer, "_TIMEOUT_SECONDS", 3.0)
     looks = iter([False, False, False, False, True])
     await hits._until(lambda: next(looks), "a process")
     now = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])

@@ -1,4 +1,4 @@
-"""When `tokend bench chaos` is not content, and what it prints."""
+"""Faults and limits of `tokend bench chaos`, and its output."""
 
 import io
 import json
@@ -7,20 +7,20 @@ import signal
 import pytest
 from rich.console import Console
 
-from deploy.bench.chaos.bench import Findings, show
-from deploy.bench.chaos.killer import ENGINE, WORKER, Blow, Strike, Tally
-from deploy.bench.chaos.streams import Difference, Stream, Verdict
+from deploy.bench.chaos.bench import ChaosFindings, show
+from deploy.bench.chaos.killer import ENGINE, WORKER, ClientCounts, Disruption, DisruptionResult
+from deploy.bench.chaos.streams import CompletionStream, StreamComparison, TokenDifference
 
-EXPECTED = Stream({"prompt": "The sea", "temperature": 0}, choices={0: [1, 2, 3]})
-DIFFERENCE = Difference(EXPECTED, 0, 1, 9)
-
-
-def findings(**changes: object) -> Findings:
-    tally = Tally(num_requests=5, verdict=Verdict(num_tokens=2_000))
-    return Findings(**({"tally": tally, "strikes": []} | changes))
+EXPECTED = CompletionStream({"prompt": "The sea", "temperature": 0}, choices={0: [1, 2, 3]})
+DIFFERENCE = TokenDifference(EXPECTED, 0, 1, 9)
 
 
-def test_nothing_to_complain_of() -> None:
+def findings(**changes: object) -> ChaosFindings:
+    counts = ClientCounts(num_requests=5, comparison=StreamComparison(num_tokens=2_000))
+    return ChaosFindings(**({"counts": counts, "disruptions": []} | changes))
+
+
+def test_no_faults() -> None:
     assert findings().faults == []
 
 
@@ -33,29 +33,40 @@ def test_a_tie_is_none_and_a_difference_is_one() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tally": Tally(failures=["ReadError"])},
-        {"tally": Tally(verdict=Verdict(wrong=["2 tokens instead of 3"]))},
-        {"after": ["tokend: api 0: 30 open descriptors instead of 20"]},
-        {"trouble": ["waited 120 s for a process"]},
+        {"counts": ClientCounts(failures=["ReadError"])},
+        {
+            "counts": ClientCounts(
+                comparison=StreamComparison(other_errors=["2 tokens instead of 3"])
+            )
+        },
+        {"leftovers": ["tokend: api 0: 30 open descriptors instead of 20"]},
+        {"aborted": ["waited 120 s for a process"]},
     ],
 )
 def test_each_of_these_is_a_fault(changes: dict[str, object]) -> None:
     assert len(findings(**changes).faults) == 1
 
 
-def missed(found: Findings) -> list[str]:
-    return [each.name for each in found.limits if not each.kept]
+def missed(found: ChaosFindings) -> list[str]:
+    return [each.name for each in found.limits if not each.met]
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"tally": Tally(failures=["ReadError"])}, "failed requests"),
-        ({"tally": Tally(verdict=Verdict(wrong=["2 tokens instead of 3"]))}, "different answers"),
+        ({"counts": ClientCounts(failures=["ReadError"])}, "failed requests"),
+        (
+            {
+                "counts": ClientCounts(
+                    comparison=StreamComparison(other_errors=["2 tokens instead of 3"])
+                )
+            },
+            "different answers",
+        ),
         ({"differences": [(DIFFERENCE, 2e-3)]}, "different answers"),
         ({"differences": [(DIFFERENCE, 1e-4)] * 5}, "ties"),
-        ({"after": ["tokend: api 0: gone"]}, "left over"),
-        ({"trouble": ["waited 120 s for a process"]}, "ended early"),
+        ({"leftovers": ["tokend: api 0: gone"]}, "left over"),
+        ({"aborted": ["waited 120 s for a process"]}, "ended early"),
     ],
 )
 def test_each_fault_misses_the_limit_of_its_kind(changes: dict[str, object], name: str) -> None:
@@ -66,13 +77,13 @@ def test_a_gap_is_judged_by_who_died() -> None:
     """2 s after an engine's death, a worker's start and 2 s after a worker's; medians."""
 
     def run(engine: float, worker: float) -> list[str]:
-        strikes = [
-            Strike(Blow((ENGINE,), signal.SIGKILL), (engine, 9.0)),
-            Strike(Blow((WORKER,), signal.SIGSEGV), (worker,)),
-            Strike(Blow((ENGINE,), signal.SIGSTOP), (7.0,)),
-            Strike(Blow((ENGINE, WORKER), signal.SIGKILL), (9.0,)),
+        disruptions = [
+            DisruptionResult(Disruption((ENGINE,), signal.SIGKILL), (engine, 9.0)),
+            DisruptionResult(Disruption((WORKER,), signal.SIGSEGV), (worker,)),
+            DisruptionResult(Disruption((ENGINE,), signal.SIGSTOP), (7.0,)),
+            DisruptionResult(Disruption((ENGINE, WORKER), signal.SIGKILL), (9.0,)),
         ]
-        return missed(findings(strikes=strikes, lines=["worker 0: is back after 1.5 s"]))
+        return missed(findings(disruptions=disruptions, lines=["worker 0: is back after 1.5 s"]))
 
     assert run(2.0, 3.5) == []
     assert run(2.1, 3.5) == ["engine 0: median gap"]
@@ -80,23 +91,23 @@ def test_a_gap_is_judged_by_who_died() -> None:
 
 
 def test_the_figures_are_data() -> None:
-    strikes = [Strike(Blow((ENGINE,), signal.SIGKILL), (2.0, 3.0))]
-    read = json.loads(json.dumps(findings(strikes=strikes).plain()))
-    assert read["kills"] == [{"blow": "engine SIGKILL", "gap": 2.0, "gaps": [2.0, 3.0]}]
+    disruptions = [DisruptionResult(Disruption((ENGINE,), signal.SIGKILL), (2.0, 3.0))]
+    read = json.loads(json.dumps(findings(disruptions=disruptions).to_dict()))
+    assert read["kills"] == [{"kind": "engine SIGKILL", "gap": 2.0, "gaps": [2.0, 3.0]}]
     assert (read["requests"], read["tokens"], read["faults"]) == (5, 2_000, [])
 
 
 def test_what_is_printed() -> None:
-    strikes = [
-        Strike(Blow((WORKER,), signal.SIGKILL), (2.0, 3.0)),
-        Strike(Blow((ENGINE, WORKER), signal.SIGSEGV), (4.0,)),
+    disruptions = [
+        DisruptionResult(Disruption((WORKER,), signal.SIGKILL), (2.0, 3.0)),
+        DisruptionResult(Disruption((ENGINE, WORKER), signal.SIGSEGV), (4.0,)),
     ]
     lines = ["worker 0: is back after 1.5 s", "engine 0: (pid 3) was killed", "nothing"]
     text = io.StringIO()
-    show(Console(file=text, width=110), findings(strikes=strikes, lines=lines))
-    assert "worker: at work 1.5 s after its death" in text.getvalue()
+    show(Console(file=text, width=110), findings(disruptions=disruptions, lines=lines))
+    assert "worker: ready 1.5 s after its death" in text.getvalue()
     assert "engine and worker SIGSEGV" in text.getvalue()
-    assert "kept" in text.getvalue()
+    assert "met" in text.getvalue()
     (row,) = [line for line in text.getvalue().splitlines() if "worker SIGKILL" in line]
     assert row.replace("│", "").split() == [
         "worker",

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.bench.chaos.streams import BrokenStreamError, Stream
+from deploy.bench.chaos.streams import CompletionStream, InvalidStreamError
 
 BODY = {"prompt": "The sea", "return_token_ids": True}
 DONE = "data: [DONE]\n\n"
@@ -18,19 +18,19 @@ def event(token_ids: list[int], finish_reason: str | None = None, **fields: Any)
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
-async def run(stream: Stream, text: str, status: int = 200) -> Stream:
+async def run(stream: CompletionStream, text: str, status: int = 200) -> CompletionStream:
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
     async with httpx.AsyncClient(base_url="http://tokend", transport=transport) as client:
-        return await stream.run(client)
+        return await stream.receive(client)
 
 
 async def test_tokens_ends_and_usage_are_kept() -> None:
     usage = 'data: {"choices": [], "usage": {"prompt_tokens": 2}}\n\n'
     begin = event([1, 2], prompt_token_ids=[7, 8])
-    stream = await run(Stream(BODY), begin + event([3], "length") + usage + DONE)
+    stream = await run(CompletionStream(BODY), begin + event([3], "length") + usage + DONE)
     assert (stream.choices, stream.reasons) == ({0: [1, 2, 3]}, {0: "length"})
     assert (stream.prompt_token_ids, stream.usage) == ([7, 8], {"prompt_tokens": 2})
-    assert stream.over
+    assert stream.ended
     assert not stream.mid_generation
 
 
@@ -45,19 +45,24 @@ async def test_tokens_ends_and_usage_are_kept() -> None:
     ids=["no [DONE]", "no reason", "error event", "status"],
 )
 async def test_anything_else_is_broken(text: str, status: int) -> None:
-    stream = Stream(BODY)
-    with pytest.raises(BrokenStreamError):
+    stream = CompletionStream(BODY)
+    with pytest.raises(InvalidStreamError):
         await run(stream, text, status)
-    assert stream.over, "whoever waits for its tokens must not wait for ever"
+    assert stream.ended, "whoever waits for its tokens must not wait for ever"
 
 
 async def test_reaching_ends_with_the_stream() -> None:
-    stream = Stream(BODY)
-    waiting = asyncio.create_task(stream.reach(100))
+    stream = CompletionStream(BODY)
+    waiting = asyncio.create_task(stream.wait_for_tokens(100))
     await run(stream, event([1], "stop") + DONE)
     await asyncio.wait_for(waiting, 5)
 
 
 def test_the_first_token_after_a_moment() -> None:
-    stream = Stream(BODY, moments=[1.0, 2.0, 3.0])
-    assert [stream.heard_after(moment) for moment in (0.5, 1.0, 2.5, 3.0)] == [1.0, 2.0, 3.0, None]
+    stream = CompletionStream(BODY, token_times=[1.0, 2.0, 3.0])
+    assert [stream.first_token_after(moment) for moment in (0.5, 1.0, 2.5, 3.0)] == [
+        1.0,
+        2.0,
+        3.0,
+        None,
+    ]

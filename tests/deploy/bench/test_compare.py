@@ -11,7 +11,7 @@ import pytest
 
 from deploy import cli
 from deploy.bench import compare
-from deploy.bench.compare import Comparison, Figure, Ratios
+from deploy.bench.compare import ComparedFigure, Comparison, RoundRatios
 from deploy.bench.servers import ServerSpec
 from proto.errors import ConfigError
 from tests.fakes.openai_server import FakeOpenAI, fake_openai
@@ -24,11 +24,11 @@ SMALL = (
 
 def test_servers_are_compared_round_by_round() -> None:
     """The second round was slow for both: the figures differ by half, the ratios do not."""
-    figure = Figure("x_ms", "x")
+    figure = ComparedFigure("x_ms", "x")
     comparison = Comparison(["ours", "theirs"], [figure])
     for number, (ours, theirs) in enumerate([(9.0, 10.0), (18.0, 20.0), (12.0, 10.0)]):
-        comparison.note(number, "ours", {"x_ms": ours})
-        comparison.note(number, "theirs", {"x_ms": theirs})
+        comparison.note_turn(number, "ours", {"x_ms": ours})
+        comparison.note_turn(number, "theirs", {"x_ms": theirs})
     ratios = comparison.ratios(figure, "theirs")
     assert ratios.values == pytest.approx([0.9, 0.9, 1.2])
     assert ratios.describe() == "0.900 (0.900 to 1.200)"
@@ -36,12 +36,12 @@ def test_servers_are_compared_round_by_round() -> None:
 
 
 def test_a_round_without_a_figure_is_left_out() -> None:
-    assert Ratios.of([1.0, math.nan, 3.0], [2.0, 1.0, math.nan]).values == [0.5]
-    assert Ratios.of([math.nan], [1.0]).describe() == "-"
-    comparison = Comparison(["a", "b"], [Figure("x", "x")])
-    comparison.note(0, "a", {})
-    comparison.note(0, "b", {"x": 1})
-    figures = comparison.plain()["figures"]
+    assert RoundRatios.of([1.0, math.nan, 3.0], [2.0, 1.0, math.nan]).values == [0.5]
+    assert RoundRatios.of([math.nan], [1.0]).describe() == "-"
+    comparison = Comparison(["a", "b"], [ComparedFigure("x", "x")])
+    comparison.note_turn(0, "a", {})
+    comparison.note_turn(0, "b", {"x": 1})
+    figures = comparison.to_dict()["figures"]
     assert isinstance(figures, dict)
     assert figures["x"] == {"medians": {"a": None, "b": 1.0}, "ratios": {"a / b": {}}}
 
@@ -141,8 +141,8 @@ def test_two_settings_are_two_commands() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "wants two --server"),
-        (["--server", "a=http://x", "--server", "a=http://y"], "wants two --server"),
+        ([], "needs two --server"),
+        (["--server", "a=http://x", "--server", "a=http://y"], "needs two --server"),
         (["--server", "a=http://x", "--other", ""], "not both"),
         (["--server", "a=http://x", "--", "--dtype", "float32"], "go with --other"),
         (["--server", "http://x"], "NAME=URL"),

@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from deploy.bench.client import CHAT, COMPLETIONS, Ask
-from deploy.bench.dataset_options import Recorded, Trace, dataset_of
+from deploy.bench.client import CHAT, COMPLETIONS, BenchRequest
+from deploy.bench.dataset_options import FileDataset, TraceDataset, dataset_of
 from deploy.bench.datasets import (
-    Agent,
+    AgentDataset,
+    BenchSession,
     Dataset,
-    Draws,
-    MultiTurn,
-    RandomPrompts,
-    Session,
-    SharedPrefix,
-    Sizes,
-    TokenIds,
-    Words,
+    MultiTurnDataset,
+    RandomDataset,
+    RandomTokenIds,
+    RandomWords,
+    RequestSizes,
+    SessionSeeds,
+    SharedPrefixDataset,
 )
 from deploy.bench.serve import parse
 from proto.errors import ConfigError
 
-IDS = TokenIds(10, 20)
+IDS = RandomTokenIds(10, 20)
 TRACE = [
     {"timestamp": 2000, "input_length": 5, "output_length": 3, "hash_ids": [7, 9]},
     {"timestamp": 1500, "input_length": 4, "output_length": 2, "hash_ids": [7]},
@@ -34,13 +34,13 @@ TRACE = [
 ]
 
 
-def first_asks(dataset: Dataset, draws: Draws, number: int) -> list[Ask]:
-    sessions = itertools.islice(dataset.sessions(draws), number)
-    return [ask for each in sessions if (ask := each.next_ask("")) is not None]
+def first_asks(dataset: Dataset, seeds: SessionSeeds, number: int) -> list[BenchRequest]:
+    sessions = itertools.islice(dataset.sessions(seeds), number)
+    return [ask for each in sessions if (ask := each.next_request("")) is not None]
 
 
-def prompts(dataset: Dataset, draws: Draws, number: int) -> list[Any]:
-    return [each.content["prompt"] for each in first_asks(dataset, draws, number)]
+def prompts(dataset: Dataset, seeds: SessionSeeds, number: int) -> list[Any]:
+    return [each.content["prompt"] for each in first_asks(dataset, seeds, number)]
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -50,7 +50,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
 def test_random_prompts_have_their_sizes(spread: float) -> None:
-    asks = first_asks(RandomPrompts(Sizes(10, 6, spread), IDS), Draws(1), 400)
+    asks = first_asks(RandomDataset(RequestSizes(10, 6, spread), IDS), SessionSeeds(1), 400)
     for mean, sizes in (
         (10, {len(each.content["prompt"]) for each in asks}),
         (6, {each.output_tokens for each in asks}),
@@ -64,15 +64,15 @@ def test_random_prompts_have_their_sizes(spread: float) -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        RandomPrompts(Sizes(8, 4, 0.5), TokenIds()),
-        SharedPrefix(Sizes(8, 4), TokenIds(), 2, 5),
-        SharedPrefix(Sizes(8, 4), Words(), 2, 5),
+        RandomDataset(RequestSizes(8, 4, 0.5), RandomTokenIds()),
+        SharedPrefixDataset(RequestSizes(8, 4), RandomTokenIds(), 2, 5),
+        SharedPrefixDataset(RequestSizes(8, 4), RandomWords(), 2, 5),
     ],
 )
 def test_a_seed_says_everything_and_the_checked_are_always_the_same(dataset: Dataset) -> None:
-    one, other = Draws(1, 0.25), Draws(2, 0.25)
+    one, other = SessionSeeds(1, 0.25), SessionSeeds(2, 0.25)
     asked, again, differently = (
-        first_asks(dataset, each, 40) for each in (one, Draws(1, 0.25), other)
+        first_asks(dataset, each, 40) for each in (one, SessionSeeds(1, 0.25), other)
     )
     assert asked == again
     assert [each.checked for each in asked] == [index % 4 == 0 for index in range(40)]
@@ -82,31 +82,37 @@ def test_a_seed_says_everything_and_the_checked_are_always_the_same(dataset: Dat
 
 @pytest.mark.parametrize(("share", "number"), [(0.0, 0), (1.0, 100), (0.05, 5), (0.333, 34)])
 def test_so_many_are_checked(share: float, number: int) -> None:
-    assert sum(Draws(0, share).checked(index) for index in range(100)) == number
+    assert sum(SessionSeeds(0, share).is_checked(index) for index in range(100)) == number
 
 
 def test_prompts_of_a_group_begin_alike() -> None:
     found = prompts(
-        SharedPrefix(Sizes(3, 1), TokenIds(), num_groups=2, prefix_tokens=6), Draws(0), 6
+        SharedPrefixDataset(RequestSizes(3, 1), RandomTokenIds(), num_groups=2, prefix_tokens=6),
+        SessionSeeds(0),
+        6,
     )
     assert [len(each) for each in found] == [9] * 6
     assert len({tuple(each[:6]) for each in found}) == 2
     assert found[0][:6] == found[2][:6] != found[1][:6]
     assert len({tuple(each[6:]) for each in found}) == 6
-    (text,) = prompts(SharedPrefix(Sizes(3, 1), Words(), 1, 2), Draws(0), 1)
+    (text,) = prompts(
+        SharedPrefixDataset(RequestSizes(3, 1), RandomWords(), 1, 2), SessionSeeds(0), 1
+    )
     assert len(text.split()) == 5
 
 
-def played(session: Session) -> list[Ask]:
+def load_result(session: BenchSession) -> list[BenchRequest]:
     """All requests of a session whose n-th answer is `answer n`."""
-    found: list[Ask] = []
-    while (ask := session.next_ask(f"answer {len(found)}" if found else "")) is not None:
+    found: list[BenchRequest] = []
+    while (ask := session.next_request(f"answer {len(found)}" if found else "")) is not None:
         found.append(ask)
     return found
 
 
 def test_a_conversation_repeats_what_was_said() -> None:
-    first, second, third = played(next(MultiTurn(Sizes(4, 2), 3).sessions(Draws(0))))
+    first, second, third = load_result(
+        next(MultiTurnDataset(RequestSizes(4, 2), 3).sessions(SessionSeeds(0)))
+    )
     assert first.path == CHAT
     assert second.content["messages"][:-1] == [
         *first.content["messages"],
@@ -115,14 +121,18 @@ def test_a_conversation_repeats_what_was_said() -> None:
     roles = [each["role"] for each in third.content["messages"]]
     assert roles == ["user", "assistant", "user", "assistant", "user"]
     assert len(third.content["messages"][-1]["content"].split()) == 4
-    text, longer = played(next(MultiTurn(Sizes(4, 2), 2, chat=False).sessions(Draws(0))))
+    text, longer = load_result(
+        next(MultiTurnDataset(RequestSizes(4, 2), 2, chat=False).sessions(SessionSeeds(0)))
+    )
     assert longer.path == COMPLETIONS
     assert longer.content["prompt"].startswith(text.content["prompt"] + "\nanswer 1\n")
 
 
 def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
-    dataset = Agent(Sizes(4, 2), num_turns=2, system_tokens=5, num_tools=3)
-    sessions = [played(each) for each in itertools.islice(dataset.sessions(Draws(0)), 2)]
+    dataset = AgentDataset(RequestSizes(4, 2), num_turns=2, system_tokens=5, num_tools=3)
+    sessions = [
+        load_result(each) for each in itertools.islice(dataset.sessions(SessionSeeds(0)), 2)
+    ]
     systems = {json.dumps(each.content["messages"][0]) for asks in sessions for each in asks}
     assert len(systems) == 1
     text, _, tools = sessions[0][0].content["messages"][0]["content"].split("\n")
@@ -137,12 +147,14 @@ def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
 
 
 def test_sessions_may_be_jobs_that_the_server_is_told_of() -> None:
-    dataset = Agent(Sizes(4, 2), 3, system_tokens=5, num_tools=1, jobs="run")
-    first, second = (played(each) for each in itertools.islice(dataset.sessions(Draws(7)), 2))
+    dataset = AgentDataset(RequestSizes(4, 2), 3, system_tokens=5, num_tools=1, jobs="run")
+    first, second = (
+        load_result(each) for each in itertools.islice(dataset.sessions(SessionSeeds(7)), 2)
+    )
     assert [each.job for each in first] == ["run-7-0"] * 3
     assert [each.is_last_step for each in first] == [False, False, True]
     assert {each.job for each in second} == {"run-7-1"}
-    alone = played(next(MultiTurn(Sizes(4, 2), 2).sessions(Draws(0))))
+    alone = load_result(next(MultiTurnDataset(RequestSizes(4, 2), 2).sessions(SessionSeeds(0))))
     assert [(each.job, each.is_last_step) for each in alone] == [("", False)] * 2
 
 
@@ -150,8 +162,10 @@ def test_jobs_are_told_of_sessions_only() -> None:
     def dataset(*words: str) -> Dataset:
         return dataset_of(parse(["--url", "http://x", *words], ""))
 
-    asks = [next(dataset("--dataset", "agent", "--agent-hints").sessions(Draws(0))) for _ in "ab"]
-    jobs = [each.next_ask("") for each in asks]
+    asks = [
+        next(dataset("--dataset", "agent", "--agent-hints").sessions(SessionSeeds(0))) for _ in "ab"
+    ]
+    jobs = [each.next_request("") for each in asks]
     assert all(each is not None and each.job.startswith("bench-") for each in jobs)
     assert jobs[0] != jobs[1]
     for words in ([], ["--dataset", "shared-prefix"], ["--trace", "x"]):
@@ -160,25 +174,25 @@ def test_jobs_are_told_of_sessions_only() -> None:
 
 
 def test_a_trace_is_played_in_its_order_and_with_its_prefixes(tmp_path: Path) -> None:
-    trace = Trace.read(write(tmp_path / "x", TRACE), 0.001, 4, IDS, chat=False)
+    trace = TraceDataset.read(write(tmp_path / "x", TRACE), 0.001, 4, IDS, chat=False)
     assert trace.offsets == [0.0, 0.5, 2.5, 2.5]
-    asks = first_asks(trace, Draws(0), 10)
+    asks = first_asks(trace, SessionSeeds(0), 10)
     assert [each.output_tokens for each in asks] == [2, 3, 1, 1]
     short, middle, long, given = (each.content["prompt"] for each in asks)
     assert [len(each) for each in (short, middle, long)] == [4, 5, 12]
     assert middle[:4] == short
     assert long[:5] == middle
     assert given == "as it is"
-    assert prompts(trace, Draws(0), 4) == [short, middle, long, given]
-    assert prompts(trace, Draws(1), 4)[0] != short
+    assert prompts(trace, SessionSeeds(0), 4) == [short, middle, long, given]
+    assert prompts(trace, SessionSeeds(1), 4)[0] != short
 
 
 def test_tokens_that_no_block_stands_for_are_new(tmp_path: Path) -> None:
     """A trace without hash ids, or with blocks that are larger here than there."""
     line = {"timestamp": 0, "input_length": 9, "output_length": 1}
     file = write(tmp_path / "x", [line, line, {**line, "hash_ids": [1]}, {**line, "hash_ids": [1]}])
-    trace = Trace.read(file, 1.0, 4, TokenIds(), chat=False)
-    a, b, c, d = prompts(trace, Draws(0), 4)
+    trace = TraceDataset.read(file, 1.0, 4, RandomTokenIds(), chat=False)
+    a, b, c, d = prompts(trace, SessionSeeds(0), 4)
     assert [len(each) for each in (a, b, c, d)] == [9] * 4
     assert a[0] != b[0]
     assert c[:4] == d[:4]
@@ -192,8 +206,8 @@ def test_a_file_is_asked_as_it_is_and_from_the_start_again(tmp_path: Path) -> No
         {"prompt": [1, 2], "max_tokens": 0},
         {"messages": messages},
     ]
-    dataset = Recorded.read(write(tmp_path / "x", lines), output_tokens=9)
-    asks = first_asks(dataset, Draws(0), 4)
+    dataset = FileDataset.read(write(tmp_path / "x", lines), output_tokens=9)
+    asks = first_asks(dataset, SessionSeeds(0), 4)
     assert [(each.path, each.output_tokens) for each in asks] == [
         (COMPLETIONS, 3),
         (COMPLETIONS, 1),
@@ -206,25 +220,25 @@ def test_a_file_is_asked_as_it_is_and_from_the_start_again(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"timestamp": 1, "output_length": 2}', "line 1: there is no input_length"),
-        ('{"timestamp": 1, "input_length": 2}', "line 1: there is no output_length"),
-        ('\n{"input_length": 1, "output_length": 2}', "line 2: there is no timestamp"),
-        ('{"timestamp": "1"}', "line 1: timestamp is no number"),
-        ('{"timestamp": NaN}', "line 1: timestamp is no number"),
+        ('{"timestamp": 1, "output_length": 2}', "line 1: input_length is missing"),
+        ('{"timestamp": 1, "input_length": 2}', "line 1: output_length is missing"),
+        ('\n{"input_length": 1, "output_length": 2}', "line 2: timestamp is missing"),
+        ('{"timestamp": "1"}', "line 1: timestamp is not a number"),
+        ('{"timestamp": NaN}', "line 1: timestamp is not a number"),
         ("[]", "line 1: not an object"),
         ("{", "line 1: not JSON"),
-        ("\n", "there is no line"),
+        ("\n", "the file is empty"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "trace"
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        Trace.read(str(file), 0.001, 4, IDS, chat=False)
+        TraceDataset.read(str(file), 0.001, 4, IDS, chat=False)
 
 
 def test_a_file_without_prompts_or_without_anything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 1: there is no prompt"):
-        Recorded.read(write(tmp_path / "x", [{"text": "a"}]), 1)
+    with pytest.raises(ConfigError, match="line 1: prompt or messages is missing"):
+        FileDataset.read(write(tmp_path / "x", [{"text": "a"}]), 1)
     with pytest.raises(ConfigError, match="No such file"):
-        Recorded.read(str(tmp_path / "y"), 1)
+        FileDataset.read(str(tmp_path / "y"), 1)

@@ -1,4 +1,4 @@
-"""Verdicts of the measurements: when a limit is kept, how it is shown, and what ends the run."""
+"""Verdicts of the measurements: when a limit is met, how it is shown, and what ends the run."""
 
 import io
 import json
@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from deploy.bench.verdicts import Limit, judge, limits_json, limits_table
+from deploy.bench.limits import Limit, check_limits, limits_json, limits_table
 from proto.errors import TokendError
 
 KEPT = Limit("others' throughput", 0.9, "at least", 0.9)
@@ -15,7 +15,7 @@ MISSED = Limit("engine 0: growth", 1.25, "at most", 1.0, "MiB")
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "kept"),
+    ("value", "kind", "met"),
     [
         (1.0, "at most", True),
         (1.001, "at most", False),
@@ -26,15 +26,15 @@ MISSED = Limit("engine 0: growth", 1.25, "at most", 1.0, "MiB")
     ],
 )
 def test_a_limit_is_kept_up_to_its_bound_and_by_no_missing_figure(
-    value: float, kind: str, kept: bool
+    value: float, kind: str, met: bool
 ) -> None:
-    assert Limit("x", value, kind, 1.0).kept is kept  # type: ignore[arg-type]
+    assert Limit("x", value, kind, 1.0).met is met  # type: ignore[arg-type]
 
 
 def test_what_was_missed_is_named_with_both_figures() -> None:
-    judge("bench x", [KEPT])
+    check_limits("bench x", [KEPT])
     with pytest.raises(TokendError) as caught:
-        judge("bench x", [KEPT, MISSED])
+        check_limits("bench x", [KEPT, MISSED])
     assert str(caught.value) == (
         "bench x: 1 limits missed: engine 0: growth: 1.25 MiB, at most 1 MiB"
     )
@@ -45,7 +45,7 @@ def test_the_table_has_the_verdict_of_each() -> None:
     Console(file=text, width=110).print(limits_table([KEPT, MISSED]))
     kept, missed = [line for line in text.getvalue().splitlines() if ":" in line or "'" in line]
     assert "≥ 0.9" in kept
-    assert "kept" in kept
+    assert "met" in kept
     assert "≤ 1 MiB" in missed
     assert "MISSED" in missed
 
@@ -55,5 +55,5 @@ def test_the_file_has_figures_and_verdicts_and_no_nan() -> None:
     read = json.loads(text, parse_constant=pytest.fail)
     assert read["requests"] == 7
     first, second = read["limits"]
-    assert (first["name"], first["bound"], first["kept"]) == (MISSED.name, 1.0, False)
-    assert (second["value"], second["kept"]) == (None, False)
+    assert (first["name"], first["bound"], first["met"]) == (MISSED.name, 1.0, False)
+    assert (second["value"], second["met"]) == (None, False)

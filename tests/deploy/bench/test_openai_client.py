@@ -6,30 +6,39 @@ from typing import Any
 
 import pytest
 
-from deploy.bench.client import CHAT, COMPLETIONS, Ask, Client, Target, base_url, first_model, is_up
-from deploy.bench.stream import Exchange
+from deploy.bench.client import (
+    CHAT,
+    COMPLETIONS,
+    BenchClient,
+    BenchRequest,
+    Target,
+    base_url,
+    first_model,
+    is_up,
+)
+from deploy.bench.stream import RequestResult
 from proto.errors import ConfigError, TokendError
 from tests.fakes.openai_server import FakeOpenAI, Respond, event, fake_openai, token, well
 
-ASK = Ask(COMPLETIONS, {"prompt": [1, 2, 3]}, 4, checked=True)
+ASK = BenchRequest(COMPLETIONS, {"prompt": [1, 2, 3]}, 4, checked=True)
 
 
-async def asked(fake: FakeOpenAI, *asks: Ask, **settings: Any) -> list[Exchange]:
-    client = Client(Target(fake.url, "m", **settings))
+async def asked(fake: FakeOpenAI, *asks: BenchRequest, **settings: Any) -> list[RequestResult]:
+    client = BenchClient(Target(fake.url, "m", **settings))
     try:
-        return [await client.ask(each) for each in asks]
+        return [await client.send_request(each) for each in asks]
     finally:
         client.close()
 
 
 async def failing(respond: Respond, **settings: Any) -> str:
     with fake_openai(respond) as fake:
-        (exchange,) = await asked(fake, ASK, **settings)
-    return exchange.error
+        (result,) = await asked(fake, ASK, **settings)
+    return result.error
 
 
 async def test_requests_say_what_they_must_and_share_a_connection() -> None:
-    chat = Ask(CHAT, {"messages": [{"role": "user", "content": "a b"}]}, 2)
+    chat = BenchRequest(CHAT, {"messages": [{"role": "user", "content": "a b"}]}, 2)
     with fake_openai() as fake:
         fields = {"temperature": 0.5, "ignore_eos": True}
         first, second = await asked(fake, ASK, chat, fields=fields, api_key="k")
@@ -50,7 +59,9 @@ async def test_requests_say_what_they_must_and_share_a_connection() -> None:
 
 async def test_a_turn_names_its_job() -> None:
     with fake_openai() as fake:
-        await asked(fake, ASK, Ask(COMPLETIONS, {"prompt": [1]}, 2, job="j-1", is_last_step=True))
+        await asked(
+            fake, ASK, BenchRequest(COMPLETIONS, {"prompt": [1]}, 2, job="j-1", is_last_step=True)
+        )
     (_, without), (_, body) = fake.seen
     assert "agent_hint" not in without
     assert body["agent_hint"] == {"job_id": "j-1", "is_last_step": True}
@@ -65,17 +76,17 @@ async def test_what_goes_wrong_is_part_of_the_exchange() -> None:
     def error(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         return [token(path, "x"), event(error={"message": "out of blocks"})]
 
-    assert await failing(half) == "the connection was closed in the middle of an answer"
+    assert await failing(half) == "the connection was closed during the response"
     assert await failing(error) == "out of blocks"
-    assert "an event that is none" in await failing(lambda path, body: [b"data: {]\n\n"])
+    assert "invalid event" in await failing(lambda path, body: [b"data: {]\n\n"])
     assert "without [DONE]" in await failing(lambda path, body: [token(path, "x")])
 
 
 async def test_nobody_there_and_nobody_answering() -> None:
     with fake_openai() as fake:
         pass
-    (exchange,) = await asked(fake, ASK)
-    assert "Connect" in exchange.error
+    (result,) = await asked(fake, ASK)
+    assert "Connect" in result.error
 
     released = threading.Event()
 
@@ -84,16 +95,16 @@ async def test_nobody_there_and_nobody_answering() -> None:
         return []
 
     with fake_openai(never) as fake:
-        (exchange,) = await asked(fake, ASK, timeout=0.05)
+        (result,) = await asked(fake, ASK, timeout=0.05)
         released.set()
-    assert exchange.error == "no end after 0.05 s"
+    assert result.error == "not complete after 0.05 s"
 
 
 async def test_a_connection_that_the_server_closed_meanwhile_is_made_anew() -> None:
     with fake_openai() as fake:
         fake.hang_up_after = 1
-        exchanges = await asked(fake, ASK, ASK, ASK)
-    assert [each.error for each in exchanges] == ["", "", ""]
+        results = await asked(fake, ASK, ASK, ASK)
+    assert [each.error for each in results] == ["", "", ""]
     assert fake.num_connections == 3
 
 
@@ -107,8 +118,8 @@ async def test_the_server_is_not_asked_twice_when_it_has_begun_to_answer() -> No
         raise ConnectionError
 
     with fake_openai(half) as fake:
-        exchanges = await asked(fake, ASK, ASK)
-    assert [bool(each.error) for each in exchanges] == [True, True]
+        results = await asked(fake, ASK, ASK)
+    assert [bool(each.error) for each in results] == [True, True]
     assert len(calls) == 2
 
 
@@ -117,7 +128,7 @@ def test_a_server_is_asked_what_it_serves() -> None:
         assert first_model(fake.url) == "fake"
         assert is_up(f"{fake.url}/health", 5.0)
     assert not is_up(f"{fake.url}/health", 5.0)
-    with pytest.raises(TokendError, match="does not name a model"):
+    with pytest.raises(TokendError, match="lists no model"):
         first_model(fake.url)
 
 

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from deploy.bench.stream import (
-    BrokenResponseError,
     EventSplitter,
-    Exchange,
-    ResponseReader,
-    StreamedAnswer,
+    HttpResponseParser,
+    InvalidResponseError,
+    RequestResult,
+    StreamedResponse,
 )
 from proto.errors import ProtocolError
 
@@ -62,7 +62,7 @@ def test_a_response_may_be_cut_anywhere(seed: int) -> None:
         head + b"content-LENGTH:  %d\r\n\r\n" % len(BODY) + BODY,
         head + b"\r\n" + BODY,
     ][seed % 3]
-    reader, found = ResponseReader(), b""
+    reader, found = HttpResponseParser(), b""
     for piece in cut(encoded, rng):
         assert not reader.complete
         found += reader.feed(piece)
@@ -84,38 +84,38 @@ def test_a_response_may_be_cut_anywhere(seed: int) -> None:
     ],
 )
 def test_what_is_no_response_is_said(data: bytes) -> None:
-    with pytest.raises(BrokenResponseError):
-        ResponseReader().feed(data)
+    with pytest.raises(InvalidResponseError):
+        HttpResponseParser().feed(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nab"])
 def test_a_response_that_ends_early_is_said(data: bytes) -> None:
-    reader = ResponseReader()
+    reader = HttpResponseParser()
     reader.feed(data)
-    with pytest.raises(BrokenResponseError, match="closed"):
+    with pytest.raises(InvalidResponseError, match="closed"):
         reader.end()
 
 
 def test_a_connection_that_is_to_close_carries_no_other_request() -> None:
-    reader = ResponseReader()
+    reader = HttpResponseParser()
     reader.feed(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 1\r\n\r\nx")
     assert (reader.complete, reader.reusable) == (True, False)
 
 
-def answered(*events: bytes, status: int = 200, now: float = 1.0) -> Exchange:
+def answered(*events: bytes, status: int = 200, now: float = 1.0) -> RequestResult:
     """An answer of one event every second."""
-    exchange = Exchange(asked_tokens=3, keep_text=True)
-    answer = StreamedAnswer(exchange)
-    answer.take(b"HTTP/1.1 %d x\r\n\r\n" % status, now)
+    result = RequestResult(requested_tokens=3, keep_text=True)
+    answer = StreamedResponse(result)
+    answer.feed(b"HTTP/1.1 %d x\r\n\r\n" % status, now)
     for number, event in enumerate(events, 1):
-        answer.take(b"data: " + event + b"\n\n", now + number)
+        answer.feed(b"data: " + event + b"\n\n", now + number)
     answer.end(now + 100)
-    return exchange
+    return result
 
 
 def test_an_exchange_is_measured_as_vllm_does_it() -> None:
     """Chunks with a choice are tokens, whatever their text; the usage comes without time."""
-    exchange = answered(
+    result = answered(
         b'{"choices":[{"text":"","index":0}]}',
         b'{"choices":[{"text":"ab","unknown":{"x":[1]}}]}',
         b'{"choices":[{"text":"c","finish_reason":"length"}]}',
@@ -123,17 +123,17 @@ def test_an_exchange_is_measured_as_vllm_does_it() -> None:
         b'"prompt_tokens_details":{"cached_tokens":2}}}',
         b"[DONE]",
     )
-    exchange.started = 0.5
-    assert (exchange.ttft, exchange.e2el, list(exchange.gaps)) == (1.5, 3.5, [1.0, 1.0])
-    assert exchange.tpot == (3.5 - 1.5) / 4
-    assert (exchange.input_tokens, exchange.output_tokens, exchange.cached_tokens) == (7, 5, 2)
-    assert (exchange.text, exchange.error) == ("abc", "")
+    result.started = 0.5
+    assert (result.ttft, result.e2el, list(result.gaps)) == (1.5, 3.5, [1.0, 1.0])
+    assert result.tpot == (3.5 - 1.5) / 4
+    assert (result.input_tokens, result.output_tokens, result.cached_tokens) == (7, 5, 2)
+    assert (result.text, result.error) == ("abc", "")
 
 
 def test_chunks_are_counted_where_the_server_does_not() -> None:
     chat = b'{"choices":[{"delta":{"role":"assistant","content":"x"}}],"usage":null}'
-    exchange = answered(chat, chat, b'{"choices":[{"delta":{},"finish_reason":"stop"}]}')
-    assert (exchange.output_tokens, exchange.text, exchange.error) == (3, "xx", "")
+    result = answered(chat, chat, b'{"choices":[{"delta":{},"finish_reason":"stop"}]}')
+    assert (result.output_tokens, result.text, result.error) == (3, "xx", "")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_chunks_are_counted_where_the_server_does_not() -> None:
         (b'{"error":{"message":"no room","code":500}}', "no room"),
         (b'{"error":"no room"}', "no room"),
         (b'{"object":"error","message":"no room"}', "no room"),
-        (b"[DONE]", "an answer without a token"),
+        (b"[DONE]", "no token in the answer"),
         (b'{"choices":[]}', "without [DONE]"),
     ],
 )
@@ -151,10 +151,10 @@ def test_what_is_wrong_in_a_stream_is_its_error(event: bytes, expected: str) -> 
 
 
 def test_a_refusal_is_shown_with_its_status() -> None:
-    exchange = Exchange(asked_tokens=3)
-    answer = StreamedAnswer(exchange)
-    answer.take(b"HTTP/1.1 503 x\r\ncontent-length: 4\r\n\r\nfull", 1.0)
-    assert (answer.response.complete, exchange.error) == (True, "status 503: full")
+    result = RequestResult(requested_tokens=3)
+    answer = StreamedResponse(result)
+    answer.feed(b"HTTP/1.1 503 x\r\ncontent-length: 4\r\n\r\nfull", 1.0)
+    assert (answer.parser.complete, result.error) == (True, "status 503: full")
 
 
 @pytest.mark.parametrize("event", [b"{", b'{"choices":[{"text":1}]}', b"\xff", b"[" * 5000])

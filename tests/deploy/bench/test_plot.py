@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.plot import LinearScale, LogScale, Panel, Rows, Scale, label, page
+from deploy.bench.plot import LinearScale, LogScale, PlotPanel, PlotTable, Scale, label, plot_page
 
 VALUES = st.lists(st.floats(1e-3, 1e7), min_size=1, max_size=20)
 
@@ -20,42 +20,44 @@ def drawings(text: str) -> list[ElementTree.Element]:
 
 def check_scale(scale: Scale, values: list[float]) -> None:
     """All values lie on it in their order, and its marks go from end to end."""
-    parts = [scale.part(value) for value in sorted(values)]
+    parts = [scale.position(value) for value in sorted(values)]
     assert parts == sorted(parts)
     assert -1e-9 <= parts[0] <= parts[-1] <= 1 + 1e-9
-    marks = [scale.part(tick) for tick in scale.ticks]
+    marks = [scale.position(tick) for tick in scale.ticks]
     assert marks == sorted(set(marks))
     assert (marks[0], marks[-1]) == (pytest.approx(0.0), pytest.approx(1.0))
 
 
 @given(VALUES)
 def test_all_values_have_room_on_an_axis_from_zero(values: list[float]) -> None:
-    scale = LinearScale.to(values)
+    scale = LinearScale.including(values)
     check_scale(scale, values)
-    assert scale.part(max(values)) > 0.5  # and no more room than that
+    assert scale.position(max(values)) > 0.5  # and no more room than that
     steps = {round(b - a, 9) for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)}
     assert max(steps) - min(steps) <= 1e-6 * max(steps)
 
 
 @given(VALUES)
 def test_all_values_have_room_on_an_axis_of_ratios(values: list[float]) -> None:
-    scale = LogScale.around(values)
+    scale = LogScale.including(values)
     check_scale(scale, values)
     assert len(scale.ticks) <= 14
     assert scale.low >= min(values) / 2.5 - 1e-9
 
 
 def test_equal_ratios_are_equal_ways() -> None:
-    scale = LogScale.around([3.0, 80.0])
+    scale = LogScale.including([3.0, 80.0])
     assert list(scale.ticks) == [2, 5, 10, 20, 50, 100]
-    assert scale.part(20) - scale.part(10) == pytest.approx(scale.part(10) - scale.part(5))
-    assert list(LogScale.around([7.0]).ticks) == [5, 10]
-    assert list(LogScale.around([10.0]).ticks) == [10, 20, 50, 100]
-    assert list(LogScale.around([0.0, -1.0]).ticks) == [1, 2, 5, 10]
+    assert scale.position(20) - scale.position(10) == pytest.approx(
+        scale.position(10) - scale.position(5)
+    )
+    assert list(LogScale.including([7.0]).ticks) == [5, 10]
+    assert list(LogScale.including([10.0]).ticks) == [10, 20, 50, 100]
+    assert list(LogScale.including([0.0, -1.0]).ticks) == [1, 2, 5, 10]
 
 
 def test_many_decades_have_powers_of_ten() -> None:
-    ticks = LogScale.around([2e-3, 3e3]).ticks
+    ticks = LogScale.including([2e-3, 3e3]).ticks
     assert ticks == pytest.approx([2e-3, 1e-2, 0.1, 1, 10, 100, 1000, 5000])
 
 
@@ -67,9 +69,9 @@ def test_labels() -> None:
 
 def test_a_page_has_tables_names_and_both_colour_schemes() -> None:
     curves = {"p99 <x>": [(10.0, 5.0), (20.0, 9.0)], "p50": [(10.0, 4.0), (20.0, 8.0)]}
-    panel = Panel("by & by", curves, "tokens/s", names=["few", "many"])
-    table = Rows(["load", "<b>"], [["1 at once", "2.5"]])
-    text = page("a title", ["a note"], [panel, Panel("none", {})], "ms", table)
+    panel = PlotPanel("by & by", curves, "tokens/s", names=["few", "many"])
+    table = PlotTable(["load", "<b>"], [["1 at once", "2.5"]])
+    text = plot_page("a title", ["a note"], [panel, PlotPanel("none", {})], "ms", table)
     first, second = drawings(text)
     words = [each.text for each in first.iter("text")]
     assert {"few", "many", "tokens/s"} <= set(words)
@@ -85,15 +87,17 @@ def test_a_page_has_tables_names_and_both_colour_schemes() -> None:
 
 def test_names_that_would_touch_are_left_out() -> None:
     points = [(1.0 + 0.01 * each, 1.0) for each in range(5)] + [(9.0, 1.0)]
-    panel = Panel("x", {"one": points}, names=["a", "b", "c", "d", "e", "far"])
-    (drawing,) = drawings(page("t", [], [panel], "x"))
+    panel = PlotPanel("x", {"one": points}, names=["a", "b", "c", "d", "e", "far"])
+    (drawing,) = drawings(plot_page("t", [], [panel], "x"))
     shown = [each.text for each in drawing.iter("text") if each.get("class") == "name"]
     assert shown == ["far", "e"]
 
 
 def test_shares_are_written_as_percent_and_colours_come_again_dashed() -> None:
     curves = {f"curve {number}": [(1.0, 0.5), (2.0, 1.0)] for number in range(8)}
-    (drawing,) = drawings(page("t", [], [Panel("x", curves, log_x=True, parts=True)], "x"))
+    (drawing,) = drawings(
+        plot_page("t", [], [PlotPanel("x", curves, log_x=True, shares=True)], "x")
+    )
     assert "75%" in [each.text for each in drawing.iter("text")]
     lines = list(drawing.iter("polyline"))
     assert lines[0].get("style") == lines[7].get("style") != lines[1].get("style")

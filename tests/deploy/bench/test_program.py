@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from deploy.bench import servers as program
-from deploy.bench.servers import Program
+from deploy.bench.servers import BenchProcess
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
@@ -22,7 +22,7 @@ def test_a_program_is_asked_to_end_and_killed_when_it_does_not(
     monkeypatch.setattr(program, "END_SECONDS", 0.2 if number == signal.SIGKILL else 20.0)
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        with Program(process):
+        with BenchProcess(process):
             assert process.stdout is not None
             process.stdout.readline()
         assert process.poll() == -number

@@ -5,26 +5,32 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.processes import SUPERVISOR, Rest, pids_by_title, run_directory, usage_by_title
+from deploy.bench.processes import (
+    SUPERVISOR,
+    IdleState,
+    pids_by_title,
+    run_directory,
+    usage_by_title,
+)
 from proto.run_directory import RunDirectory
 
-BEFORE = Rest({"running": 0.0}, {"api": 20, "engine": 10}, 6)
+BEFORE = IdleState({"running": 0.0}, {"api": 20, "engine": 10}, 6)
 
 
 @pytest.mark.parametrize(
     ("after", "found"),
     [
         (BEFORE, []),
-        (Rest({"running": 0.0}, {"api": 19, "engine": 10}, 6), []),
-        (Rest({"running": 1.0}, {"api": 20, "engine": 10}, 6), ["running was 0 and is 1"]),
-        (Rest({"running": 0.0}, {"api": 21, "engine": 10}, 6), ["api: 21 open descriptors"]),
-        (Rest({"running": 0.0}, {"api": 20}, 6), ["engine: gone"]),
-        (Rest({"running": 0.0}, BEFORE.descriptors | {"worker": 1}, 6), ["worker: new"]),
-        (Rest({"running": 0.0}, BEFORE.descriptors, 7), ["7 names in the run directory"]),
+        (IdleState({"running": 0.0}, {"api": 19, "engine": 10}, 6), []),
+        (IdleState({"running": 1.0}, {"api": 20, "engine": 10}, 6), ["running was 0 and is 1"]),
+        (IdleState({"running": 0.0}, {"api": 21, "engine": 10}, 6), ["api: 21 open descriptors"]),
+        (IdleState({"running": 0.0}, {"api": 20}, 6), ["engine: gone"]),
+        (IdleState({"running": 0.0}, BEFORE.descriptors | {"worker": 1}, 6), ["worker: new"]),
+        (IdleState({"running": 0.0}, BEFORE.descriptors, 7), ["7 files in the run directory"]),
     ],
 )
-def test_what_is_left_over(after: Rest, found: list[str]) -> None:
-    left = BEFORE.left_over(after)
+def test_what_is_left_over(after: IdleState, found: list[str]) -> None:
+    left = BEFORE.find_leftovers(after)
     assert len(left) == len(found)
     assert all(part in line for part, line in zip(found, left, strict=True))
 

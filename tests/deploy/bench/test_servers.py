@@ -10,7 +10,7 @@ import pytest
 
 from deploy import cli
 from deploy.bench import startup
-from deploy.bench.servers import Line, ServerSpec, StartedServer, running
+from deploy.bench.servers import PrintedLine, ServerSpec, StartedServer, running
 from proto.errors import ConfigError, TokendError
 from tests.fakes.supervised import eventually
 
@@ -57,7 +57,7 @@ def _num_running(group: int) -> int:
             "fake did not start:\nfake 0: loading weights …\nthere is no model",
         ),
         (f"{sys.executable} -c 'input()' {{port}}", 60.0, "fake did not start"),
-        (f"{sys.executable} -c 'import time; time.sleep(99)' {{port}}", 0.05, "fake is not up"),
+        (f"{sys.executable} -c 'import time; time.sleep(99)' {{port}}", 0.05, "fake is not ready"),
     ],
 )
 def test_a_server_that_does_not_come_up_says_why(
@@ -83,12 +83,12 @@ def test_a_server_that_runs_already_is_left_alone() -> None:
 
 def test_phases_are_what_a_server_prints() -> None:
     lines = [
-        Line(0.1, "tokend: starting smollm2 …"),
-        Line(0.5, "worker 0: loading weights …"),
-        Line(0.9, "worker 0: loading weights …"),
-        Line(1.5, "start: imports 0.25 s, weights 1.5 s; first step: 3 s"),
-        Line(1.6, "tokend is ready: x at http://127.0.0.1:1 (length 8, 1.6 s)"),
-        Line(
+        PrintedLine(0.1, "tokend: starting smollm2 …"),
+        PrintedLine(0.5, "worker 0: loading weights …"),
+        PrintedLine(0.9, "worker 0: loading weights …"),
+        PrintedLine(1.5, "start: imports 0.25 s, weights 1.5 s; first step: 3 s"),
+        PrintedLine(1.6, "tokend is ready: x at http://127.0.0.1:1 (length 8, 1.6 s)"),
+        PrintedLine(
             1.6,
             "  started in 1.60 s: command 0.20 s; worker 0: imports 0.75 s, weights 0.50 s; "
             "engine 0: workers' weights 1.25 s, KV cache and warm-up 0.10 s",

@@ -10,27 +10,35 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from deploy.bench.client import COMPLETIONS, Ask, Target
+from deploy.bench.client import COMPLETIONS, BenchRequest, Target
 from deploy.bench.datasets import (
-    Draws,
-    MultiTurn,
-    OneRequest,
-    RandomPrompts,
-    Session,
-    Sizes,
-    TokenIds,
+    BenchSession,
+    MultiTurnDataset,
+    RandomDataset,
+    RandomTokenIds,
+    RequestSizes,
+    SessionSeeds,
+    SingleRequest,
 )
 from deploy.bench.figures import (
     PERCENTILES,
-    Answers,
+    AnswerComparison,
     Goodput,
     _distribution,
     figures_of,
     note_answers,
 )
-from deploy.bench.load import NobodyWatches, Pace, Played, frozen_heap, gamma_arrivals, play, ramped
-from deploy.bench.stream import Exchange, no_gaps
-from deploy.bench.verdicts import percentile
+from deploy.bench.limits import percentile
+from deploy.bench.load import (
+    LoadPattern,
+    LoadProgress,
+    LoadResult,
+    frozen_heap,
+    gamma_arrivals,
+    ramped,
+    run_load,
+)
+from deploy.bench.stream import RequestResult, no_gaps
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
@@ -66,9 +74,9 @@ def test_percentiles_are_those_of_numpy(number: int) -> None:
         assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
-def exchange(rng: random.Random) -> Exchange:
+def result(rng: random.Random) -> RequestResult:
     """Some answer, or a failure."""
-    found = Exchange(asked_tokens=rng.randint(1, 6), waited=rng.random())
+    found = RequestResult(requested_tokens=rng.randint(1, 6), waited=rng.random())
     found.started = rng.uniform(0, 20)
     found.first = found.last = found.started + rng.random()
     found.gaps = no_gaps()
@@ -83,9 +91,11 @@ def exchange(rng: random.Random) -> Exchange:
 
 
 def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> None:
-    failed = exchange(random.Random(0))
+    failed = result(random.Random(0))
     failed.error = "broken"
-    plain = figures_of("x", Played([failed, failed], [], 8.0, 0.4), Goodput({"ttft": 1.0})).plain()
+    plain = figures_of(
+        "x", LoadResult([failed, failed], [], 8.0, 0.4), Goodput({"ttft": 1.0})
+    ).to_dict()
     assert (plain["num_completed"], plain["num_failed"], plain["errors"]) == (0, 2, {"broken": 2})
     assert plain["output_tokens_per_s"] == plain["goodput_requests_per_s"] == 0
     assert not [name for name in plain if name.startswith(("ttft", "tpot", "itl", "e2el"))]
@@ -95,9 +105,9 @@ def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> N
 def test_figures_are_those_of_a_plain_model(seed: int) -> None:
     """Written down once more, with numpy, as vLLM's `calculate_metrics` does it."""
     rng = random.Random(seed)
-    exchanges = [exchange(rng) for _ in range(rng.randint(2, 40))]
-    exchanges[0].error = ""  # one in which all failed is above
-    done = [each for each in exchanges if not each.error]
+    results = [result(rng) for _ in range(rng.randint(2, 40))]
+    results[0].error = ""  # one in which all failed is above
+    done = [each for each in results if not each.error]
     lengths = [each.counted_tokens or each.num_chunks for each in done]
     ttfts = [each.first - each.started for each in done]
     latencies = [each.last - each.started for each in done]
@@ -112,10 +122,10 @@ def test_figures_are_those_of_a_plain_model(seed: int) -> None:
         for ttft, tpot, latency in zip(ttfts, all_tpots, latencies, strict=True)
     )
 
-    figures = figures_of("x", Played(exchanges, [], 8.0, 0.4), Goodput(limits))
-    plain = figures.plain()
+    figures = figures_of("x", LoadResult(results, [], 8.0, 0.4), Goodput(limits))
+    plain = figures.to_dict()
     assert plain["num_completed"] == len(done)
-    assert plain["num_failed"] == len(exchanges) - len(done)
+    assert plain["num_failed"] == len(results) - len(done)
     assert plain["input_tokens"] == sum(each.input_tokens for each in done)
     assert plain["output_tokens"] == sum(lengths)
     assert plain["output_tokens_per_s"] == sum(lengths) / 8
@@ -137,108 +147,117 @@ def test_figures_are_those_of_a_plain_model(seed: int) -> None:
     assert plain["peak_concurrency"] == max(under_way)
 
 
-class Clerk:
-    """A client that answers after some turns of the loop; sees how many ask at once."""
+class FakeClient:
+    """A client that answers after some turns of the loop, and counts concurrent requests."""
 
     target = Target("http://nowhere", "m")
 
     def __init__(self, fail_every: int = 0) -> None:
-        self.asked: list[Ask] = []
+        self.requests: list[BenchRequest] = []
         self.most = 0
         self._now = 0
         self._fail_every = fail_every
 
-    async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
-        self.asked.append(ask)
-        number = len(self.asked)
+    async def send_request(
+        self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
+    ) -> RequestResult:
+        self.requests.append(request)
+        number = len(self.requests)
         self._now += 1
         self.most = max(self.most, self._now)
         for _ in range(1 + number % 3):
             await asyncio.sleep(0)
         self._now -= 1
-        found = Exchange(ask.output_tokens, keep_text, waited)
-        found.pieces.append(f"answer {number}")
+        found = RequestResult(request.output_tokens, keep_text, waited)
+        found.texts.append(f"answer {number}")
         if self._fail_every and number % self._fail_every == 0:
             found.error = "broken"
         return found
 
 
-def sessions(checked: float = 0.0) -> Iterator[Session]:
-    return RandomPrompts(Sizes(3, 2), TokenIds()).sessions(Draws(0, checked))
+def sessions(checked: float = 0.0) -> Iterator[BenchSession]:
+    return RandomDataset(RequestSizes(3, 2), RandomTokenIds()).sessions(SessionSeeds(0, checked))
 
 
-async def run(clerk: Clerk, some: Iterator[Session], pace: Pace) -> Played:
-    return await play(clerk, some, pace, NobodyWatches())  # type: ignore[arg-type]
+async def run(client: FakeClient, some: Iterator[BenchSession], pattern: LoadPattern) -> LoadResult:
+    return await run_load(client, some, pattern, LoadProgress())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 async def test_so_many_are_under_way_in_a_closed_loop(concurrency: int) -> None:
-    clerk = Clerk()
-    played = await run(clerk, sessions(), Pace(concurrency, max_requests=20))
-    assert (clerk.most, len(clerk.asked), len(played.exchanges)) == (concurrency, 20, 20)
-    assert played.seconds > 0
+    client = FakeClient()
+    load_result = await run(client, sessions(), LoadPattern(concurrency, max_requests=20))
+    assert (client.most, len(client.requests), len(load_result.results)) == (concurrency, 20, 20)
+    assert load_result.seconds > 0
 
 
 async def test_an_open_loop_does_not_wait_for_answers_unless_it_is_limited() -> None:
     together = [0.0] * 9
     for limit in (None, 1):
-        clerk = Clerk()
-        played = await run(clerk, sessions(), Pace(limit, together, max_requests=9))
-        assert len(played.exchanges) == 9
-        assert (clerk.most == 1) == (limit == 1)
+        client = FakeClient()
+        load_result = await run(client, sessions(), LoadPattern(limit, together, max_requests=9))
+        assert len(load_result.results) == 9
+        assert (client.most == 1) == (limit == 1)
 
 
 async def test_a_run_ends_with_its_sessions_its_number_or_its_time() -> None:
     three = itertools.islice(sessions(), 3)
-    assert len((await run(Clerk(), three, Pace(5))).exchanges) == 3
+    assert len((await run(FakeClient(), three, LoadPattern(5))).results) == 3
     three = itertools.islice(sessions(), 3)
-    assert len((await run(Clerk(), three, Pace(None, itertools.repeat(0.0)))).exchanges) == 3
-    pace = Pace(None, itertools.repeat(0.0), max_requests=4)
-    assert len((await run(Clerk(), sessions(), pace)).exchanges) == 4
-    pace = Pace(None, [0.0, 0.001, 9.0], duration=0.5)
-    assert len((await run(Clerk(), sessions(), pace)).exchanges) == 2
-    for pace in (Pace(2, duration=0.02), Pace(2, ramp_seconds=0.01, duration=0.02)):
-        assert (await run(Clerk(), sessions(), pace)).exchanges
-    nobody = await run(Clerk(), iter([]), Pace(1))
+    assert (
+        len((await run(FakeClient(), three, LoadPattern(None, itertools.repeat(0.0)))).results) == 3
+    )
+    pattern = LoadPattern(None, itertools.repeat(0.0), max_requests=4)
+    assert len((await run(FakeClient(), sessions(), pattern)).results) == 4
+    pattern = LoadPattern(None, [0.0, 0.001, 9.0], duration=0.5)
+    assert len((await run(FakeClient(), sessions(), pattern)).results) == 2
+    for pattern in (
+        LoadPattern(2, duration=0.02),
+        LoadPattern(2, ramp_seconds=0.01, duration=0.02),
+    ):
+        assert (await run(FakeClient(), sessions(), pattern)).results
+    nobody = await run(FakeClient(), iter([]), LoadPattern(1))
     assert figures_of("x", nobody, Goodput({})).output_tokens_per_s == 0
 
 
 async def test_the_collector_stays_away_from_prompts_during_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Observer(Clerk):
-        async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
+    class Observer(FakeClient):
+        async def send_request(
+            self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
+        ) -> RequestResult:
             frozen.append(gc.get_freeze_count() > 0)
-            return await super().ask(ask, keep_text=keep_text, waited=waited)
+            return await super().send_request(request, keep_text=keep_text, waited=waited)
 
     frozen: list[bool] = []
     monkeypatch.setattr("deploy.bench.load.frozen_heap", frozen_heap)
-    await run(Observer(), sessions(), Pace(1, max_requests=2))
+    await run(Observer(), sessions(), LoadPattern(1, max_requests=2))
     assert frozen == [True, True]
     assert gc.get_freeze_count() == 0
 
 
 async def test_turns_follow_each_other_and_a_failure_ends_the_session() -> None:
-    clerk = Clerk(fail_every=5)
-    talks = itertools.islice(MultiTurn(Sizes(2, 1), 3).sessions(Draws(0)), 2)
-    played = await run(clerk, talks, Pace(1))
-    turns = [len(each.content["messages"]) for each in clerk.asked]
+    client = FakeClient(fail_every=5)
+    talks = itertools.islice(MultiTurnDataset(RequestSizes(2, 1), 3).sessions(SessionSeeds(0)), 2)
+    load_result = await run(client, talks, LoadPattern(1))
+    turns = [len(each.content["messages"]) for each in client.requests]
     assert turns == [1, 3, 5, 1, 3]
-    assert clerk.asked[1].content["messages"][1]["content"] == "answer 1"
-    assert [each.error for each in played.exchanges] == ["", "", "", "", "broken"]
+    assert client.requests[1].content["messages"][1]["content"] == "answer 1"
+    assert [each.error for each in load_result.results] == ["", "", "", "", "broken"]
 
 
 async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
-    answers = Answers()
+    answers = AnswerComparison()
     for _ in range(2):
-        played = await run(Clerk(), sessions(checked=0.5), Pace(1, max_requests=6))
-        assert len(played.checked) == 3
-        note_answers(played, answers)
+        load_result = await run(FakeClient(), sessions(checked=0.5), LoadPattern(1, max_requests=6))
+        assert len(load_result.checked) == 3
+        note_answers(load_result, answers)
     assert (answers.num_compared, answers.different) == (3, [])
-    ask = Ask(COMPLETIONS, {"prompt": "x"}, 9, checked=True)
+    ask = BenchRequest(COMPLETIONS, {"prompt": "x"}, 9, checked=True)
     for text in ("the cat", "the cow", "the"):
         answers.note(ask, text)
-    answers.note(Ask(COMPLETIONS, {"prompt": "x"}, 8, checked=True), "another request")
+    answers.note(BenchRequest(COMPLETIONS, {"prompt": "x"}, 8, checked=True), "another request")
     assert answers.num_compared == 5
     assert answers.different == [
         "after 5 characters: 'at', then 'ow'",
@@ -247,9 +266,9 @@ async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
 
 
 async def test_what_failed_is_not_compared() -> None:
-    one = OneRequest(Ask(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
-    played = await run(Clerk(fail_every=1), iter([one]), Pace(1))
-    assert (len(played.exchanges), played.checked) == (1, [])
+    one = SingleRequest(BenchRequest(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
+    load_result = await run(FakeClient(fail_every=1), iter([one]), LoadPattern(1))
+    assert (len(load_result.results), load_result.checked) == (1, [])
 
 
 @pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])

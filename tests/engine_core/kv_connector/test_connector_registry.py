@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from engine_core.executor.local import ReportJoiner
-from engine_core.kv_connector.base import SchedulerContext
+from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerContext
 from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
-from engine_core.kv_connector.nothing import NO_CONNECTOR
+from engine_core.worker_group import KVOutputAggregator
 from proto.errors import ConfigError
 from proto.kv_connector import KVConnectorOutput
 from proto.kv_transfer_config import NO_TRANSFER, KVTransferConfig
@@ -70,20 +69,20 @@ def test_the_registry_imports_nothing_before_it_is_asked() -> None:
 class TestReportsOfAllRanks:
     def test_a_seq_id_is_finished_when_every_rank_says_so(self) -> None:
         """KVH-01."""
-        joiner = ReportJoiner(2)
-        assert joiner.join(KVConnectorOutput()).is_empty
-        first = joiner.join(KVConnectorOutput([1], [2], [3, 4], b"one"))
+        aggregator = KVOutputAggregator(2)
+        assert aggregator.aggregate(KVConnectorOutput()).is_empty
+        first = aggregator.aggregate(KVConnectorOutput([1], [2], [3, 4], b"one"))
         assert (first.finished_sending, first.finished_recving) == ([], [])
         assert (first.invalid_block_ids, first.worker_metadata) == ([3, 4], b"one")
-        second = joiner.join(KVConnectorOutput([1], [], [4, 5]))
+        second = aggregator.aggregate(KVConnectorOutput([1], [], [4, 5]))
         assert (second.finished_sending, second.finished_recving) == ([1], [])
-        assert joiner.join(KVConnectorOutput([], [2])).finished_recving == [2]
+        assert aggregator.aggregate(KVConnectorOutput([], [2])).finished_recving == [2]
 
     def test_the_same_seq_id_again_needs_all_of_them_again(self) -> None:
-        joiner = ReportJoiner(2)
+        aggregator = KVOutputAggregator(2)
         for _ in range(2):
-            assert joiner.join(KVConnectorOutput([7])).finished_sending == []
-            assert joiner.join(KVConnectorOutput([7])).finished_sending == [7]
+            assert aggregator.aggregate(KVConnectorOutput([7])).finished_sending == []
+            assert aggregator.aggregate(KVConnectorOutput([7])).finished_sending == [7]
 
     def test_one_rank_is_all_ranks(self) -> None:
-        assert ReportJoiner(1).join(KVConnectorOutput([7], [8])).finished_sending == [7]
+        assert KVOutputAggregator(1).aggregate(KVConnectorOutput([7], [8])).finished_sending == [7]

@@ -70,7 +70,7 @@ class Disk:
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_folder, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(disk_folder, "_RESCAN_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -95,20 +95,20 @@ def test_lookup_before_the_scan_ends_is_none_and_a_ring_follows(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.write(1)
-    scan = disk_manager.DiskFolder.take_reports
-    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", lambda self: iter(()))
+    scan = disk_manager.DiskFolder.pop_reports
+    monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)
     assert run(manager, 1) is None
     assert manager.contains([key(1)]) is None
     assert manager.prepare_store([key(2)]) is None
     eventually(lambda: disk.rings > 0)
-    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", scan)
+    monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", scan)
     assert run(manager, 1) == 1
 
 
 def test_nobody_waits_long_for_a_scan(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_manager, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", lambda self: iter(()))
+    monkeypatch.setattr(disk_manager, "SCAN_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)
     eventually(lambda: disk.rings > 1)  # the end of the scan, and of patience
     eventually(lambda: run(manager, 1) == 0)
@@ -348,7 +348,7 @@ def test_names_that_are_no_blocks_are_passed_over(disk: Disk) -> None:
     disk.write(2)
     eventually(lambda: run(manager, 2) == 1)
     assert [event.keys for event in manager.take_events()] == [[key(2)]]
-    manager.reset()
+    manager.reset_cache()
     eventually(lambda: not disk.path(1).exists())
     assert stray.exists()
 
@@ -363,13 +363,13 @@ def test_reset_removes_every_block_unless_one_is_being_copied(disk: Disk) -> Non
     manager = disk.manager()
     disk.store(manager, 1, 2)
     manager.prepare_load([key(1)])
-    assert not manager.reset()
+    assert not manager.reset_cache()
     manager.complete_load([key(1)])
     output = manager.prepare_store([key(3)])
     assert output is not None
-    assert not manager.reset()
+    assert not manager.reset_cache()
     manager.complete_store([key(3)], success=False)
-    eventually(lambda: manager.reset())
+    eventually(lambda: manager.reset_cache())
     assert run(manager, 1) == 0
     eventually(lambda: disk.names() == set())
     eventually(lambda: manager.prepare_store([key(1)]) is not None)
@@ -381,7 +381,7 @@ def test_start_over_forgets_copies_that_never_end(disk: Disk) -> None:
     manager.prepare_load([key(1)])
     manager.prepare_store([key(2), key(3)])
     disk.write(2)  # the dead worker had got so far
-    manager.start_over()
+    manager.on_worker_restart()
     eventually(lambda: manager.contains([key(1), key(2), key(3)]) == [True, True, False])
     assert disk.store(manager, 4, 5) == [4, 5], "nothing holds the old ones"
 
@@ -471,8 +471,8 @@ def test_discard_removes_the_files_and_is_no_failure(disk: Disk) -> None:
     manager.complete_load([key(2)])
     manager.complete_store([key(4)])
     eventually(lambda: disk.names() == {disk.path(3).name})
-    manager._folder.look_at([key(each) for each in (1, 2, 4, 5)])
-    eventually(lambda: not manager.take_events() and not manager._leaving)
+    manager._folder.check_files([key(each) for each in (1, 2, 4, 5)])
+    eventually(lambda: not manager.take_events() and not manager._removing)
     assert (
         manager.contains([key(each) for each in range(1, 6)]) == [False, False, True] + [False] * 2
     )
@@ -483,11 +483,11 @@ def test_discard_reaches_files_that_nobody_has_heard_of(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.write(1, 2)
-    hear = disk_manager.DiskFolder.take_reports
-    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", lambda self: iter(()))
+    hear = disk_manager.DiskFolder.pop_reports
+    monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)
     manager.discard([key(1)])
-    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", hear)
+    monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", hear)
     eventually(lambda: manager.contains([key(1), key(2)]) == [False, True])
     eventually(lambda: not disk.path(1).exists())
     assert manager.contains([key(1), key(2)]) == [False, True]
@@ -500,7 +500,7 @@ def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk
     manager.prepare_store([key(2)])
     disk.write(2)
     manager.discard([key(1), key(2)])
-    manager.start_over()
+    manager.on_worker_restart()
     eventually(lambda: disk.names() == set())
     assert manager.contains([key(1), key(2)]) == [False, False]
 
@@ -517,11 +517,11 @@ def test_an_order_that_fails_ends_only_itself(
         raise error
 
     monkeypatch.setattr(disk_folder, "_files", fail)
-    assert manager.reset()
+    assert manager.reset_cache()
     eventually(lambda: manager.prepare_store([key(2)]) is not None)
     monkeypatch.setattr(disk_folder, "_files", files)
     manager.complete_store([key(2)], success=False)
-    assert manager.reset()
+    assert manager.reset_cache()
     eventually(lambda: disk.names() == set())
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from engine_core.kv_connector import multi
-from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match, SchedulerConnector
 from engine_core.kv_connector.multi import MultiScheduler
-from engine_core.kv_connector.nothing import NoConnector
 from proto.errors import ConfigError
 from proto.event_fd import EventFd
 from proto.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
@@ -17,7 +16,7 @@ from tests.engine_core.kv_connector.test_connector_registry import context
 from tests.fakes.kv_requests import Setup, make_manager
 
 
-class Child(NoConnector):
+class Child(SchedulerConnector):
     """Answers what a test says, and keeps what it is told."""
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Child(NoConnector):
     def build_connector_meta(self, output):
         return self.meta
 
-    def wants_step(self):
+    def needs_step(self):
         return self.wants
 
     def update_connector_output(self, output):
@@ -51,7 +50,7 @@ class Child(NoConnector):
     def fileno(self):
         return self.event_fd.descriptor
 
-    def attend(self):
+    def process_notifications(self):
         self.event_fd.clear()
         self.attended += 1
 
@@ -68,7 +67,7 @@ def parts(monkeypatch):
     config = KVTransferConfig(
         kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [document] * 2}
     )
-    values = {**context().__dict__, "holds": setup.manager.transfer_refs, "num_ranks": 2}
+    values = {**context().__dict__, "transfer_refs": setup.manager.transfer_refs, "num_ranks": 2}
     connector = MultiScheduler(config, type(context())(**values))
     yield connector, connector.children, setup
     connector.close()
@@ -90,9 +89,9 @@ def test_all_are_asked_and_the_first_that_has_any_loads(parts) -> None:
 
 def test_one_that_does_not_know_yet_makes_the_request_wait(parts) -> None:
     connector, (first, second), setup = parts
-    first.match, second.match = Match(8, is_async=False), ASK_AGAIN
+    first.match, second.match = Match(8, is_async=False), NOT_KNOWN_YET
     request = setup.requests.make("abcd efgh")
-    assert connector.get_num_new_matched_tokens(request, 0) is ASK_AGAIN
+    assert connector.get_num_new_matched_tokens(request, 0) is NOT_KNOWN_YET
 
 
 def test_each_gets_its_own_part(parts) -> None:
@@ -133,10 +132,10 @@ def test_a_thread_of_any_child_wakes_the_engine(parts) -> None:
     connector, (first, second), _ = parts
     assert os.fstat(connector.fileno())
     second.event_fd.notify()
-    connector.attend()
+    connector.process_notifications()
     assert (first.attended, second.attended) == (0, 1)
     second.wants = True
-    assert connector.wants_step()
+    assert connector.needs_step()
 
 
 def test_it_needs_a_list_of_configurations() -> None:

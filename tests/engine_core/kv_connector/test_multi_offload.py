@@ -93,7 +93,7 @@ class TwoMedia(EngineHarness):
         """A request of which the first child has a part, and loads it."""
         request = self.add_one(PROMPT, 4)
         child = self.child(0)
-        keys = child._shape.all_keys(request.block_hashes, len(PROMPT) // SIZE)
+        keys = child._layout.all_keys(request.block_hashes, len(PROMPT) // SIZE)
         child._manager.prepare_store(keys)
         child._manager.complete_store(keys)
         self.step()

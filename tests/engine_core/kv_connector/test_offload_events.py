@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from engine_core.frontend_io import OutputDispatcher
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
 from engine_core.transport import FrontEndLinks
 from tests.fakes.offload_rig import OffloadRig
 
@@ -19,12 +19,14 @@ class NobodyThere:
 
 def test_without_a_subscriber_no_events_pile_up() -> None:
     rig = OffloadRig(num_slots=6)
-    outbox = OutputDispatcher(cast(FrontEndLinks, NobodyThere()), rig.scheduler, epoch=1)
+    outputs = OutputDispatcher(
+        cast(FrontEndLinks, NobodyThere()), rig.scheduler, rig.kv_cache, epoch=1
+    )
     manager = cast(CPUOffloadingManager, rig.deciding._manager)
     num_seen = 0
     for number in range(30):
         rig.generate([number + 31 * each for each in range(25)])
         num_seen += len(manager._events)
-        outbox.flush()
+        outputs.flush()
         assert not manager._events
     assert num_seen > 30

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from engine_core.kv_connector.offload.arc import ARCPolicy
 from engine_core.kv_connector.offload.base import PrepareStoreOutput
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
-from engine_core.kv_connector.offload.lru import LRUPolicy
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
+from engine_core.kv_connector.offload.eviction import ARCPolicy, LRUPolicy
 
 CAPACITY = 4
 
@@ -168,10 +167,10 @@ def test_touch_keeps_the_beginning_of_a_sequence_longest() -> None:
 def test_reset_refuses_while_a_block_is_copied(ledger: CPUOffloadingManager) -> None:
     store(ledger, 1)
     ledger.prepare_load(keys(1))
-    assert not ledger.reset()
+    assert not ledger.reset_cache()
     ledger.complete_load(keys(1))
     events(ledger)
-    assert ledger.reset()
+    assert ledger.reset_cache()
     assert ledger.lookup(keys(1)) == 0
     assert events(ledger) == ([], [[1]])
     assert store(ledger, 1, 2, 3, 4).slots == [0, 1, 2, 3]
@@ -182,7 +181,7 @@ def test_start_over_forgets_what_was_in_the_workers_memory(ledger: CPUOffloading
     ledger.prepare_store(keys(2))
     ledger.prepare_load(keys(1))
     events(ledger)
-    ledger.start_over()
+    ledger.on_worker_restart()
     assert events(ledger) == ([], [[1]])
     assert ledger.contains(keys(1, 2)) == [False, False]
     assert ledger.usage == 0.0

@@ -78,9 +78,9 @@ def test_a_misaligned_first_block_is_loaded_from_its_middle_on() -> None:
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
-    rig.deciding._loads_any = False
+    rig.deciding._may_load = False
     rig.generate(PROMPT[:17])
-    rig.deciding._loads_any = True
+    rig.deciding._may_load = True
     request = rig.generate(PROMPT)
     (load,) = rig.loads
     assert load.device == [DeviceBlocks(0, device_of(load), skip=1)]
@@ -134,7 +134,7 @@ def test_who_waited_for_a_load_that_failed_computes() -> None:
     assert rig.tokens_of(first) == undisturbed(PROMPT, 3)
     assert rig.tokens_of(second) == undisturbed([*PROMPT, 5], 3)
     assert len(rig.loads) == 1, "what could not be read is forgotten"
-    (stats,) = rig.deciding.take_stats()
+    (stats,) = rig.deciding.drain_stats()
     assert stats.num_failed == 1
     rig.forget_device()
     again = rig.generate(PROMPT)

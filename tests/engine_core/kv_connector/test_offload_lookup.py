@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from engine_core.kv_connector.offload.keys import OffloadKeys, parts
-from engine_core.kv_connector.offload.lookup import (
+from engine_core.kv_connector.offload.planners import (
     Extent,
     GroupPresence,
     first_needed,
     longest_hit,
     longest_run,
 )
+from engine_core.kv_connector.offload.tracking import OffloadKeys, parse_key
 
 F, T = False, True
 
@@ -92,13 +92,16 @@ def compare_longest_hit(rng: random.Random) -> None:
 def test_keys_are_the_last_hash_with_group_ranks_and_factor() -> None:
     hashes = [bytes([number]) * 32 for number in range(9)]
     keys = OffloadKeys(num_groups=2, num_ranks=2, factor=4)
-    assert [parts(key) for key in keys.of(hashes, 1, 0, 2)] == [(hashes[3], 1), (hashes[7], 1)]
-    assert keys.of(hashes, 1, 1, 2) == keys.of(hashes, 1, 0, 2)[1:]
+    assert [parse_key(key) for key in keys.of_range(hashes, 1, 0, 2)] == [
+        (hashes[3], 1),
+        (hashes[7], 1),
+    ]
+    assert keys.of_range(hashes, 1, 1, 2) == keys.of_range(hashes, 1, 0, 2)[1:]
     others = [
-        OffloadKeys(2, 1, 4).of(hashes, 1, 0, 2),
-        OffloadKeys(2, 2, 2).of(hashes, 1, 1, 4)[::2],
-        keys.of(hashes, 0, 0, 2),
+        OffloadKeys(2, 1, 4).of_range(hashes, 1, 0, 2),
+        OffloadKeys(2, 2, 2).of_range(hashes, 1, 1, 4)[::2],
+        keys.of_range(hashes, 0, 0, 2),
     ]
     for other in others:
-        assert [parts(key)[0] for key in other] == [hashes[3], hashes[7]]
-        assert not set(other) & set(keys.of(hashes, 1, 0, 2))
+        assert [parse_key(key)[0] for key in other] == [hashes[3], hashes[7]]
+        assert not set(other) & set(keys.of_range(hashes, 1, 0, 2))

@@ -5,10 +5,8 @@ from collections.abc import Collection
 
 import pytest
 
-from engine_core.kv_connector.offload.arc import ARCPolicy
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
-from engine_core.kv_connector.offload.lru import LRUPolicy
-from engine_core.kv_connector.offload.policy import OffloadedBlock
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
+from engine_core.kv_connector.offload.eviction import ARCPolicy, LRUPolicy, OffloadedBlock
 
 NUM_KEYS = 12
 KEYS = [bytes([number]) for number in range(NUM_KEYS)]

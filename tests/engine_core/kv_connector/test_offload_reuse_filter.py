@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_core.kv_connector.offload.base import OffloadKey
-from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
-from engine_core.kv_connector.offload.lru import LRUPolicy
-from engine_core.kv_connector.offload.reuse_filter import (
+from engine_core.kv_connector.offload.base import (
     FilterReusedOffloadingManager,
+    OffloadKey,
     ReuseTracker,
 )
+from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
+from engine_core.kv_connector.offload.eviction import LRUPolicy
 from tests.fakes.offload_rig import OffloadRig
 
 A, B, C, D = (bytes([number]) for number in range(4))
@@ -18,32 +18,32 @@ A, B, C, D = (bytes([number]) for number in range(4))
 
 def test_tracker_counts_up_to_the_threshold() -> None:
     tracker = ReuseTracker(threshold=2, max_size=10)
-    assert not tracker.check(A)
-    tracker.record(A)
-    assert not tracker.check(A)
-    assert not tracker.check(A), "a look does not count"
-    tracker.record(A)
-    assert tracker.check(A)
+    assert not tracker.reaches_threshold(A)
+    tracker.record_lookup(A)
+    assert not tracker.reaches_threshold(A)
+    assert not tracker.reaches_threshold(A), "a look does not count"
+    tracker.record_lookup(A)
+    assert tracker.reaches_threshold(A)
     for _ in range(3):
-        tracker.record(A)
-    assert tracker.check(A)
-    assert not tracker.check(B)
+        tracker.record_lookup(A)
+    assert tracker.reaches_threshold(A)
+    assert not tracker.reaches_threshold(B)
     once = ReuseTracker(threshold=1, max_size=10)
-    once.record(A)
-    assert once.check(A)
+    once.record_lookup(A)
+    assert once.reaches_threshold(A)
 
 
 def test_tracker_forgets_what_was_looked_for_longest_ago() -> None:
     tracker = ReuseTracker(threshold=1, max_size=3)
     for key in (A, B, C, A, D):
-        tracker.record(key)
-    assert not tracker.check(B)
-    assert tracker.check(A)
+        tracker.record_lookup(key)
+    assert not tracker.reaches_threshold(B)
+    assert tracker.reaches_threshold(A)
     smallest = ReuseTracker(threshold=1, max_size=1)
-    smallest.record(A)
-    smallest.record(B)
-    assert not smallest.check(A)
-    assert smallest.check(B)
+    smallest.record_lookup(A)
+    smallest.record_lookup(B)
+    assert not smallest.reaches_threshold(A)
+    assert smallest.reaches_threshold(B)
 
 
 def test_tracker_needs_room() -> None:
@@ -87,15 +87,15 @@ def test_everything_else_is_delegated() -> None:
     assert [event.removed for event in manager.take_events()] == [False]
     assert manager.usage == 0.5
     assert manager.prepare_load([A]) == [0]
-    assert not manager.reset()
+    assert not manager.reset_cache()
     manager.complete_load([A])
     manager.touch([A])
     output = backing.prepare_store([C, D, b"e"])
     assert output is not None
     assert output.evicted == [B]
-    manager.start_over()
+    manager.on_worker_restart()
     assert backing.usage == 0.0
-    assert manager.reset()
+    assert manager.reset_cache()
     assert manager.medium == "CPU"
 
 
@@ -122,7 +122,7 @@ def test_who_is_told_to_ask_again_is_counted_and_touched_once(
     request = rig.add_one(list(range(37)), 1)
     while rig.reason_of(request) is None:
         rig.step()
-        rig.deciding.attend()
+        rig.deciding.process_notifications()
     rig.settle()
     assert num_asked > 6
     assert touched.count(True) == 1

@@ -7,7 +7,7 @@ issue adds to them).
 import msgspec
 import pytest
 
-from engine_core.kv_connector.offload.keys import parts
+from engine_core.kv_connector.offload.tracking import parse_key
 from engine_core.request import RequestStatus
 from proto.errors import ConfigError
 from proto.kv_events import BlockRemoved, BlockStored
@@ -26,7 +26,7 @@ def test_take_events_have_their_medium() -> None:
         assert isinstance(event, BlockStored | BlockRemoved)
         (stored if isinstance(event, BlockStored) else removed).append(event)
     (first_store,) = rig.stores[:1]
-    hashes = [parts(key)[0] for key in first_store.keys[0]]
+    hashes = [parse_key(key)[0] for key in first_store.keys[0]]
     assert stored[0] == BlockStored(hashes[:1], None, [], 12, 0, "CPU")
     assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], "the end first"
     assert list(rig.deciding.take_events()) == []
@@ -36,7 +36,7 @@ def test_a_reuse_threshold_keeps_scans_out() -> None:
     rig = OffloadRig(extra={"store_threshold": 2})
     rig.generate(PROMPT)
     assert rig.stores == []
-    (stats,) = rig.deciding.take_stats()
+    (stats,) = rig.deciding.drain_stats()
     assert stats.num_skipped == 3
     rig.forget_device()
     rig.generate(PROMPT)

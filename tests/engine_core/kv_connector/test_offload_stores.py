@@ -51,7 +51,7 @@ def test_no_room_is_tolerated_and_tried_again_with_new_blocks_only() -> None:
     rig.add_one(PROMPT[:36], 5)
     rig.step()
     assert not rig.stores
-    (stats,) = rig.deciding.take_stats()
+    (stats,) = rig.deciding.drain_stats()
     assert (stats.num_unstored, stats.num_stores, stats.usage) == (3, 0, 0.0)
     rig.finishes = lambda job: True
     rig.settle()
@@ -95,11 +95,11 @@ def test_stores_begin_with_the_step_that_follows() -> None:
     rig.step()
     assert rig.half.put_off
     assert not rig.half.under_way
-    assert rig.deciding.wants_step()
+    assert rig.deciding.needs_step()
     rig.step()
     assert rig.half.under_way
     assert not rig.half.put_off
-    assert not rig.deciding.wants_step()
+    assert not rig.deciding.needs_step()
 
 
 def test_abort_while_storing_keeps_blocks_until_the_copy_ends() -> None:
@@ -150,7 +150,7 @@ def test_a_job_is_over_when_all_ranks_have_reported() -> None:
         assert rig.deciding._manager.lookup(store.keys[0]) == 0
         rig.scheduler.update_from_connector(report)
     assert rig.deciding._manager.lookup(store.keys[0]) == 3
-    (stats,) = rig.deciding.take_stats()
+    (stats,) = rig.deciding.drain_stats()
     assert (stats.num_stores, stats.store_bytes, stats.store_seconds) == (1, 300, 0.5)
     rig.finishes = lambda job: True
     rig.settle()

@@ -99,8 +99,8 @@ def test_a_block_is_there_when_all_ranks_have_theirs(store: Store) -> None:
 def test_what_is_asked_already_is_not_asked_again(store: Store) -> None:
     manager = store.manager()
     asked: list[bytes] = []
-    ask = manager._lookups.ask
-    manager._lookups.ask = lambda keys: (asked.extend(keys), ask(keys))[1]  # type: ignore
+    ask = manager._lookups.request
+    manager._lookups.request = lambda keys: (asked.extend(keys), ask(keys))[1]  # type: ignore
     for _ in range(5):
         manager.lookup([key(1), key(2)])
     assert store.asked(manager, 1, 2) == 0
@@ -129,18 +129,18 @@ def test_presence_is_believed_for_a_while(store: Store, monkeypatch: pytest.Monk
 
 @needs_redis
 def test_a_long_prompt_is_asked_for_in_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_manager, "MAX_ASKED", 3)
+    monkeypatch.setattr(remote_manager, "MAX_LOOKUP_KEYS", 3)
     store.write(*range(1, 9))
     assert store.asked(store.manager(), *range(1, 10)) == 8
 
 
 @needs_redis
 def test_what_is_known_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_manager, "MAX_KNOWN", 4)
+    monkeypatch.setattr(remote_manager, "MAX_CACHED", 4)
     manager = store.manager()
     for number in range(20):
         store.asked(manager, number)
-    assert len(manager._known) == 4
+    assert len(manager._cache) == 4
 
 
 @needs_redis
@@ -188,7 +188,7 @@ def test_nothing_is_added_to_a_long_queue_of_stores(
     manager = store.manager()
     assert manager.prepare_store([key(1), key(2)]) is not None
     assert manager.prepare_store([key(3)]) is None
-    manager.start_over()
+    manager.on_worker_restart()
     assert manager.prepare_store([key(3)]) is not None
 
 
@@ -208,9 +208,9 @@ def test_reset_empties_the_store_of_this_model_only(store: Store) -> None:
     connection.call(5.0, b"SET", b"another:1", b"x")
     manager = store.manager()
     manager.prepare_load([key(1)])
-    assert not manager.reset()
+    assert not manager.reset_cache()
     manager.complete_load([key(1)])
-    assert manager.reset()
+    assert manager.reset_cache()
     eventually(lambda: connection.call(5.0, b"DBSIZE") == 1)
     assert store.asked(manager, 1) == 0
 
@@ -283,7 +283,7 @@ def test_a_question_that_comes_too_late_is_answered_at_once(
         port = listener.getsockname()[1]
     store = Store(f"redis://127.0.0.1:{port}")
     manager = store.manager(connected=False)
-    manager._lookups.ask([key(1)])  # it was connected when somebody looked
+    manager._lookups.request([key(1)])  # it was connected when somebody looked
     assert store.rings.acquire(timeout=20.0)
     assert manager.lookup([key(1)]) == 0
     store.close()
@@ -299,12 +299,12 @@ def test_discard_removes_the_values_and_is_no_failure(store: Store) -> None:
         manager.discard([key(1), key(2), key(4), key(5)])
     connection = store.connect()
     store.write(4)  # a worker is at it
-    eventually(lambda: not manager._lookups.is_leaving(key(4)))
+    eventually(lambda: not manager._lookups.is_being_removed(key(4)))
     manager.complete_store([key(4)])
     eventually(lambda: connection.call(5.0, b"DBSIZE") in (2, 4))
-    eventually(lambda: not manager._lookups.is_leaving(key(4)))
+    eventually(lambda: not manager._lookups.is_being_removed(key(4)))
     assert connection.call(5.0, b"DBSIZE") == 2, "3, on both ranks"
-    manager._known.clear()
+    manager._cache.clear()
     assert [store.asked(manager, each) for each in range(1, 6)] == [0, 0, 1, 0, 0]
     output = manager.prepare_store([key(1)])
     assert output is not None
@@ -323,7 +323,7 @@ def test_what_was_discarded_while_the_store_was_away_goes_when_it_is_back(
     manager.discard([key(1)])
     assert store.asked(manager, 2) == 0
     server.go_on()
-    eventually(lambda: not manager._lookups.is_leaving(key(1)))
+    eventually(lambda: not manager._lookups.is_being_removed(key(1)))
     assert store.connect().call(5.0, b"DBSIZE") == 2
 
 
@@ -346,7 +346,7 @@ def test_what_nobody_expects_answers_all_questions_and_the_thread_goes_on(
     manager = store.manager(remote_retry_seconds=0.1)
     assert store.asked(manager, 1) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteLookups, "_exist", lambda *words: [][0])
+        patch.setattr(RemoteLookups, "_query", lambda *words: [][0])
         assert store.asked(manager, 2) == 0
         eventually(lambda: store.asked(manager, 3) == 0)
     store.write(4)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_core.kv_cache.integrity import check
-from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason
@@ -464,7 +464,7 @@ class Life:
             return NO_MATCH
         if kind == "later" and not self.ends_early:
             self.asked.append(request)
-            return ASK_AGAIN
+            return NOT_KNOWN_YET
         self.num_of["loads"] += 1
         num_tokens = self.dice.randint(0, 11) * self.settings["block_size"]
         return Match(num_tokens, is_async=kind == "async")

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason
 from proto.kv_connector import KVConnectorOutput
@@ -90,7 +90,7 @@ class TestGetNumNewMatchedTokens:
         answers = {}
         engine = engine_with(lambda request, num_local: answers[request.seq_id])
         first, second = engine.add_one(prompt(40, 1)), engine.add_one(prompt(40, 2))
-        answers.update({first.seq_id: ASK_AGAIN, second.seq_id: NO_MATCH})
+        answers.update({first.seq_id: NOT_KNOWN_YET, second.seq_id: NO_MATCH})
         assert scheduled(engine.step()) == {second.seq_id: 40}
         assert first.status is WAITS
         engine.step()
@@ -295,7 +295,7 @@ class TestAborts:
         engine.assert_at_rest()
 
     def test_who_waits_for_the_connector_s_word_can_be_aborted(self):
-        engine = engine_with(lambda request, num_local: ASK_AGAIN)
+        engine = engine_with(lambda request, num_local: NOT_KNOWN_YET)
         request = engine.add_one(prompt(40))
         engine.step()
         engine.scheduler.abort(request.request_id)
@@ -373,7 +373,7 @@ class TestStartOver:
     def test_loads_and_kept_blocks_are_dropped(self):
         """A death during transfers: everything in flight is forgotten, and computed again."""
         engine = engine_with(
-            lambda request, num_local: Match(32, True) if request.choice == 0 else ASK_AGAIN,
+            lambda request, num_local: Match(32, True) if request.choice == 0 else NOT_KNOWN_YET,
             delays=lambda request: True,
         )
         over = engine.add_one(prompt(40, 1), max_tokens=1)

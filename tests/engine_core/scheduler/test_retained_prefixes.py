@@ -11,7 +11,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.retention import agent_sessions as jobs_module
 from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
 from engine_core.scheduler.preemption import SwapRule
-from engine_core.trace.recorder import Recorder
+from engine_core.trace.recorder import TraceRecorder
 from proto.engine_io import AgentHint
 from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
@@ -175,8 +175,8 @@ def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
 def test_the_trace_tells_of_pins_and_counts_their_blocks():
     lines = []
     clock = FakeClock()
-    recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
-    engine = Engine(clock=clock, observer=recorder, observers=(recorder.census,))
+    recorder = TraceRecorder(lines.append, started_at=0.0, num_seats=8, clock=clock)
+    engine = Engine(clock=clock, observer=recorder, observers=(recorder.block_counter,))
     first = engine.turn("a", tokens(0, 20))
     engine.scheduler.end_turn(first.request_id, "a", "shell")
     engine.turn("a", tokens(0, 20) + tokens(300, 4), last=True)
@@ -199,8 +199,10 @@ def test_the_trace_tells_of_pins_and_counts_their_blocks():
 def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
     lines = []
     clock = FakeClock()
-    recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
-    engine = Engine(num_blocks=400, clock=clock, observer=recorder, observers=(recorder.census,))
+    recorder = TraceRecorder(lines.append, started_at=0.0, num_seats=8, clock=clock)
+    engine = Engine(
+        num_blocks=400, clock=clock, observer=recorder, observers=(recorder.block_counter,)
+    )
     for each in range(MAX_PINS + 6):
         engine.turn(str(each), tokens(each, 4), 2)
     last = [each.snapshot for each in lines if isinstance(each, Step)][-1]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from engine_core.structured_output.backend import LLGuidanceBackend
 from tests.fakes.toy_vocabulary import EOS, SIZE, write_toy_tokenizer
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_core.structured_output.base import GrammarError, Matcher, mask_words
-from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from engine_core.structured_output.backend import LLGuidanceBackend
+from engine_core.structured_output.matchers import GrammarError, Matcher, mask_words
 from proto.errors import InvalidRequestError, ModelError
 from proto.grammar import MAX_GRAMMAR_DEPTH, GrammarSource, check_depth, encoded
 from tests.fakes.toy_vocabulary import BYTE, EOS, LONGER, SIZE, SPECIAL, text_of, tokens_of
@@ -24,7 +24,7 @@ PERSON = {
 
 def allowed(backend: LLGuidanceBackend, matcher: Matcher) -> set[int]:
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
-    backend.fill([matcher], masks)
+    backend.fill_masks([matcher], masks)
     bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 

@@ -1,7 +1,7 @@
 """What was compiled is kept within two bounds."""
 
-from engine_core.structured_output.base import GrammarError
-from engine_core.structured_output.cache import GrammarCache
+from engine_core.structured_output.compiler import GrammarCache
+from engine_core.structured_output.matchers import GrammarError
 from proto.grammar import GrammarSource
 
 

@@ -1,22 +1,21 @@
-"""The thread that compiles: what it is asked, in order, and when there is no backend at all."""
+"""The compiler thread: the order of grammars, and a backend that cannot be created."""
 
 from select import select
 
 import pytest
 
-from engine_core.structured_output.base import GrammarError
-from engine_core.structured_output.cache import GrammarCache
-from engine_core.structured_output.compiler import GrammarCompiler
+from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
+from engine_core.structured_output.matchers import GrammarError
 from proto.errors import ModelError
 from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
-from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial
+from tests.fakes.grammar_engine import LIMIT_SECONDS, NoSandbox
 
 
 class Case:
-    """A compiler with a event_fd; made: how many backends there were."""
+    """A compiler and its event_fd. made: number of backends created."""
 
-    def __init__(self, make, trial=None, *, eager=True):
+    def __init__(self, make, sandbox=None, *, eager=True):
         self.event_fd, self.made = EventFd(), 0
 
         def counted():
@@ -24,7 +23,7 @@ class Case:
             return make()
 
         self.compiler = GrammarCompiler(
-            counted, trial or NoTrial(), GrammarCache(4, 1000), self.event_fd.notify, eager=eager
+            counted, sandbox or NoSandbox(), GrammarCache(4, 1000), self.event_fd, eager=eager
         )
 
     def take(self, number):
@@ -32,7 +31,7 @@ class Case:
         while len(taken) < number:
             assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0]
             self.event_fd.clear()
-            taken += self.compiler.take()
+            taken += self.compiler.pop_compiled()
         return taken
 
 
@@ -40,10 +39,12 @@ class Case:
 def test_each_source_is_compiled_once_and_known_after(backend, eager):
     case = Case(lambda: backend, eager=eager)
     one, two = GrammarSource("regex", "a+"), GrammarSource("regex", "b+")
-    assert [case.compiler.order(each) for each in (one, two, one, one)] == [None] * 4
+    assert [case.compiler.request_grammar(each) for each in (one, two, one, one)] == [None] * 4
     taken = case.take(2)
     assert [source for source, _ in taken] == [one, two]
-    assert [case.compiler.order(each) for each in (one, two)] == [found for _, found in taken]
+    assert [case.compiler.request_grammar(each) for each in (one, two)] == [
+        found for _, found in taken
+    ]
     assert case.compiler.backend is backend
     case.compiler.close()
     assert case.made == 1
@@ -66,7 +67,7 @@ def test_refusals_of_each_stage_name_the_field(backend):
 
     case = Case(lambda: backend, Suspicious())
     for source in ("", "bomb", "("):
-        case.compiler.order(GrammarSource("regex", source, field="guided_regex"))
+        case.compiler.request_grammar(GrammarSource("regex", source, field="guided_regex"))
     errors = [error for _, error in case.take(3)]
     case.compiler.close()
     assert [error.param for error in errors] == ["guided_regex"] * 3
@@ -80,7 +81,7 @@ def test_without_a_backend_every_grammar_is_refused(error):
         raise error
 
     case = Case(make)
-    case.compiler.order(GrammarSource("regex", "a"))
+    case.compiler.request_grammar(GrammarSource("regex", "a"))
     ((_, found),) = case.take(1)
     case.compiler.close()
     assert isinstance(found, GrammarError)

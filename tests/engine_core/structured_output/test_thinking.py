@@ -8,9 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine_core.structured_output.base import mask_words
-from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
-from engine_core.structured_output.thinking import FREE, Phase, ThinkingMatcher, fill
+from engine_core.structured_output.backend import LLGuidanceBackend
+from engine_core.structured_output.matchers import (
+    FREE,
+    ThinkingMatcher,
+    ThinkingPhase,
+    mask_words,
+)
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
@@ -31,7 +35,7 @@ def ruled(rule: ThinkingRule, **fields: Any) -> ThinkingRule:
 
 def allowed(backend: LLGuidanceBackend, matcher: ThinkingMatcher) -> set[int]:
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
-    fill(backend, [matcher], masks)
+    backend.fill_masks([matcher], masks)
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little", count=SIZE)
     return set(np.flatnonzero(bits).tolist())
 
@@ -54,10 +58,10 @@ def test_the_end_is_forced_when_the_budget_is_used_up(backend, budget, source):
         assert not matcher.is_free
         assert allowed(backend, matcher) == {token_id}
         matcher.consume([token_id])
-    assert matcher.phase is Phase.ANSWERING
+    assert matcher.phase is ThinkingPhase.ANSWERING
     digits = set(tokens_of("0123456789"))
     assert (allowed(backend, matcher) == digits) is (source is not None)
-    assert matcher.is_over is (source is None)
+    assert matcher.is_always_free is (source is None)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_the_end_is_forced_when_the_budget_is_used_up(backend, budget, source):
 def test_the_end_is_found_in_the_text(backend, said):
     matcher = matcher_of(backend, ruled(RULE, budget=100), DIGITS)
     matcher.consume([each for each in said if each != BYTE + ord("\n")])
-    assert matcher.phase is Phase.ANSWERING
+    assert matcher.phase is ThinkingPhase.ANSWERING
     assert allowed(backend, matcher) == set(tokens_of("0123456789"))
 
 
@@ -90,27 +94,27 @@ def test_a_marker_that_is_a_token_has_no_text(backend):
     rule = ruled(OPTIONAL, end_token_ids=(SPECIAL,), start_token_id=EOS, budget=9)
     matcher = matcher_of(backend, rule)
     matcher.consume([EOS, *tokens_of("abc")])
-    assert matcher.phase is Phase.THINKING
+    assert matcher.phase is ThinkingPhase.THINKING
     matcher.consume([SPECIAL])
-    assert matcher.is_over
+    assert matcher.is_always_free
 
 
 @pytest.mark.parametrize(
     ("said", "phase"),
     [
-        ("", Phase.OPENING),
-        (" \n<", Phase.OPENING),
-        ("<t>", Phase.THINKING),
-        ("\n<t>ab", Phase.THINKING),
-        ("a", Phase.ANSWERING),
-        ("<a", Phase.ANSWERING),
-        ("a<t>", Phase.ANSWERING),
-        (" " * MAX_BLANKS, Phase.OPENING),
-        (" " * MAX_BLANKS + "<t>", Phase.THINKING),
-        (" " * (MAX_BLANKS + 1), Phase.ANSWERING),
-        (BLANKS + "<t>", Phase.THINKING),
-        ("\x1c<t>", Phase.ANSWERING),
-        ("\u3000<t>", Phase.ANSWERING),
+        ("", ThinkingPhase.OPENING),
+        (" \n<", ThinkingPhase.OPENING),
+        ("<t>", ThinkingPhase.THINKING),
+        ("\n<t>ab", ThinkingPhase.THINKING),
+        ("a", ThinkingPhase.ANSWERING),
+        ("<a", ThinkingPhase.ANSWERING),
+        ("a<t>", ThinkingPhase.ANSWERING),
+        (" " * MAX_BLANKS, ThinkingPhase.OPENING),
+        (" " * MAX_BLANKS + "<t>", ThinkingPhase.THINKING),
+        (" " * (MAX_BLANKS + 1), ThinkingPhase.ANSWERING),
+        (BLANKS + "<t>", ThinkingPhase.THINKING),
+        ("\x1c<t>", ThinkingPhase.ANSWERING),
+        ("\u3000<t>", ThinkingPhase.ANSWERING),
     ],
 )
 def test_thoughts_may_begin_or_not(backend, said, phase):
@@ -123,10 +127,10 @@ def test_thoughts_may_begin_or_not(backend, said, phase):
 def test_a_start_behind_the_half_of_one_is_none(backend):
     matcher = matcher_of(backend, ruled(OPTIONAL, budget=3, start_token_id=SPECIAL))
     matcher.consume([*tokens_of("\n<t"), SPECIAL])
-    assert matcher.phase is Phase.ANSWERING
+    assert matcher.phase is ThinkingPhase.ANSWERING
     matcher = matcher_of(backend, ruled(OPTIONAL, budget=3, start_token_id=SPECIAL))
     matcher.consume([*tokens_of(" \n"), SPECIAL])
-    assert matcher.phase is Phase.THINKING
+    assert matcher.phase is ThinkingPhase.THINKING
 
 
 def test_a_budget_counts_from_where_thoughts_begin(backend):
@@ -205,7 +209,7 @@ def test_a_budget_is_exact(engine, budget, grammar):
         if grammar is not None:
             assert re.fullmatch("[0-9]{3}", text_of(tokens[budget + len(END) :]))
     engine.harness.assert_at_rest()
-    assert len(engine.grammars._gate) == 0
+    assert engine.num_constrained == 0
 
 
 def test_no_mask_is_made_before_it_can_matter(engine):

@@ -3,7 +3,7 @@
 import random
 from hashlib import sha256
 
-from engine_core.trace.contents import Contents
+from engine_core.trace.recorder import ContentNumbers
 from proto.sched_trace import Content
 from tests.benchmarks.simulator.recording import Chains
 
@@ -18,22 +18,22 @@ def hashes(text):
 
 
 def test_what_is_known_is_the_beginning() -> None:
-    contents = Contents()
-    assert contents.take(hashes("abcd")) == Content(0, 0, 1, 4)
-    assert contents.take(hashes("abcd")) == Content(4, 4)
-    assert contents.take(hashes("abxy")) == Content(2, 2, 5, 2)
-    assert contents.take(hashes("abxyz")) == Content(6, 4, 7, 1)
-    assert contents.take(hashes("b")) == Content(0, 0, 8, 1)
-    assert contents.take([]) == Content()
+    contents = ContentNumbers()
+    assert contents.content_of(hashes("abcd")) == Content(0, 0, 1, 4)
+    assert contents.content_of(hashes("abcd")) == Content(4, 4)
+    assert contents.content_of(hashes("abxy")) == Content(2, 2, 5, 2)
+    assert contents.content_of(hashes("abxyz")) == Content(6, 4, 7, 1)
+    assert contents.content_of(hashes("b")) == Content(0, 0, 8, 1)
+    assert contents.content_of([]) == Content()
 
 
 def test_chains_give_back_equal_beginnings_and_nothing_else() -> None:
     rng = random.Random(3)
-    contents, chains = Contents(), Chains()
+    contents, chains = ContentNumbers(), Chains()
     texts = ["".join(rng.choices("ab", k=rng.randrange(9))) for _ in range(200)]
     seen = []
     for text in texts:
-        content = contents.take(hashes(text))
+        content = contents.content_of(hashes(text))
         chains.learn(content)
         seen.append(chains.blocks(content))
     for text, blocks in zip(texts, seen, strict=True):
@@ -48,7 +48,7 @@ def test_chains_give_back_equal_beginnings_and_nothing_else() -> None:
 
 
 def test_memory_is_bounded_and_numbers_are_never_given_twice() -> None:
-    contents = Contents(most=6)
-    assert contents.take(hashes("abcd")) == Content(0, 0, 1, 4)
-    assert contents.take(hashes("abcdxyz")) == Content(0, 0, 5, 7)
+    contents = ContentNumbers(max_contents=6)
+    assert contents.content_of(hashes("abcd")) == Content(0, 0, 1, 4)
+    assert contents.content_of(hashes("abcdxyz")) == Content(0, 0, 5, 7)
     assert len(contents._numbers) == 7

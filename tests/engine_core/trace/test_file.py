@@ -24,7 +24,7 @@ def test_only_its_owner_reads_it_also_where_there_was_a_file(tmp_path: Path) -> 
     path.write_text("old")
     path.chmod(0o644)
     file = TraceFile(str(path), MUCH)
-    file.put(Event(what="pause"))
+    file.write_line(Event(what="pause"))
     file.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert lines_of(path) == [Event(what="pause"), TraceEnd(reason="shutdown")]
@@ -60,8 +60,8 @@ def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), 200)
     for _ in range(100):
-        file.put(Event(what="resume"))
-    assert file.is_over
+        file.write_line(Event(what="resume"))
+    assert file.has_ended
     file.close()
     *lines, last = lines_of(path)
     assert last == TraceEnd(reason="limit")
@@ -78,9 +78,9 @@ def test_lines_that_the_disk_has_no_time_for_are_counted(tmp_path: Path) -> None
     file._closing.set()
     file._thread.join()
     for _ in range(50):
-        file.put(Event(what="resume"))
+        file.write_line(Event(what="resume"))
     file._write()
-    file.put(Event(what="pause"))
+    file.write_line(Event(what="pause"))
     file._closing.clear()
     file.close()
     lines = lines_of(path)
@@ -96,9 +96,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog) -> 
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file._descriptor)
     os.close(full)
-    file.put(Event(what="pause"))
+    file.write_line(Event(what="pause"))
     file.close()
-    assert file.is_over
+    assert file.has_ended
     assert "No space left" in caplog.text
 
 

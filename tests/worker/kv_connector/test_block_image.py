@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
-from worker.kv_connector.offload.block_image import BlockLabel, is_storable, seal
+from worker.kv_connector.offload.block_image import BlockLabel, is_valid, seal
 
 LABEL = BlockLabel(bytes(range(32)), b"a key of some length", 1, 2, 4)
 CONTENT = bytes(range(256)) * 5
@@ -21,7 +21,7 @@ def image(content: bytes = CONTENT) -> bytearray:
 
 def test_an_image_is_what_was_sealed() -> None:
     made = image()
-    assert is_storable(memoryview(made), LABEL)
+    assert is_valid(memoryview(made), LABEL)
     assert made[HEADER_BYTES:] == CONTENT
 
 
@@ -37,7 +37,7 @@ def test_an_image_is_what_was_sealed() -> None:
     ids=lambda each: next(iter(each)),
 )
 def test_an_image_is_of_one_block_only(other: dict[str, object]) -> None:
-    assert not is_storable(memoryview(image()), replace(LABEL, **other))
+    assert not is_valid(memoryview(image()), replace(LABEL, **other))
 
 
 @given(st.integers(0, (HEADER_BYTES + len(CONTENT)) * 8 - 1))
@@ -46,17 +46,17 @@ def test_no_flipped_bit_that_counts_is_overlooked(bit: int) -> None:
     made[bit // 8] ^= 1 << bit % 8
     counts = bit // 8 < 48 + MAX_KEY_BYTES or bit // 8 >= HEADER_BYTES
     if counts:
-        assert not is_storable(memoryview(made), LABEL)
+        assert not is_valid(memoryview(made), LABEL)
 
 
 @given(st.integers(0, HEADER_BYTES + len(CONTENT) - 1))
 def test_a_torn_image_is_none(length: int) -> None:
-    assert not is_storable(memoryview(image())[:length], LABEL)
-    assert not is_storable(memoryview(image()[:length] + bytes(len(CONTENT))), LABEL)
+    assert not is_valid(memoryview(image())[:length], LABEL)
+    assert not is_valid(memoryview(image()[:length] + bytes(len(CONTENT))), LABEL)
 
 
 def test_the_longest_key_has_room() -> None:
     label = replace(LABEL, key=bytes(range(MAX_KEY_BYTES)))
     made = bytearray(HEADER_BYTES + 8)
     seal(memoryview(made), label)
-    assert is_storable(memoryview(made), label)
+    assert is_valid(memoryview(made), label)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.kv_connector.offload.commit_ahead import CommitAhead
+from worker.kv_connector.offload.cpu_medium import CommitAhead
 from worker.large_pages import large_pages
 
 MIB = 1 << 20

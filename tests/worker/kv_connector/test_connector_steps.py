@@ -11,17 +11,15 @@ from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Poller
 from tests.fakes.outside_connector import OutsideWorker
 from worker.kv_connector import multi
-from worker.kv_connector.base import Finished, WorkerContext
+from worker.kv_connector.base import NO_CONNECTOR, FinishedTransfers, WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
-from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.multi import MultiWorker
-from worker.kv_connector.nothing import NO_CONNECTOR, NoConnector
-from worker.kv_connector.steps import ConnectorSteps
+from worker.kv_connector.steps import ConnectorSteps, with_hooks
 
 CONTEXT = WorkerContext(0, 1, b"f" * 32, 16)
 
 
-class Recorder(NoConnector):
+class Recorder(WorkerConnector):
     """Writes down every call in a log that others may share."""
 
     per_layer = True
@@ -29,7 +27,7 @@ class Recorder(NoConnector):
     def __init__(self, log: list[Any] | None = None, descriptor: int = -1) -> None:
         self.log = [] if log is None else log
         self.descriptor = descriptor
-        self.finished = Finished([], [])
+        self.finished = FinishedTransfers([], [])
         self.invalid: list[int] = []
 
     def register_kv_caches(self, cache):
@@ -58,10 +56,10 @@ class Recorder(NoConnector):
 
     def get_finished(self, finished_seq_ids):
         self.log.append(("get_finished", list(finished_seq_ids)))
-        finished, self.finished = self.finished, Finished([], [])
+        finished, self.finished = self.finished, FinishedTransfers([], [])
         return finished
 
-    def take_invalid_blocks(self):
+    def get_block_ids_with_load_errors(self):
         taken, self.invalid = self.invalid, []
         return taken
 
@@ -89,14 +87,14 @@ def step(metadata: bytes = b"", finished: tuple[int, ...] = ()) -> SchedulerOutp
 def test_the_order_of_a_step() -> None:
     recorder, told = Recorder(), []
     steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
-    steps.begin(step(b"meta"))
+    steps.before_step(step(b"meta"))
     assert recorder.log == [
         ("bind_connector_metadata", b"meta"),
         "handle_preemptions",
         "start_load_kv",
     ]
     recorder.log.clear()
-    steps.end(step(finished=(8,)))
+    steps.after_step(step(finished=(8,)))
     assert recorder.log == [
         "wait_for_save",
         ("get_finished", [8]),
@@ -108,9 +106,9 @@ def test_the_order_of_a_step() -> None:
 def test_what_is_finished_is_told_once_with_epoch_and_rank() -> None:
     recorder, told = Recorder(), []
     steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
-    recorder.finished, recorder.invalid = Finished([1], [2]), [9]
-    steps.end(step())
-    steps.end(step())
+    recorder.finished, recorder.invalid = FinishedTransfers([1], [2]), [9]
+    steps.after_step(step())
+    steps.after_step(step())
     assert told == [KVConnectorReport(3, 1, KVConnectorOutput([1], [2], [9]))]
 
 
@@ -120,7 +118,7 @@ def test_between_steps_a_readable_descriptor_is_a_report() -> None:
     steps = ConnectorSteps(recorder, 3, 0, poller, told.append)
     assert poller.wait(0) == []
     os.eventfd_write(bell, 1)
-    recorder.finished = Finished([], [4])
+    recorder.finished = FinishedTransfers([], [4])
     steps.report_if_ready(poller.wait(0))
     assert told == [KVConnectorReport(3, 0, KVConnectorOutput([], [4]))]
     steps.close()
@@ -197,10 +195,10 @@ def test_multi_every_call_reaches_every_child_in_order(monkeypatch) -> None:
         for each in call
     ]
     first, second = connector.children
-    first.finished, second.finished = Finished([1], [2]), Finished([1, 3], [])
+    first.finished, second.finished = FinishedTransfers([1], [2]), FinishedTransfers([1, 3], [])
     first.invalid, second.invalid = [5], [6]
-    assert connector.get_finished([]) == Finished([], [2]), "sending is told by child"
-    assert connector.take_invalid_blocks() == [5, 6]
+    assert connector.get_finished([]) == FinishedTransfers([], [2]), "sending is told by child"
+    assert connector.get_block_ids_with_load_errors() == [5, 6]
     report = multi.unpack(connector.build_connector_worker_meta(), multi.MultiReport)
     assert report.sending == [[1], [1, 3]]
     assert connector.build_connector_worker_meta() == b""

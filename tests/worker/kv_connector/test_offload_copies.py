@@ -10,9 +10,9 @@ import torch
 from proto.kv_connector import DeviceBlocks, TransferJob
 from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
 from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
-from worker.kv_connector.offload.device_copies import DeviceCopies, ThreadWatcher
-from worker.kv_connector.offload.host_blocks import DeviceBlockBytes
-from worker.kv_connector.offload.host_copies import STORE_NICENESS, HostCopies
+from worker.kv_connector.offload.block_image import DeviceBlockBytes
+from worker.kv_connector.offload.cpu_medium import STORE_NICENESS, HostCopies
+from worker.kv_connector.offload.device_copies import DeviceCopies, EventWatcher
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_SLOTS = 48, 12, 5
 LIMIT_SECONDS = 20.0
@@ -141,7 +141,7 @@ def test_an_error_fails_its_copy_and_no_other(is_load: bool) -> None:
 def test_a_copy_that_close_breaks_off_has_not_succeeded() -> None:
     side = HostSide(1)
     side.close()
-    result = side.load._result_of(transfer(1, True, [3, 4], [0, 1]))
+    result = side.load._try_copy(transfer(1, True, [3, 4], [0, 1]))
     assert (result.succeeded, result.failed_blocks) == (False, [3, 4])
 
 
@@ -254,7 +254,7 @@ def test_the_watcher_rings_when_marks_are_reached() -> None:
         def synchronize(self) -> None:
             assert reached.wait(LIMIT_SECONDS)
 
-    watcher = ThreadWatcher(bell.ring)
+    watcher = EventWatcher(bell.ring)
     watcher.watch(Mark())
     reached.set()
     bell.wait()
@@ -276,7 +276,7 @@ def test_blocks_of_a_device_go_out_and_come_in_over_its_page() -> None:
     blocks = DeviceBlockBytes(rows, device, CopyingThread(device))
     sevens, eights = device.staging(BLOCK_BYTES).fill_(7), device.staging(BLOCK_BYTES).fill_(8)
     rows[3].copy_(sevens, non_blocking=True)  # what a step does that is queued
-    wait = blocks.moment()
+    wait = blocks.record_steps()
     rows[4].copy_(eights, non_blocking=True)  # and one that comes later
     wait()
     assert device.completed < device.queued, "nobody waits for what comes later"

@@ -1,17 +1,17 @@
 """Which device block goes where in an offloaded block."""
 
 from proto.kv_connector import DeviceBlocks, TransferJob
-from worker.kv_connector.offload.pairs import Pair, device_blocks, pairs_of
+from worker.kv_connector.offload.base import BlockPair, block_pairs, device_blocks
 
 
 def test_a_misaligned_first_block_and_a_short_last_one() -> None:
     job = TransferJob(1, "CPU", True, [DeviceBlocks(0, [7, 2, 8, 4, 1], skip=2)], [[9, 4]])
-    assert list(pairs_of(job, 4)) == [
-        Pair(7, 9, 2),
-        Pair(2, 9, 3),
-        Pair(8, 4, 0),
-        Pair(4, 4, 1),
-        Pair(1, 4, 2),
+    assert list(block_pairs(job, 4)) == [
+        BlockPair(7, 9, 2),
+        BlockPair(2, 9, 3),
+        BlockPair(8, 4, 0),
+        BlockPair(4, 4, 1),
+        BlockPair(1, 4, 2),
     ]
     assert device_blocks(job) == [7, 2, 8, 4, 1]
 
@@ -19,4 +19,4 @@ def test_a_misaligned_first_block_and_a_short_last_one() -> None:
 def test_group_by_group() -> None:
     device = [DeviceBlocks(0, [3, 5]), DeviceBlocks(2, [6])]
     job = TransferJob(1, "CPU", False, device, [[0, 1], [2]])
-    assert list(pairs_of(job, 1)) == [Pair(3, 0, 0), Pair(5, 1, 0), Pair(6, 2, 0)]
+    assert list(block_pairs(job, 1)) == [BlockPair(3, 0, 0), BlockPair(5, 1, 0), BlockPair(6, 2, 0)]

@@ -67,7 +67,7 @@ def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[i
     metadata = worker.build_connector_worker_meta()
     jobs = [] if metadata == NO_PAYLOAD else unpack(metadata, OffloadReport).finished
     assert finished.sending == []
-    return finished.recving, worker.take_invalid_blocks(), [job.job_id for job in jobs]
+    return finished.recving, worker.get_block_ids_with_load_errors(), [job.job_id for job in jobs]
 
 
 def store(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
@@ -97,7 +97,7 @@ def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
 def test_save_is_put_off_to_the_step_that_follows() -> None:
     worker = make(make_cache())
     begun: list[int] = []
-    worker._transfers.transfer_async = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
+    worker._start_copy = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
     step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
     assert begun == []
     metadata = OffloadMetadata(
@@ -116,7 +116,9 @@ def test_handle_preemptions_is_a_barrier_for_the_jobs_that_it_names() -> None:
     step(worker, OffloadMetadata(stores=[store(FLUSHED, [3], [0])]))
     worker.bind_connector_metadata(pack(OffloadMetadata(flush=[FLUSHED, 1000])))
     worker.handle_preemptions()
-    assert [job.job_id for job in worker._transfers.get_finished()] == [FLUSHED]
+    assert [
+        job.job_id for handler in worker._handlers.values() for job in handler.get_finished()
+    ] == [FLUSHED]
     worker.close()
 
 
@@ -137,7 +139,7 @@ def test_a_load_that_failed_names_its_blocks() -> None:
     worker = make(make_cache())
     step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_seq_ids=[77]))
     assert await_report(worker) == ([77], [4, 8], [1])
-    assert worker.take_invalid_blocks() == []
+    assert worker.get_block_ids_with_load_errors() == []
     worker.close()
 
 

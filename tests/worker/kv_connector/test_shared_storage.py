@@ -66,7 +66,7 @@ def test_blocks_come_back_as_they_were_stored(tmp_path: Path, dtype: str) -> Non
     assert report == SharedStorageReport(HASHES[:2])
     second, other = worker(tmp_path, dtype)
     assert run(second, SharedStorageStep(HASHES[:2], [1, 4])) == SharedStorageReport()
-    assert second.take_invalid_blocks() == []
+    assert second.get_block_ids_with_load_errors() == []
     assert torch.equal(other.buffer[[1, 4]].view(torch.uint8), kept.view(torch.uint8))
     assert not other.buffer[[2, 3, 5]].view(torch.uint8).any(), "nothing else is written to"
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_not_what_it_was_is_an_invalid_block(tmp_path: Path, harm
     else:
         path.write_bytes(content[:-9] if harm == "torn" else content + b"x")
     report = run(connector, SharedStorageStep(HASHES[:2], [1, 2]))
-    assert connector.take_invalid_blocks() == [1]
+    assert connector.get_block_ids_with_load_errors() == [1]
     assert report.lost == [HASHES[0]]
 
 

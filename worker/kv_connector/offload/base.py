@@ -1,19 +1,36 @@
-"""The seam between the offloading connector's worker half and a medium."""
+"""Interface between the workers' half of the offloading connector and a medium.
 
-from collections.abc import Callable
+A medium provides one `OffloadingHandler` for each direction; `create_handlers` selects them by spec
+name. See engine_core/kv_connector/offload/base.py for media from outside.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from proto.component import find_class, load_class
 from proto.kv_connector import TransferJob
+from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 from worker.kv_cache import KVCache
+
+_HERE: Final = "worker.kv_connector.offload"
+HANDLERS: Final = {
+    CPU_SPEC: f"{_HERE}.cpu_medium:make_handlers",
+    DISK_SPEC: f"{_HERE}.disk_medium:make_handlers",
+    REMOTE_SPEC: f"{_HERE}.remote_medium:make_handlers",
+}
+STORE_NICENESS: Final = 10
+"""Niceness of threads that store; no request waits for a store."""
+Direction = tuple[str, str]
+"""(source, target): names of media."""
 
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """What a medium may know of its worker.
+    """Facts about the worker that a medium needs.
 
-    cache: memory that blocks lie in. factor: device blocks of an offloaded block. fingerprint: of
-    what all ranks compute. notify: from any thread; a copy is over.
+    factor: device blocks of an offloaded block. fingerprint: digest of everything that changes KV
+    values. notify: call it, from any thread, when a copy has finished.
     """
 
     cache: KVCache
@@ -25,9 +42,9 @@ class HandlerContext:
 
 
 class TransferResult(NamedTuple):
-    """failed_blocks: device blocks of a load that do not hold what they should.
+    """Result of a copy on this rank.
 
-    cancelled: as in FinishedJob.
+    failed_blocks: device blocks that a load has left invalid. cancelled: see FinishedJob.
     """
 
     job_id: int
@@ -39,20 +56,57 @@ class TransferResult(NamedTuple):
 
 
 class OffloadingHandler(Protocol):
-    """Carries out the copies of one direction, (source, destination), in the order given."""
+    """Makes the copies of one direction, in the order given."""
 
     def transfer_async(self, job: TransferJob) -> None:
-        """Begin a copy; never waits, and never raises for what a medium does."""
+        """Start a copy; never blocks, and never raises for an error of the medium."""
         ...
 
     def get_finished(self) -> list[TransferResult]:
-        """Copies that are over since the last call; never waits."""
+        """Return copies finished since the last call; never blocks."""
         ...
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when those of them that this handler was given are over."""
+        """Block until the given jobs of this handler have finished."""
         ...
 
     def close(self) -> None:
-        """Return when no copy touches the device's memory any more."""
+        """Block until no copy accesses the device's memory any more."""
         ...
+
+
+def create_handlers(
+    settings: OffloadSettings, extra: Mapping[str, Any], context: HandlerContext
+) -> Mapping[Direction, OffloadingHandler]:
+    """Create the handlers of the configured medium, for both directions; raises ConfigError."""
+    if settings.spec_module_path:
+        make = load_class(f"{settings.spec_module_path}:{settings.spec_name}_handlers", FIELD)
+    else:
+        make = find_class(HANDLERS, settings.spec_name, FIELD)
+    handlers: Mapping[Direction, OffloadingHandler] = make(extra, context)
+    return handlers
+
+
+class BlockPair(NamedTuple):
+    """A device block and the part (0 to factor - 1) of the slot that mirrors it."""
+
+    block: int
+    slot: int
+    part: int
+
+
+def block_pairs(job: TransferJob, factor: int) -> Iterator[BlockPair]:
+    """Yield the device blocks of a job with their slots, group by group, in sequence order.
+
+    slots          |      9        |      4        |       factor 4
+    parts          | 0   1   2   3 | 0   1   2   3 |
+    device blocks            7   2   8   4   1             skip 2, the last slot is partly used
+    """
+    for device, slots in zip(job.device, job.slots, strict=True):
+        for index, block in enumerate(device.block_ids, device.skip):
+            yield BlockPair(block, slots[index // factor], index % factor)
+
+
+def device_blocks(job: TransferJob) -> list[int]:
+    """Return all device blocks of a job."""
+    return [block for device in job.device for block in device.block_ids]

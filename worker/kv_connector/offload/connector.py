@@ -1,14 +1,13 @@
-"""The copying half of the offloading connector, in each worker.
+"""The workers' half of the offloading connector.
 
-    step N      bind: loads L, stores S      ─▶ stores put off in N-1 begin, then L    [ computed ]
-    step N + 1  bind                         ─▶ S begin                                [ computed ]
+    step N      bind: loads L, stores S      ─▶ stores of step N-1 start, then L       [ computed ]
+    step N + 1  bind                         ─▶ S starts                               [ computed ]
 
-Stores wait for the step that follows, so that they come after what this step's tokens need.
-Owns which copies were put off, and for whom loads are; the copies are the handlers'.
+Stores start one step later, so that they do not delay the step that planned them. The handlers of
+the medium make the copies.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from proto.event_fd import EventFd
 from proto.kv_connector import (
@@ -21,34 +20,37 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
+from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import Finished, WorkerContext
-from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.specs import create_handlers
-from worker.kv_connector.offload.transfers import NO_TRANSFERS, Transfers
+from worker.kv_connector.base import FinishedTransfers, WorkerConnector, WorkerContext
+from worker.kv_connector.offload.base import (
+    Direction,
+    HandlerContext,
+    OffloadingHandler,
+    TransferResult,
+    create_handlers,
+)
 
-_NOTHING = OffloadMetadata()
+_NO_METADATA = OffloadMetadata()
 
 
-class OffloadingWorker:
-    """WorkerConnector of one epoch."""
-
-    per_layer: ClassVar[bool] = False
+class OffloadingWorker(WorkerConnector):
+    """WorkerConnector that starts copies, waits for them and reports them."""
 
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self._extra = config.kv_connector_extra_config
         self._context = context
         self._event_fd = EventFd()
-        self._transfers = NO_TRANSFERS
-        self._metadata = _NOTHING
-        self._put_off: list[TransferJob] = []
-        self._waiting: dict[int, int] = {}
+        self._handlers: dict[Direction, OffloadingHandler] = {}
+        self._metadata = _NO_METADATA
+        self._deferred: list[TransferJob] = []
+        self._loading_seq_ids: dict[int, int] = {}
         self._finished: list[FinishedJob] = []
         self._invalid_blocks: list[int] = []
 
     def register_kv_caches(self, cache: KVCache) -> None:
-        """Raises ConfigError naming the key of kv_connector_extra_config that is wrong."""
+        """Create the handlers; raises ConfigError naming the wrong key of the configuration."""
         context = self._context
         windows = [group.sliding_window for group in cache.geometry.groups]
         settings, factor = offload_settings(self._extra, context.block_size, windows)
@@ -60,46 +62,47 @@ class OffloadingWorker:
             fingerprint=context.fingerprint,
             notify=self._event_fd.notify,
         )
-        self._transfers = Transfers(create_handlers(settings, self._extra, handler_context))
+        self._handlers = dict(create_handlers(settings, self._extra, handler_context))
 
     def fileno(self) -> int:
         return self._event_fd.descriptor
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
-        self._metadata = _NOTHING if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
+        self._metadata = (
+            _NO_METADATA if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
+        )
 
     def handle_preemptions(self) -> None:
-        self._begin_put_off()
+        self._start_deferred()
         if self._metadata.flush:
-            self._transfers.wait(self._metadata.flush)
+            for handler in self._handlers.values():
+                handler.wait(set(self._metadata.flush))
 
     def start_load_kv(self) -> None:
-        self._begin_put_off()
+        self._start_deferred()
         metadata = self._metadata
         for job, seq_id in zip(metadata.loads, metadata.load_seq_ids, strict=True):
-            self._waiting[job.job_id] = seq_id
-            self._transfers.transfer_async(job)
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Whole blocks are loaded, for requests that wait for all of them."""
-
-    def save_kv_layer(self, layer: int) -> None:
-        """Blocks are stored once all layers are in them."""
+            self._loading_seq_ids[job.job_id] = seq_id
+            self._start_copy(job)
 
     def wait_for_save(self) -> None:
-        """Put this step's stores off; nothing that is being copied is overwritten."""
-        self._put_off += self._metadata.stores
-        self._metadata = _NOTHING
+        """Defer this step's stores to the next step; running copies need no wait."""
+        self._deferred += self._metadata.stores
+        self._metadata = _NO_METADATA
 
-    def get_finished(self, finished_seq_ids: Sequence[int]) -> Finished:
-        """Requests that are over keep no blocks waiting: the deciding half holds those."""
+    def get_finished(self, finished_seq_ids: Sequence[int]) -> FinishedTransfers:
+        """Return finished loads; the scheduler's half keeps blocks of stores allocated itself."""
         self._event_fd.clear()
-        loaded = [self._take_in(result) for result in self._transfers.get_finished()]
-        return Finished([], [seq_id for seq_ids in loaded for seq_id in seq_ids])
+        loaded = [
+            self._record_result(result)
+            for handler in self._handlers.values()
+            for result in handler.get_finished()
+        ]
+        return FinishedTransfers([], [seq_id for seq_ids in loaded for seq_id in seq_ids])
 
-    def take_invalid_blocks(self) -> list[int]:
-        taken, self._invalid_blocks = self._invalid_blocks, []
-        return taken
+    def get_block_ids_with_load_errors(self) -> list[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, []
+        return invalid
 
     def build_connector_worker_meta(self) -> Payload:
         if not self._finished:
@@ -108,21 +111,26 @@ class OffloadingWorker:
         return pack(OffloadReport(finished))
 
     def close(self) -> None:
-        self._transfers.close()
+        for handler in self._handlers.values():
+            handler.close()
         self._event_fd.close()
 
-    def _begin_put_off(self) -> None:
-        stores, self._put_off = self._put_off, []
-        for job in stores:
-            self._transfers.transfer_async(job)
+    def _start_copy(self, job: TransferJob) -> None:
+        direction = (DEVICE_MEDIUM, job.medium)
+        self._handlers[direction[::-1] if job.is_load else direction].transfer_async(job)
 
-    def _take_in(self, result: TransferResult) -> list[int]:
-        """A copy is over; the request that waited for it, if one did."""
+    def _start_deferred(self) -> None:
+        stores, self._deferred = self._deferred, []
+        for job in stores:
+            self._start_copy(job)
+
+    def _record_result(self, result: TransferResult) -> list[int]:
+        """Record a finished copy; return the sequence id that waited for it, in a list."""
         self._finished.append(
             FinishedJob(
                 result.job_id, result.succeeded, result.num_bytes, result.seconds, result.cancelled
             )
         )
         self._invalid_blocks += result.failed_blocks
-        seq_id = self._waiting.pop(result.job_id, None)
+        seq_id = self._loading_seq_ids.pop(result.job_id, None)
         return [] if seq_id is None else [seq_id]

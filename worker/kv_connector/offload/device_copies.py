@@ -1,15 +1,14 @@
-"""Copies between an accelerator's memory and page-locked memory, on a queue of their own.
+"""Copies between a GPU's memory and pinned host memory, on a CUDA stream of their own.
 
     compute   ── step N ──────── step N+1 ──────── step N+2 ──
-                       ╲                                          a copy follows what was queued
-    copies              ╲─ copy ─ copy ─ mark                     when it was ordered, and those
-                                          ╲                       that were ordered before it
+                       ╲                                          a copy runs after the steps that
+    copies              ╲─ copy ─ copy ─ event                    were queued before it, and after
+                                          ╲                       earlier copies
     watcher                                ╲─ notify
 
-A store must not read what is not computed yet; a load must not write to a block that a step still
-reads for whoever had it before. Computing never waits for a copy: a request waits for its load
-until the mark has been reached, and what is stored is kept until then. Owns the copies under way
-in one direction.
+A store must not read KV before it is computed; a load must not overwrite a block that a queued step
+still reads. Steps never wait for a copy: a request waits until its load's event is reached, and
+blocks stay allocated until their store's event is reached.
 """
 
 import threading
@@ -18,32 +17,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
 from proto.kv_connector import TransferJob
 from worker.device.accelerator import Event
 from worker.device.copy_stream import CopyStream
-from worker.kv_connector.offload.base import TransferResult
-from worker.kv_connector.offload.pairs import device_blocks, pairs_of
+from worker.kv_connector.offload.base import TransferResult, block_pairs, device_blocks
 
 
-class Watcher(Protocol):
-    """Says when marks are reached while nobody looks."""
-
-    def watch(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class ThreadWatcher:
-    """Watcher with a thread that waits for one mark after the other, and calls `notify`."""
+class EventWatcher:
+    """A thread that waits for CUDA events one after the other and calls `notify` after each."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
         self._events: SimpleQueue[Event | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kv marks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()
 
     def watch(self, event: Event) -> None:
@@ -60,33 +49,35 @@ class ThreadWatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _DeviceCopy:
+    """A queued copy and the event that is reached when it has finished."""
+
     job: TransferJob
-    mark: Event
-    begun: float
+    event: Event
+    started: float
     num_bytes: int
 
 
 class DeviceCopies:
-    """OffloadingHandler of one direction.
+    """OffloadingHandler that queues copies on a CUDA stream.
 
-    blocks: [num_blocks, block_bytes] uint8 on the device. pool: [num_slots, factor, block_bytes]
-    uint8, page-locked.
+    blocks: [num_blocks, block_bytes] uint8, on the device. pool: [num_slots, factor, block_bytes]
+    uint8, pinned.
     """
 
     def __init__(
-        self, blocks: torch.Tensor, pool: torch.Tensor, stream: CopyStream, watcher: Watcher
+        self, blocks: torch.Tensor, pool: torch.Tensor, stream: CopyStream, watcher: EventWatcher
     ) -> None:
         self._blocks = blocks
         self._pool = pool
         self._stream = stream
         self._watcher = watcher
-        self._copies: deque[_Copy] = deque()
+        self._copies: deque[_DeviceCopy] = deque()
         self._failed: list[TransferResult] = []
 
     def transfer_async(self, job: TransferJob) -> None:
-        begun = time.monotonic()
-        pairs = list(pairs_of(job, self._pool.shape[1]))
+        started = time.monotonic()
+        pairs = list(block_pairs(job, self._pool.shape[1]))
         if any(pair.slot >= len(self._pool) for pair in pairs):
             failed = device_blocks(job) if job.is_load else []
             self._failed.append(TransferResult(job.job_id, False, 0, 0.0, failed))
@@ -96,25 +87,25 @@ class DeviceCopies:
             ends = (self._pool[pair.slot, pair.part], self._blocks[pair.block])
             source, target = ends if job.is_load else ends[::-1]
             self._stream.copy(target, source)
-        mark = self._stream.mark()
-        self._copies.append(_Copy(job, mark, begun, len(pairs) * self._pool.shape[2]))
-        self._watcher.watch(mark)
+        event = self._stream.mark()
+        self._copies.append(_DeviceCopy(job, event, started, len(pairs) * self._pool.shape[2]))
+        self._watcher.watch(event)
 
     def get_finished(self) -> list[TransferResult]:
-        """In order; the time is that until somebody looked."""
+        """Return finished copies in order; `seconds` includes the time until this call."""
         finished, self._failed = self._failed, []
-        while self._copies and self._copies[0].mark.query():
+        while self._copies and self._copies[0].event.query():
             copy = self._copies.popleft()
-            seconds = time.monotonic() - copy.begun
+            seconds = time.monotonic() - copy.started
             finished.append(TransferResult(copy.job.job_id, True, copy.num_bytes, seconds, []))
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
         for copy in self._copies:
             if copy.job.job_id in job_ids:
-                copy.mark.synchronize()
+                copy.event.synchronize()
 
     def close(self) -> None:
         for copy in self._copies:
-            copy.mark.synchronize()
+            copy.event.synchronize()
         self._watcher.close()

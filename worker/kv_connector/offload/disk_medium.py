@@ -1,8 +1,8 @@
-"""One file for each offloaded block and rank, for the threads that copy.
+"""The disk medium in a worker: one file for each offloaded block and rank.
 
-A file is written under another name and renamed, so that whoever finds a name finds all of it as
-far as the kernel goes; what a crash of the machine leaves is found out by its checksum, as
-nothing is synced. The folder may be shared with other daemons, and files may vanish at any time.
+A file is written under a temporary name and renamed, so that readers only find complete files.
+Nothing is synced: the checksum detects what a crash of the machine has damaged. Other daemons may
+share the folder, and files may vanish at any time.
 """
 
 import contextlib
@@ -24,23 +24,25 @@ from proto.kv_media import (
     own_folder,
 )
 from proto.kv_transfer_config import DiskSettings, disk_settings
-from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
+from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (
-    STORE_NICENESS,
     MediumError,
     SecondsLeft,
     TransferQueue,
 )
 
 _SLICE: Final = 1 << 20
-"""Bytes read or written before the time is looked at again."""
+"""Bytes read or written between two checks of the time limit."""
 
 Handlers = dict[tuple[str, str], OffloadingHandler]
 
 
 class DiskMedium:
-    """folder: of this model's blocks; made when the first one is kept."""
+    """Medium that reads and writes files.
+
+    folder: of this model's blocks, created with the first block.
+    """
 
     name = DISK
 
@@ -49,7 +51,7 @@ class DiskMedium:
         self._token = os.urandom(4).hex()
         self._numbers = itertools.count()
 
-    def fetch(
+    def read_blocks(
         self, labels: Sequence[BlockLabel], image: memoryview, seconds_left: SecondsLeft
     ) -> Iterator[bool]:
         for label in labels:
@@ -58,7 +60,7 @@ class DiskMedium:
             except OSError as error:
                 raise MediumError(str(error)) from None
 
-    def keep(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
+    def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         path = self._path(label)
         temporary = f"{path}.{self._token}{next(self._numbers)}{TEMPORARY}"
         try:
@@ -74,13 +76,13 @@ class DiskMedium:
             os.unlink(self._path(label))
 
     def close(self) -> None:
-        """Nothing is open between two blocks."""
+        """Nothing to release: no file stays open between blocks."""
 
     def _make_folders(self, shard: Path) -> None:
         make_private(shard)
         try:
             for folder in (self._folder.parent, self._folder, shard):
-                check_private(folder)  # somebody else may have been quicker
+                check_private(folder)  # another process may have created it
         except ConfigError as error:
             raise MediumError(str(error)) from None
 
@@ -105,7 +107,7 @@ class DiskMedium:
                     return False
                 done += count
             with contextlib.suppress(OSError):
-                os.utime(descriptor)  # the order in which another start finds them
+                os.utime(descriptor)  # mtime is the order of use after a restart
             return True
         finally:
             os.close(descriptor)
@@ -127,14 +129,14 @@ class DiskMedium:
 
 
 def make_private(folder: Path) -> None:
-    """A folder, and those above it that are missing, for this user alone."""
+    """Create a folder and its missing parents for this user alone."""
     if not folder.parent.is_dir():
         make_private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
-    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    """Create the handlers of both directions; raises ConfigError naming the wrong key."""
     settings: DiskSettings = disk_settings(extra)
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
     folder = own_folder(settings.disk_path) / name

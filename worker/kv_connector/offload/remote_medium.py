@@ -1,7 +1,7 @@
-"""One value in a Redis server for each offloaded block and rank, for the threads that copy.
+"""The Redis medium in a worker: one value for each offloaded block and rank.
 
-Each thread has a connection of its own, made when there is something to copy. While the server
-does not answer it is left alone for longer and longer, and every copy fails at once.
+Each copying thread has its own connection, opened for the first copy. After a failure the server is
+not used for a growing pause, in which every copy fails at once.
 """
 
 import contextlib
@@ -18,17 +18,16 @@ from proto.redis_client import (
     RemoteRefusalError,
     RemoteStoreError,
 )
-from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
+from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (
-    STORE_NICENESS,
     MediumError,
     SecondsLeft,
     TransferQueue,
 )
 
-_AHEAD: Final = 16
-"""Blocks asked for before the first one is here."""
+_PIPELINE_BLOCKS: Final = 16
+"""Blocks requested in one pipeline."""
 _MAX_CONNECT_SECONDS: Final = 0.5
 
 _T = TypeVar("_T")
@@ -37,7 +36,10 @@ Handlers = dict[tuple[str, str], OffloadingHandler]
 
 
 class RemoteMedium:
-    """folder: of this model's blocks. seconds: for one block to come or go, at most."""
+    """Medium that reads and writes values of a Redis server.
+
+    folder: media folder of this model. seconds: time limit for one block.
+    """
 
     name = REMOTE
 
@@ -49,43 +51,43 @@ class RemoteMedium:
         self._seconds = seconds
         self._breaker = breaker
         self._connection: RedisConnection | None = None
-        self._unread = 0
-        self._unwanted: list[bytes] = []
+        self._num_pending = 0
+        self._to_remove: list[bytes] = []
 
-    def fetch(
+    def read_blocks(
         self, labels: Sequence[BlockLabel], image: memoryview, seconds_left: SecondsLeft
     ) -> Iterator[bool]:
-        for start in range(0, len(labels), _AHEAD):
-            names = [self._name(each) for each in labels[start : start + _AHEAD]]
+        for start in range(0, len(labels), _PIPELINE_BLOCKS):
+            names = [self._name(label) for label in labels[start : start + _PIPELINE_BLOCKS]]
             connection = self._connected(seconds_left)
-            self._unread = len(names)
+            self._num_pending = len(names)
             try:
-                self._tried(lambda: connection.send([(b"GET", each) for each in names]))  # noqa: B023
+                self._call(lambda: connection.send([(b"GET", name) for name in names]))  # noqa: B023
                 for name in names:
                     connection.set_deadline(min(self._seconds, seconds_left()))
-                    length = self._tried(lambda: connection.reply_into(image))  # noqa: B023
-                    self._unread -= 1
+                    length = self._call(lambda: connection.reply_into(image))  # noqa: B023
+                    self._num_pending -= 1
                     self._breaker.record_success()
                     if length not in (MISSING, len(image)):
-                        self._unwanted.append(name)
+                        self._to_remove.append(name)
                     yield length == len(image)
             finally:
-                if self._unread:
-                    self._drop()  # what it still sends belongs to nobody
+                if self._num_pending:
+                    self._drop()  # pending replies would be taken for later ones
 
-    def keep(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
+    def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         connection = self._connected(seconds_left)
         connection.set_deadline(min(self._seconds, seconds_left()))
-        self._tried(lambda: connection.send([(b"SET", self._name(label), image)]))
-        self._tried(connection.reply)
+        self._call(lambda: connection.send([(b"SET", self._name(label), image)]))
+        self._call(connection.reply)
         self._breaker.record_success()
 
     def discard(self, label: BlockLabel) -> None:
-        """Removed for everybody, once no answers are on the way."""
-        self._unwanted.append(self._name(label))
-        if not self._unread and self._connection is not None:
+        """Remove an invalid block from the server, once no replies are pending."""
+        self._to_remove.append(self._name(label))
+        if not self._num_pending and self._connection is not None:
             with contextlib.suppress(MediumError):
-                self._remove_unwanted(self._connection)
+                self._remove_discarded(self._connection)
 
     def close(self) -> None:
         self._drop()
@@ -96,36 +98,36 @@ class RemoteMedium:
     def _connected(self, seconds_left: SecondsLeft) -> RedisConnection:
         if self._connection is None:
             if self._breaker.is_open:
-                raise MediumError("it is left alone for a while")
+                raise MediumError("not used for a while after a failure")
             seconds = min(self._seconds, _MAX_CONNECT_SECONDS, seconds_left())
-            self._connection = self._tried(lambda: RedisConnection(self._address, seconds))
+            self._connection = self._call(lambda: RedisConnection(self._address, seconds))
         self._connection.set_deadline(min(self._seconds, seconds_left()))
-        self._remove_unwanted(self._connection)
+        self._remove_discarded(self._connection)
         return self._connection
 
-    def _remove_unwanted(self, connection: RedisConnection) -> None:
-        if self._unwanted:
-            names, self._unwanted = self._unwanted, []
-            self._tried(lambda: connection.call(self._seconds, b"UNLINK", *names))
+    def _remove_discarded(self, connection: RedisConnection) -> None:
+        if self._to_remove:
+            names, self._to_remove = self._to_remove, []
+            self._call(lambda: connection.call(self._seconds, b"UNLINK", *names))
 
-    def _tried(self, ask: Callable[[], _T]) -> _T:
-        """What it returns; MediumError, and the connection is gone, where nothing comes."""
+    def _call(self, command: Callable[[], _T]) -> _T:
+        """Run a command; on an error close the connection and raise MediumError."""
         try:
-            return ask()
+            return command()
         except (RemoteRefusalError, RemoteStoreError) as error:
             self._breaker.record_failure()
             self._drop()
             raise MediumError(str(error)) from None
 
     def _drop(self) -> None:
-        self._unread = 0
+        self._num_pending = 0
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
-    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    """Create the handlers of both directions; raises ConfigError naming the wrong key."""
     settings: RemoteSettings = remote_settings(extra)
     folder = media_folder(context.fingerprint, context.num_ranks, context.factor)
     address = remote_address(settings)

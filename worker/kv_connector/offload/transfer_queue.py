@@ -1,69 +1,180 @@
-"""Carries out copies between the cache and a medium that may be slow, on a thread of its own.
+"""Copies between the KV cache and a slow medium (disk, Redis), on a thread for each direction.
 
-Knows blocks, order and time limits; what a medium is it leaves to the Medium. A copy that is not
-over in its time is reported as failed at that moment, whatever its thread is waiting for, and
-those behind it find their time over, too: a medium that hangs holds nobody up.
+`TransferQueue` keeps the order and the time limits, a `Medium` reads and writes blocks. A copy that
+exceeds its time limit is reported as failed at that moment, even if its thread is blocked, and so
+are later copies: a medium that hangs delays no step.
+
+    copying thread        may access the cache? ── yes ─▶ copies a block ── …  ─▶ end
+    loop, time limit                    │ end: from here on the answer is no
+
+After `CopyJob.end`, data that the medium still delivers only reaches the copying thread's buffer.
 """
 
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from proto.kv_connector import TransferJob
 from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.block_image import BlockLabel, is_storable, seal
-from worker.kv_connector.offload.host_blocks import BlockBytes, block_bytes_of
-from worker.kv_connector.offload.transfer import NULL_BLOCK, Piece, Transfer
+from worker.kv_connector.offload.block_image import (
+    BlockBytes,
+    BlockLabel,
+    block_bytes_of,
+    is_valid,
+    seal,
+)
 
 logger = logging.getLogger("tokend.kv_media")
 
-STORE_NICENESS: Final = 10
-"""Stores come after everything that somebody waits for."""
-_STORE_PATIENCE: Final = 0.02
-"""Seconds that a step may wait for stores before they are given up."""
+NULL_BLOCK: Final = 0
+_STORE_WAIT: Final = 0.02
+"""Seconds that a step waits for stores before it cancels them."""
 _CLOSE_SECONDS: Final = 1.0
-"""For threads to end by themselves; those that hang end with the process."""
+"""Seconds to wait for threads at close; a hanging thread ends with the process."""
 SecondsLeft = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One offloaded block of a job.
+
+    blocks: [factor] device blocks, NULL_BLOCK for parts that are not copied.
+    """
+
+    group: int
+    key: bytes
+    blocks: Sequence[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The device blocks that are copied."""
+        return [block_id for block_id in self.blocks if block_id != NULL_BLOCK]
+
+
+def offloaded_blocks(job: TransferJob, factor: int) -> list[BlockCopy]:
+    """Return the offloaded blocks of a job, group by group, in sequence order.
+
+    key 0              key 1              factor 4
+    .   .   7   2  |   9   4   1   .      skip 2, block_ids [7 2 9 4 1]
+    """
+    copies = []
+    for device, keys in zip(job.device, job.keys, strict=True):
+        parts = [NULL_BLOCK] * device.skip + device.block_ids
+        parts += [NULL_BLOCK] * (len(keys) * factor - len(parts))
+        assert len(parts) == len(keys) * factor, "blocks without a key"
+        for index, key in enumerate(keys):
+            blocks = parts[index * factor : (index + 1) * factor]
+            copies.append(BlockCopy(device.group, key, blocks))
+    return copies
+
+
+class CopyJob:
+    """A running copy, which can be ended at any moment.
+
+    seconds: time limit, from now on. wait_for_steps: blocks until the steps that fill the cache
+    have been computed.
+    """
+
+    def __init__(
+        self,
+        job: TransferJob,
+        factor: int,
+        seconds: float,
+        wait_for_steps: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.job = job
+        self.copies = offloaded_blocks(job, factor)
+        self.wait_for_steps = wait_for_steps
+        self._clock = clock
+        self._started = clock()
+        self._deadline = self._started + seconds
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._unfinished = {id(block): block for block in self.copies}
+        self._ended = False
+
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline - self._clock()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def access_cache(self, block: BlockCopy, copy: Callable[[BlockCopy], int]) -> bool:
+        """Copy a block to or from the cache; False if the job has ended. copy: returns bytes."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._num_bytes += copy(block)
+            return True
+
+    def mark_done(self, block: BlockCopy) -> None:
+        with self._lock:
+            del self._unfinished[id(block)]
+
+    def end(self, cancelled: bool = False) -> TransferResult | None:
+        """End the job, so that nothing accesses the cache any more; None if it has ended already.
+
+        cancelled: ended before its time limit, to free its blocks.
+        """
+        with self._lock:
+            if self._ended:
+                return None
+            self._ended = True
+            unfinished = list(self._unfinished.values())
+        failed = (
+            [block_id for block in unfinished for block_id in block.block_ids]
+            if self.job.is_load
+            else []
+        )
+        seconds = self._clock() - self._started
+        succeeded, num_bytes = not unfinished, self._num_bytes
+        return TransferResult(self.job.job_id, succeeded, num_bytes, seconds, failed, cancelled)
+
+
 class MediumError(Exception):
-    """The medium does not do it; the message says why, in its words."""
+    """The medium cannot read or write a block; the message gives its reason."""
 
 
 class Medium(Protocol):
-    """Where blocks are kept. Used by one thread; takes its time."""
+    """Blocking storage of blocks. Used by one thread."""
 
     name: str
 
-    def fetch(
+    def read_blocks(
         self, labels: Sequence[BlockLabel], image: memoryview, seconds_left: SecondsLeft
     ) -> Iterator[bool]:
-        """For one label after the other, whether `image` is all that is kept under it.
+        """Read blocks one after the other into `image`; yield whether each one was complete.
 
-        image: [HEADER_BYTES + content], and its content is not trusted yet. May raise MediumError
-        at any time; the iterator is closed where no more is wanted.
+        image: [HEADER_BYTES + content]; the caller verifies its checksum. Raises MediumError. The
+        caller may close the iterator early.
         """
         ...
 
-    def keep(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
-        """Keep a whole image, or nothing; raises MediumError."""
+    def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
+        """Write a whole image or nothing; raises MediumError."""
         ...
 
     def discard(self, label: BlockLabel) -> None:
-        """What is kept under this is no block."""
+        """Remove an invalid block."""
         ...
 
     def close(self) -> None: ...
 
 
 class TransferQueue:
-    """An OffloadingHandler of one direction.
+    """OffloadingHandler that copies on a thread of its own, within time limits.
 
-    medium: for this queue alone. seconds: that a copy may take, its time in the queue included.
+    medium: used by this queue alone. seconds: time limit of a copy, including its time in the
+    queue.
     """
 
     def __init__(
@@ -78,24 +189,24 @@ class TransferQueue:
             bytearray(HEADER_BYTES + context.factor * self._blocks.block_bytes)
         )
         self._changed = threading.Condition()
-        self._queue: deque[Transfer] = deque()
-        self._open: dict[int, Transfer] = {}
+        self._queue: deque[CopyJob] = deque()
+        self._open: dict[int, CopyJob] = {}
         self._finished: list[TransferResult] = []
         self._closed = False
         self._works = True
         self._threads = [
-            threading.Thread(target=each, name=f"kv {medium.name}", daemon=True)
-            for each in (self._carry_all, self._watch)
+            threading.Thread(target=loop, name=f"kv {medium.name}", daemon=True)
+            for loop in (self._copy_all, self._watch)
         ]
         for thread in self._threads:
             thread.start()
 
     def transfer_async(self, job: TransferJob) -> None:
-        """As the Protocol says; takes the jobs of one direction."""
-        transfer = Transfer(job, self._context.factor, self._seconds, self._blocks.moment())
+        """Queue a job."""
+        copy_job = CopyJob(job, self._context.factor, self._seconds, self._blocks.record_steps())
         with self._changed:
-            self._open[job.job_id] = transfer
-            self._queue.append(transfer)
+            self._open[job.job_id] = copy_job
+            self._queue.append(copy_job)
             self._changed.notify_all()
 
     def get_finished(self) -> list[TransferResult]:
@@ -104,15 +215,15 @@ class TransferQueue:
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Stores that take long are given up where they are; loads end by their limit at last."""
+        """Block until jobs have ended: stores are cancelled soon, loads end by their time limit."""
         with self._changed:
-            wanted = [self._open[each] for each in job_ids if each in self._open]
-            stores = [each for each in wanted if not each.job.is_load]
-            self._changed.wait_for(lambda: all(each.over for each in stores), _STORE_PATIENCE)
-        for transfer in stores:
-            self._end(transfer, cancelled=True)
+            wanted = [self._open[job_id] for job_id in job_ids if job_id in self._open]
+            stores = [copy_job for copy_job in wanted if not copy_job.job.is_load]
+            self._changed.wait_for(lambda: all(copy_job.ended for copy_job in stores), _STORE_WAIT)
+        for copy_job in stores:
+            self._end(copy_job, cancelled=True)
         with self._changed:
-            self._changed.wait_for(lambda: all(each.over for each in wanted))
+            self._changed.wait_for(lambda: all(copy_job.ended for copy_job in wanted))
 
     def close(self) -> None:
         with self._changed:
@@ -120,103 +231,103 @@ class TransferQueue:
             wanted = list(self._open.values())
             self._queue.clear()
             self._changed.notify_all()
-        for transfer in wanted:
-            self._end(transfer)
+        for copy_job in wanted:
+            self._end(copy_job)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
 
-    def _carry_all(self) -> None:
+    def _copy_all(self) -> None:
         if self._niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        while (transfer := self._next()) is not None:
+        while (copy_job := self._next()) is not None:
             try:
-                self._carry(transfer)
-                if not transfer.over:
-                    self._say_again()
+                self._run_job(copy_job)
+                if not copy_job.ended:
+                    self._log_recovery()
             except MediumError as error:
-                self._complain(error)
-            self._end(transfer)
+                self._log_failure(error)
+            self._end(copy_job)
         self._medium.close()
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> CopyJob | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return None if self._closed else self._queue.popleft()
 
-    def _carry(self, transfer: Transfer) -> None:
-        if transfer.over:
+    def _run_job(self, copy_job: CopyJob) -> None:
+        if copy_job.ended:
             return
-        transfer.wait_for_steps()
-        if transfer.job.is_load:
-            self._load(transfer)
+        copy_job.wait_for_steps()
+        if copy_job.job.is_load:
+            self._load(copy_job)
         else:
-            self._store(transfer)
+            self._store(copy_job)
 
-    def _load(self, transfer: Transfer) -> None:
-        labels = [self._label(each) for each in transfer.pieces]
-        fetched = self._medium.fetch(labels, self._image, lambda: transfer.seconds_left)
-        for piece, label, complete in zip(transfer.pieces, labels, fetched, strict=False):
+    def _load(self, copy_job: CopyJob) -> None:
+        labels = [self._label(block) for block in copy_job.copies]
+        fetched = self._medium.read_blocks(labels, self._image, lambda: copy_job.seconds_left)
+        for block, label, complete in zip(copy_job.copies, labels, fetched, strict=False):
             if not complete:
                 continue
-            if not is_storable(self._image, label):
-                logger.warning("%s: a block is not what it should be", self._medium.name)
+            if not is_valid(self._image, label):
+                logger.warning("%s: a block failed its checksum", self._medium.name)
                 self._medium.discard(label)
-            elif transfer.touch(piece, self._copy_in):
-                transfer.done(piece)
+            elif copy_job.access_cache(block, self._copy_in):
+                copy_job.mark_done(block)
             else:
                 return
 
-    def _store(self, transfer: Transfer) -> None:
-        for piece in transfer.pieces:
-            if NULL_BLOCK in piece.blocks or len(piece.key) > MAX_KEY_BYTES:
+    def _store(self, copy_job: CopyJob) -> None:
+        for block in copy_job.copies:
+            if NULL_BLOCK in block.blocks or len(block.key) > MAX_KEY_BYTES:
                 continue
-            if not transfer.touch(piece, self._copy_out):
+            if not copy_job.access_cache(block, self._copy_out):
                 return
-            label = self._label(piece)
+            label = self._label(block)
             seal(self._image, label)
-            self._medium.keep(label, self._image, lambda: transfer.seconds_left)
-            transfer.done(piece)
+            self._medium.write_block(label, self._image, lambda: copy_job.seconds_left)
+            copy_job.mark_done(block)
 
-    def _copy_in(self, piece: Piece) -> int:
-        for memory, block_id in self._parts(piece):
+    def _copy_in(self, block: BlockCopy) -> int:
+        for memory, block_id in self._image_parts(block):
             self._blocks.copy_in(memory, block_id)
-        return len(piece.block_ids) * self._blocks.block_bytes
+        return len(block.block_ids) * self._blocks.block_bytes
 
-    def _copy_out(self, piece: Piece) -> int:
-        for memory, block_id in self._parts(piece):
+    def _copy_out(self, block: BlockCopy) -> int:
+        for memory, block_id in self._image_parts(block):
             self._blocks.copy_out(block_id, memory)
-        return len(piece.block_ids) * self._blocks.block_bytes
+        return len(block.block_ids) * self._blocks.block_bytes
 
-    def _parts(self, piece: Piece) -> Iterator[tuple[memoryview, int]]:
-        """Of the image and the cache, what belongs together.
+    def _image_parts(self, block: BlockCopy) -> Iterator[tuple[memoryview, int]]:
+        """Yield parts of the image with their device blocks.
 
         image    header | content 0 | content 1 | content 2 | content 3
         blocks               -           7           2           9
         """
         size = self._blocks.block_bytes
-        for index, block_id in enumerate(piece.blocks):
+        for index, block_id in enumerate(block.blocks):
             if block_id != NULL_BLOCK:
                 start = HEADER_BYTES + index * size
                 yield self._image[start : start + size], block_id
 
-    def _label(self, piece: Piece) -> BlockLabel:
+    def _label(self, block: BlockCopy) -> BlockLabel:
         context = self._context
         return BlockLabel(
-            context.fingerprint, piece.key, piece.group, context.rank, context.num_ranks
+            context.fingerprint, block.key, block.group, context.rank, context.num_ranks
         )
 
-    def _end(self, transfer: Transfer, cancelled: bool = False) -> None:
-        result = transfer.end(cancelled)
+    def _end(self, copy_job: CopyJob, cancelled: bool = False) -> None:
+        result = copy_job.end(cancelled)
         if result is None:
             return
         with self._changed:
             self._finished.append(result)
-            del self._open[transfer.job.job_id]
+            del self._open[copy_job.job.job_id]
             self._changed.notify_all()
         self._context.notify()
 
     def _watch(self) -> None:
-        """Give up what is not over in time; the oldest job's time is over first."""
+        """End jobs that exceed their time limit; the oldest job reaches it first."""
         while True:
             with self._changed:
                 if self._closed:
@@ -225,18 +336,16 @@ class TransferQueue:
                 if oldest is None or oldest.seconds_left > 0.0:
                     self._changed.wait(None if oldest is None else oldest.seconds_left)
                     continue
-            self._complain(MediumError(f"not done in {self._seconds:g} s"))
+            self._log_failure(MediumError(f"not done in {self._seconds:g} s"))
             self._end(oldest)
 
-    def _complain(self, error: MediumError) -> None:
-        """Once for as long as nothing works."""
+    def _log_failure(self, error: MediumError) -> None:
+        """Log the first failure since the medium worked."""
         if self._works:
             self._works = False
-            logger.warning(
-                "%s: %s; nothing goes there or comes from there", self._medium.name, error
-            )
+            logger.warning("%s: %s; copies to and from it fail", self._medium.name, error)
 
-    def _say_again(self) -> None:
+    def _log_recovery(self) -> None:
         if not self._works:
             self._works = True
             logger.info("%s: works again", self._medium.name)

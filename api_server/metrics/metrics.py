@@ -1,0 +1,550 @@
+"""What /metrics shows, under the names that vLLM's dashboards query.
+
+`Metrics.__init__` lists every counter and histogram once, with its name and help text; gauges are
+listed where they are collected. The numbers lie in the `MetricSheet`, so each API server shows the
+values of all. An observation costs a bisection and takes no lock; the text is made on request.
+
+    arrival ── queue ──▶ first step ── prefill ──▶ first token ── decode ──▶ last token
+                         └──────────────────── inference ───────────────────┘
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, get_args
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute
+
+from api_server.metrics.engine_gauges import EngineGauges
+from api_server.metrics.http_metrics import HttpMetrics
+from api_server.metrics.metric_sheet import BroadcastCounter, Counter, Gauge, Histogram, MetricSheet
+from proto.lifecycle import EngineReady, Role, process_title
+from proto.stats import KVMediumStats, SchedulerStats
+
+# Bounds as vLLM has them, so that its dashboards show the same quantiles.
+FIRST_TOKEN_SECONDS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_SECONDS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+BLOCK_SECONDS: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+TOOL_SECONDS: Final = (
+    *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+JOB_SECONDS: Final = (
+    *(0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 3840.0, 7680.0, 15360.0),
+)
+REQUEST_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+NUM_CHOICES: Final = (1, 2, 5, 10, 20)
+NUM_PREEMPTIONS: Final = (1, 2, 5, 10, 20, 50, 100)
+
+_STEP_COUNTERS: Final = {
+    "num_preemptions": ("vllm:num_preemptions", "Preemptions by the scheduler."),
+    "prefix_cache_queries": ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
+    "external_prefix_cache_queries": (
+        "vllm:external_prefix_cache_queries",
+        "Tokens looked up by the KV connector.",
+    ),
+    "external_prefix_cache_hits": (
+        "vllm:external_prefix_cache_hits",
+        "Tokens found by the KV connector.",
+    ),
+    "num_corrupted": ("vllm:corrupted_requests", "Requests whose logits were not finite."),
+    "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
+    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its job used."),
+    "num_pins_expired": ("tokend:pins_expired", "Retained KV whose time ran out."),
+    "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
+}
+"""Field of SchedulerStats → name and help text of the counter."""
+_MEDIUM_COUNTERS: Final = {
+    "load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV loaded from a medium."),
+    "load_seconds": ("vllm:kv_offload_load_time", "Seconds of loads from a medium."),
+    "num_loads": ("tokend:kv_offload_loads", "Loads from a medium."),
+    "store_bytes": ("vllm:kv_offload_store_bytes", "Bytes of KV stored on a medium."),
+    "store_seconds": ("vllm:kv_offload_store_time", "Seconds of stores on a medium."),
+    "num_stores": ("tokend:kv_offload_stores", "Stores on a medium."),
+    "num_skipped": (
+        "vllm:kv_offload_stores_skipped",
+        "Blocks not stored: stored before, or unlikely to be reused.",
+    ),
+    "num_unstored": (
+        "vllm:kv_offload_allocation_failure",
+        "Blocks not stored because the medium was full.",
+    ),
+    "num_failed": ("tokend:kv_offload_failures", "Loads and stores that failed."),
+}
+"""Field of KVMediumStats → name and help text of the counter."""
+_MEDIA: Final = ("CPU", "disk", "remote", "other")
+_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+class Metrics(Collector):
+    """The metrics of the daemon.
+
+    incarnation: restarts of this API server. num_hung: its restarts after a hang.
+    in_flight: HTTP requests in flight. connections: open connections of clients.
+    """
+
+    def __init__(
+        self, model_name: str, sheet: MetricSheet, incarnation: int = 0, num_hung: int = 0
+    ) -> None:
+        self._sheet = sheet
+        self._vllm_labels = {"model_name": model_name, "engine": "0"}
+        self._counter_families: list[_CounterFamily] = []
+        self._histogram_families: list[tuple[str, str, Histogram]] = []
+        self._engine: EngineReady | None = None
+        self._engine_gauges = EngineGauges(sheet)
+        self.in_flight = Gauge(sheet)
+        self.connections = Gauge(sheet)
+        self._define_engine_metrics()
+        self._define_request_metrics()
+        self._define_process_metrics(incarnation, num_hung)
+        self._registry = CollectorRegistry()
+        if sheet.num_rows == 1:  # with several API servers, they would differ by server
+            for collector in (ProcessCollector, PlatformCollector, GCCollector):
+                collector(registry=self._registry)
+        self._registry.register(self)
+
+    def _define_engine_metrics(self) -> None:
+        """Metrics that the engine's statistics feed."""
+        self._step_counters = {
+            field: self._counter(name, text) for field, (name, text) in _STEP_COUNTERS.items()
+        }
+        self._medium_counters = {
+            field: self._counters(name, text, "medium", _MEDIA)
+            for field, (name, text) in _MEDIUM_COUNTERS.items()
+        }
+        self._step_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS
+        )
+        self._block_lifetime = self._histogram(
+            "vllm:kv_block_lifetime_seconds",
+            "From the write of a KV block to its overwrite.",
+            BLOCK_SECONDS,
+        )
+        self._block_idle = self._histogram(
+            "vllm:kv_block_idle_before_evict_seconds",
+            "From the last use of a KV block to its overwrite.",
+            BLOCK_SECONDS,
+        )
+        self._block_reuse_gap = self._histogram(
+            "vllm:kv_block_reuse_gap_seconds", "Between two uses of a KV block.", BLOCK_SECONDS
+        )
+        self._preemptions = self._histogram(
+            "vllm:request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
+        )
+        self._job_seconds = self._histogram(
+            "tokend:job_completion_seconds",
+            "From the first arrival of a job to the end of its last step.",
+            JOB_SECONDS,
+        )
+        self._tool_seconds = self._histogram(
+            "tokend:tool_duration_seconds",
+            "From the end of a turn to the next arrival of its job.",
+            TOOL_SECONDS,
+        )
+
+    def _define_request_metrics(self) -> None:
+        """Metrics that the streams of requests feed."""
+        self._rejections = self._counters(
+            "vllm:admission_rejections",
+            "Requests refused because of a limit.",
+            "reason",
+            ("max_num_queued_reqs", "max_num_queued_tokens", "restart"),
+        )
+        self._cut_short = self._counters(
+            "tokend:requests_cut_short",
+            "Requests ended before they finished.",
+            "cause",
+            ("disconnect", "slow_reader", "queue_timeout", "timeout", "operator", "cancel"),
+        )
+        self._finished_choices = self._counters(
+            "vllm:request_success",
+            "Choices finished.",
+            "finished_reason",
+            ("stop", "length", "repetition", "abort", "error"),
+        )
+        self._tool_parses = self._counters(
+            "vllm:tool_call_parser_invocations",
+            "Finished choices of requests with tools.",
+            "outcome",
+            ("tool_call", "no_tool_call"),
+        )
+        self._discarded = self._counters(
+            "tokend:discarded_tokens",
+            "Sampled tokens that no client received.",
+            "cause",
+            ("late", "after_stop", "repeated"),
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens accepted.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached."
+        )
+        self._cached_by_source = self._counters(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens whose KV was cached: in the pool, or by a connector.",
+            "source",
+            ("device", "external"),
+        )
+        self._tokens_by_source = self._counters(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from.",
+            "source",
+            _SOURCES,
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            FIRST_TOKEN_SECONDS,
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two outputs.", INTER_TOKEN_SECONDS
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS
+        )
+        self._queue_seconds = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_SECONDS
+        )
+        self._prefill_seconds = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "From the first step to the first token.",
+            REQUEST_SECONDS,
+        )
+        self._decode_seconds = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "From the first token to the last token.",
+            REQUEST_SECONDS,
+        )
+        self._inference_seconds = self._histogram(
+            "vllm:request_inference_time_seconds",
+            "From the first step to the last token.",
+            REQUEST_SECONDS,
+        )
+        self._seconds_per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between the tokens of a request.",
+            INTER_TOKEN_SECONDS,
+        )
+        self._prompt_lengths = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS
+        )
+        self._generation_lengths = self._histogram(
+            "vllm:request_generation_tokens", "Tokens of a choice.", REQUEST_TOKENS
+        )
+        self._longest_choices = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of a request's longest choice.",
+            REQUEST_TOKENS,
+        )
+        self._max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request.", REQUEST_TOKENS
+        )
+        self._n = self._histogram("vllm:request_params_n", "Choices of a request.", NUM_CHOICES)
+        self._computed_tokens = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were computed.",
+            REQUEST_TOKENS,
+        )
+
+    def _define_process_metrics(self, incarnation: int, num_hung: int) -> None:
+        """Metrics that the supervisor's notifications feed."""
+        roles = [process_title(role) for role in get_args(Role)]
+        own_role = process_title("api_server")
+        self._restarts = {role: BroadcastCounter(self._sheet) for role in roles}
+        self._watchdog_kills = {role: BroadcastCounter(self._sheet) for role in roles}
+        self._restarts[own_role].raise_to(incarnation)
+        self._watchdog_kills[own_role].raise_to(num_hung)
+        self._counter_families += [
+            ("tokend:restarts", "Processes that died and were restarted.", "role", self._restarts),
+            (
+                "tokend:watchdog_kills",
+                "Processes killed because they hung.",
+                "role",
+                self._watchdog_kills,
+            ),
+        ]
+
+    def register_http_metrics(self, routes: Iterable[BaseRoute]) -> HttpMetrics:
+        """Return metrics of these routes, which are shown with the rest. Call once."""
+        http_metrics = HttpMetrics(self._sheet, routes)
+        self._registry.register(http_metrics)
+        return http_metrics
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)
+
+    # What happened. Each method belongs to one event.
+
+    def count_restart(self, role: Role, hung: bool) -> None:
+        """Count the restart of a process. hung: the watchdog had killed it."""
+        self._restarts[process_title(role)].increment()
+        if hung:
+            self._watchdog_kills[process_title(role)].increment()
+
+    def add_engine(self, epoch: int) -> None:
+        """Show the gauges of an engine from now on."""
+        self._engine_gauges.add_engine(epoch)
+
+    def remove_engine(self, epoch: int) -> None:
+        """Stop showing the gauges of an engine that is gone."""
+        self._engine_gauges.remove_engine(epoch)
+
+    def set_engine_info(self, engine: EngineReady) -> None:
+        """Show queue limits, weights and KV pool of the current engine."""
+        self._engine = engine
+
+    def record_scheduler_stats(self, stats: SchedulerStats, epoch: int, timestamp: float) -> None:
+        """Record gauges and deltas of a step. timestamp: monotonic seconds of the engine."""
+        self._engine_gauges.write(epoch, timestamp, stats)
+        for field, counter in self._step_counters.items():
+            counter.increment(getattr(stats, field))
+        for medium_stats in stats.kv_media:
+            self._record_medium_stats(medium_stats)
+        self._discarded["late"].increment(stats.num_discarded_tokens)
+        for num_preemptions in stats.request_preemptions:
+            self._preemptions.observe(num_preemptions)
+        if stats.num_scheduled_tokens:
+            self._step_tokens.observe(stats.num_scheduled_tokens)
+        for eviction in stats.kv_evictions:
+            self._block_lifetime.observe(eviction.lifetime)
+            self._block_idle.observe(eviction.idle)
+            for gap in eviction.reuse_gaps:
+                self._block_reuse_gap.observe(gap)
+        for seconds in stats.job_seconds:
+            self._job_seconds.observe(seconds)
+        for seconds in stats.tool_seconds:
+            self._tool_seconds.observe(seconds)
+
+    def count_discarded_tokens(self, cause: str, num_tokens: int) -> None:
+        """Count tokens that are not sent: "after_stop" (a stop string) or "repeated"."""
+        self._discarded[cause].increment(num_tokens)
+
+    def count_rejection(self, limit: str) -> None:
+        """Count a request that was refused because of a limit."""
+        self._rejections[limit].increment()
+
+    def count_cut_short(self, cause: str) -> None:
+        """Count a request that its client, an operator or a time limit ended."""
+        self._cut_short[cause].increment()
+
+    def record_prompt(self, num_tokens: int) -> None:
+        """Record a request that the engine has accepted."""
+        self._prompt_tokens.increment(num_tokens)
+        self._prompt_lengths.observe(num_tokens)
+
+    def record_first_step(
+        self, queue_seconds: float, num_tokens: int, num_cached: int, num_external: int
+    ) -> None:
+        """Record that the engine has begun with a prompt, `queue_seconds` after it was queued.
+
+        num_tokens: of the prompt; num_cached: of these, found in the prefix cache; num_external: of
+        these, found by a KV connector.
+        """
+        num_external = min(num_external, num_cached)
+        num_local = num_cached - num_external
+        num_computed = num_tokens - num_cached
+        self._queue_seconds.observe(queue_seconds)
+        self._cached_tokens.increment(num_cached)
+        self._cached_by_source["device"].increment(num_local)
+        self._cached_by_source["external"].increment(num_external)
+        counts = (num_computed, num_local, num_external)
+        for source, number in zip(_SOURCES, counts, strict=True):
+            self._tokens_by_source[source].increment(number)
+        self._computed_tokens.observe(num_computed)
+
+    def record_first_tokens(self, seconds: float, num_tokens: int) -> None:
+        """Record a choice's first output, `seconds` after the arrival of its request."""
+        self._first_token.observe(seconds)
+        self._generation_tokens.increment(num_tokens)
+
+    def record_next_tokens(self, seconds: float, num_tokens: int) -> None:
+        """Record a choice's output, `seconds` after the one before."""
+        self._inter_token.observe(seconds)
+        self._generation_tokens.increment(num_tokens)
+
+    def count_finished_choice(self, reason: str, num_tokens: int) -> None:
+        """Count a choice by finish reason: stop, length, repetition, abort or error."""
+        self._finished_choices[reason].increment()
+        self._generation_lengths.observe(num_tokens)
+
+    def count_tool_parse(self, has_calls: bool) -> None:
+        """Count a finished choice of a request with tools."""
+        self._tool_parses["tool_call" if has_calls else "no_tool_call"].increment()
+
+    def record_finished_request(self, seconds: float, n: int, max_tokens: int) -> None:
+        """Record a request whose choices all finished, `seconds` after its arrival."""
+        self._latency.observe(seconds)
+        self._n.observe(n)
+        self._max_tokens.observe(max_tokens)
+
+    def record_phases(
+        self, scheduled: float, first_token: float, last_token: float, lengths: Sequence[int]
+    ) -> None:
+        """Record the phases of a finished request, given as monotonic seconds.
+
+        lengths: tokens of each choice.
+        """
+        self._prefill_seconds.observe(first_token - scheduled)
+        self._decode_seconds.observe(last_token - first_token)
+        self._inference_seconds.observe(last_token - scheduled)
+        longest = max(lengths)
+        self._longest_choices.observe(longest)
+        if longest > 1:
+            self._seconds_per_token.observe((last_token - first_token) / (longest - 1))
+
+    def _record_medium_stats(self, stats: KVMediumStats) -> None:
+        medium = stats.medium if stats.medium in _MEDIA else _MEDIA[-1]
+        for field, counters in self._medium_counters.items():
+            counters[medium].increment(getattr(stats, field))
+
+    # What is shown.
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._collect_engine_gauges()
+        yield from self._collect_engine_info()
+        media = [
+            medium
+            for medium in _MEDIA
+            if any(counters[medium].value for counters in self._medium_counters.values())
+        ]
+        for name, text, label, counters in self._counter_families:
+            common = self._common_labels(name)
+            counter_family = CounterMetricFamily(
+                name, text, labels=(*common, label) if label else (*common,)
+            )
+            for value, counter in counters.items():
+                if label == "medium" and value not in media:
+                    continue
+                labels = (*common.values(), value) if label else (*common.values(),)
+                counter_family.add_metric(labels, counter.value)
+            yield counter_family
+        for name, text, histogram in self._histogram_families:
+            common = self._common_labels(name)
+            histogram_family = HistogramMetricFamily(name, text, labels=(*common,))
+            histogram_family.add_metric((*common.values(),), *histogram.buckets())
+            yield histogram_family
+
+    def _collect_engine_gauges(self) -> Iterator[Metric]:
+        """Gauges of the engines: the sum of all, the maximum for shares of memory."""
+        engines = list(self._engine_gauges.latest_values())
+        num_running = sum(engine.num_running for engine in engines)
+        num_waiting = sum(engine.num_waiting for engine in engines)
+        num_deferred = sum(engine.num_deferred for engine in engines)
+        yield self._gauge(
+            "vllm:num_requests_running", "Requests in execution batches.", num_running
+        )
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", num_waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Used share of the KV blocks, 0 to 1.",
+            max((engine.kv_cache_usage for engine in engines), default=0.0),
+        )
+        yield self._gauge(
+            "vllm:kv_offload_cpu_cache_usage_perc",
+            "Used share of the host memory for KV, 0 to 1.",
+            max((engine.cpu_offload_usage for engine in engines), default=0.0),
+        )
+        for name, text, field in (
+            ("queued_reqs", "Choices that wait for their first step.", "num_queued_reqs"),
+            ("queued_tokens", "Prompt tokens of these choices.", "num_queued_tokens"),
+            ("pinned_blocks", "KV blocks retained for jobs between turns.", "num_pinned_blocks"),
+            ("pinned_jobs", "Jobs whose KV blocks are retained.", "num_pinned_jobs"),
+        ):
+            yield self._gauge(
+                f"tokend:{name}", text, sum(getattr(engine, field) for engine in engines)
+            )
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting to run: for KV blocks, or for something else.",
+            labels=(*self._vllm_labels, "reason"),
+        )
+        waiting.add_metric((*self._vllm_labels.values(), "capacity"), num_waiting - num_deferred)
+        waiting.add_metric((*self._vllm_labels.values(), "deferred"), num_deferred)
+        yield waiting
+
+    def _collect_engine_info(self) -> Iterator[Metric]:
+        """Queue limits, weights and KV pool of the current engine."""
+        engine = self._engine
+        yield self._gauge(
+            "tokend:max_num_queued_reqs",
+            "Limit of queued_reqs; 0: none.",
+            0 if engine is None else engine.max_num_queued_reqs,
+        )
+        yield self._gauge(
+            "tokend:max_num_queued_tokens",
+            "Limit of queued_tokens; 0: none.",
+            0 if engine is None else engine.max_num_queued_tokens,
+        )
+        weights = GaugeMetricFamily(
+            "tokend:weights_bytes", "Memory of the weight matrices.", labels=("form",)
+        )
+        for memory in () if engine is None else engine.weights:
+            weights.add_metric((memory.form,), memory.num_bytes)
+        yield weights
+        if engine is not None:
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info",
+                "The KV pool.",
+                labels=(*self._vllm_labels, "block_size", "num_gpu_blocks"),
+            )
+            sizes = (str(engine.block_size), str(engine.num_blocks))
+            info.add_metric((*self._vllm_labels.values(), *sizes), 1)
+            yield info
+
+    def _common_labels(self, name: str) -> dict[str, str]:
+        return self._vllm_labels if name.startswith("vllm:") else {}
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        common = self._common_labels(name)
+        family = GaugeMetricFamily(name, text, labels=(*common,))
+        family.add_metric((*common.values(),), value)
+        return family
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._counters(name, text, "", ("",))[""]
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Sequence[str]
+    ) -> dict[str, Counter]:
+        """Define a counter for each value of a label."""
+        counters = {value: Counter(self._sheet) for value in values}
+        self._counter_families.append((name, text, label, counters))
+        return counters
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(self._sheet, bounds)
+        self._histogram_families.append((name, text, histogram))
+        return histogram
+
+
+_CounterFamily = tuple[str, str, str, Mapping[str, Counter] | Mapping[str, BroadcastCounter]]
+"""Name, help text, label ("" for none), and the counter of each value of the label."""

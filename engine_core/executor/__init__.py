@@ -1,1 +1,0 @@
-"""How the engine reaches its workers."""

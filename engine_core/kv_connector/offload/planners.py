@@ -1,0 +1,388 @@
+"""Decides which blocks the offloading connector loads and stores.
+
+`LoadPlanner.match` finds how much of a request a medium has (`longest_hit`), `plan` makes the copy.
+`StorePlanner.plan` stores blocks that have become full.
+
+    tokens     0          computed            end            limit
+               |--device-----|--to be loaded------|              |
+    full attention   needs every block from `computed` to `end`
+    sliding window   needs only the last window - 1 tokens before `end` that the device lacks
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
+from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
+from engine_core.kv_connector.offload.tracking import (
+    BlockLayout,
+    CopyStatistics,
+    InFlightJob,
+    JobsInFlight,
+    TrackedRequest,
+)
+from engine_core.request import Request
+from proto.kv_connector import DeviceBlocks, TransferJob
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Range of tokens that may be loaded.
+
+    computed: tokens in the device's prefix cache. limit: maximum number of tokens of a hit. Both
+    are multiples of the device block size. size: tokens of an offloaded block.
+    """
+
+    computed: int
+    limit: int
+    size: int
+
+    @property
+    def first(self) -> int:
+        """Index of the first offloaded block to load, possibly only its second part."""
+        return self.computed // self.size
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPresence:
+    """Which offloaded blocks of one KV cache group can be loaded, from `Extent.first` on.
+
+    window: sliding window in tokens; None for full attention.
+    """
+
+    window: int | None
+    present: Sequence[bool]
+
+
+def first_needed(window: int | None, computed: int, end: int) -> int:
+    """Return the first token that a group must load so that the sequence has [0, end)."""
+    return computed if window is None else max(computed, end - window + 1)
+
+
+def longest_run(extent: Extent, group: GroupPresence, most: int) -> int:
+    """Return the longest hit of one group, at most `most` tokens; `computed` if there is none.
+
+    A hit ends at the end of an offloaded block, or at `most`, inside one. A window of 1 is treated
+    as 2, because a hit must include a computed token.
+
+        present     no   yes  yes  no   yes        window of two blocks
+        ends                  ^
+    """
+    size, first, present = extent.size, extent.first, group.present
+    runs = _runs(present)
+    window = None if group.window is None else max(group.window, 2)
+    end = most
+    while end > extent.computed:
+        last = (end - 1) // size
+        if last - first < len(present):
+            needs = last - first_needed(window, extent.computed, end) // size + 1
+            if runs[last - first] >= needs:
+                return end
+        end = last * size
+    return extent.computed
+
+
+def longest_hit(extent: Extent, groups: Sequence[GroupPresence]) -> int:
+    """Return the longest hit that all groups share; `computed` tokens if there is none.
+
+    The end is lowered until every group accepts it.
+    """
+    end, num_accepted, turn = extent.limit, 0, 0
+    while num_accepted < len(groups) and end > extent.computed:
+        lowered = longest_run(extent, groups[turn % len(groups)], end)
+        num_accepted = num_accepted + 1 if lowered == end else 1
+        end = lowered
+        turn += 1
+    return end
+
+
+def _runs(present: Sequence[bool]) -> list[int]:
+    """Return for each block the length of the run of present blocks that ends with it."""
+    runs, length = [], 0
+    for each in present:
+        length = length + 1 if each else 0
+        runs.append(length)
+    return runs
+
+
+class LoadPlanner:
+    """Plans loads from one medium.
+
+    A block that is being loaded for one request is not loaded again for another: the other request
+    waits and then finds it in the prefix cache. unblock: reschedules a waiting request.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        manager: OffloadingManager,
+        jobs: JobsInFlight,
+        unblock: Callable[[Request], None],
+    ) -> None:
+        self._layout = layout
+        self._manager = manager
+        self._jobs = jobs
+        self._unblock = unblock
+        self._planned: list[InFlightJob] = []
+        self._loading: Counter[OffloadKey] = Counter()
+        self._waiting: dict[int, Request] = {}
+
+    def match(self, tracked: TrackedRequest, num_computed: int) -> Match:
+        """Return what the medium can load after the first `num_computed` tokens."""
+        request, layout = tracked.request, self._layout
+        block_hashes = request.block_hashes
+        num_blocks = len(block_hashes) // layout.factor
+        is_new_use, tracked.was_looked_up = not tracked.was_looked_up, True
+        if is_new_use:
+            self._manager.touch(layout.all_keys(block_hashes, num_blocks))
+        if num_blocks * layout.size - num_computed < layout.size:
+            return NO_MATCH
+        limit = (request.num_tokens - 1) // layout.block_size * layout.block_size
+        extent = Extent(num_computed, limit, layout.size)
+        hit = self._find(request, extent, num_blocks, is_new_use)
+        if hit is None:
+            return self._wait_for_lookup(request)
+        if hit <= num_computed:
+            return NO_MATCH
+        wanted = self._keys(block_hashes, num_computed, hit)
+        if any(self._loading[key] for keys in wanted for key in keys):
+            return self._wait_for_lookup(request)
+        tracked.hit = hit
+        return Match(hit - num_computed, is_async=True)
+
+    def plan(self, tracked: TrackedRequest, tables: BlockIds, num_external: int) -> None:
+        """Plan the load of a match, into the blocks allocated for it.
+
+        table of a group   | 7 | 3 | 9 | 4 | 8 | 2 | . |     factor 4, computed 1 block
+        loaded                 ^^^^^^^^^^^^^^^^^ hit         skip 1 of the first offloaded block
+        """
+        layout, request, end = self._layout, tracked.request, tracked.hit
+        num_computed = end - num_external
+        wanted = self._keys(request.block_hashes, num_computed, end)
+        device, slots = [], []
+        for group, (table, keys) in enumerate(zip(tables, wanted, strict=True)):
+            first = self._first_block(group, num_computed, end)
+            blocks = table[first : end // layout.block_size]
+            assert NULL_BLOCK not in blocks, f"{request!r} lacks blocks to load into"
+            device.append(DeviceBlocks(group, blocks, first % layout.factor))
+            slots.append(list(self._manager.prepare_load(keys)))
+        flat = [key for keys in wanted for key in keys]
+        self._loading.update(flat)
+        job = TransferJob(
+            self._jobs.next_id(), self._manager.medium, True, device, slots, list(wanted)
+        )
+        self._planned.append(self._jobs.start_job(job, request.seq_id, flat))
+        tracked.is_loading = True
+        tracked.next_block = max(tracked.next_block, end // layout.size)
+        tracked.next_at = (tracked.next_block + 1) * layout.size
+
+    def pop_planned(self) -> list[InFlightJob]:
+        """Return the loads planned since the last call."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def complete(self, job: InFlightJob, tracked: TrackedRequest | None) -> None:
+        """Finish a load that all ranks have reported. tracked: its request, unless it has ended.
+
+        Blocks that could not be read are removed, and stored again once they are computed.
+        """
+        if tracked is not None:
+            tracked.is_loading = False
+            if not job.succeeded:
+                tracked.next_block = tracked.next_at = 0
+        self._manager.complete_load(job.keys, success=job.succeeded)
+        self._loading.subtract(job.keys)
+        self._loading = +self._loading
+        self.unblock_all()
+
+    def unblock_all(self) -> None:
+        """Reschedule all requests that wait for a lookup or another request's load."""
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            self._unblock(request)
+
+    def remove_request(self, seq_id: int) -> None:
+        """Stop tracking a finished request."""
+        self._waiting.pop(seq_id, None)
+
+    def on_worker_restart(self) -> None:
+        """Drop all loads; the workers are gone."""
+        self._planned.clear()
+        self._loading.clear()
+        self.unblock_all()
+
+    def _wait_for_lookup(self, request: Request) -> Match:
+        self._waiting[request.seq_id] = request
+        return NOT_KNOWN_YET
+
+    def _find(
+        self, request: Request, extent: Extent, num_blocks: int, is_new_use: bool
+    ) -> int | None:
+        """Return the longest hit of all groups; None if the medium does not know yet.
+
+        All groups are looked up even after a miss, so that the reuse filter counts every key once
+        for each request.
+        """
+        groups, is_known = [], True
+        for group, window in enumerate(self._layout.windows):
+            keys = self._layout.keys.of_range(request.block_hashes, group, extent.first, num_blocks)
+            present: list[bool] | None = None
+            if window is None or is_new_use:
+                run = self._manager.lookup(keys, is_new_use=is_new_use)
+                present = None if run is None else [True] * run
+            if window is not None:
+                present = self._manager.contains(keys)
+            is_known &= present is not None
+            groups.append(GroupPresence(window, present or []))
+        return longest_hit(extent, groups) if is_known else None
+
+    def _first_block(self, group: int, num_computed: int, end: int) -> int:
+        """Return the index of the first device block that a group must load."""
+        return (
+            first_needed(self._layout.windows[group], num_computed, end) // self._layout.block_size
+        )
+
+    def _keys(
+        self, block_hashes: list[bytes], num_computed: int, end: int
+    ) -> list[list[OffloadKey]]:
+        """Return the keys of the offloaded blocks to load, for each group."""
+        layout = self._layout
+        return [
+            layout.keys.of_range(
+                block_hashes,
+                group,
+                self._first_block(group, num_computed, end) // layout.factor,
+                -(-end // layout.size),
+            )
+            for group in layout.groups
+        ]
+
+
+_TOUCH_GROWTH: Final = 4
+"""A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
+
+
+class StorePlanner:
+    """Plans stores to one medium.
+
+    A request's `next_block` only grows, so each block is offered once. Blocks are referenced while
+    they are copied, so the request may end, be preempted or move its window meanwhile.
+
+    The beginning of a sequence should be evicted last, so the whole sequence is touched as it
+    grows: after each growth by a quarter and at its end, because touching all of it with every
+    block would take quadratic time.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        manager: OffloadingManager,
+        jobs: JobsInFlight,
+        statistics: CopyStatistics,
+    ) -> None:
+        self._layout = layout
+        self._manager = manager
+        self._jobs = jobs
+        self._statistics = statistics
+        self._planned: list[InFlightJob] = []
+
+    def plan(self, tracked: TrackedRequest, tables: BlockIds, num_tokens: int) -> None:
+        """Plan the stores of blocks filled by the first `num_tokens` tokens, from next_block on.
+
+        table       | 7 | 3 | 9 | 4 | 8 | 2 | . |      factor 2, next_block 1
+        stored              ^^^^^^^^^^^^^^^
+        """
+        layout, request = self._layout, tracked.request
+        first, end = tracked.next_block, num_tokens // layout.size
+        tracked.next_at = (end + 1) * layout.size
+        wanted = self._storable(tracked, tables, first, end)
+        if not wanted:
+            return
+        prepared = self._manager.prepare_store(list(wanted))
+        if end > tracked.touched + tracked.touched // _TOUCH_GROWTH:
+            self._touch(tracked, end)
+        if prepared is None:
+            self._statistics.num_unstored += len(wanted)
+            return
+        tracked.next_block = end
+        self._statistics.num_skipped += len(wanted) - len(prepared.keys)
+        if prepared.keys:
+            job = self._make_job(wanted, prepared.keys, prepared.slots)
+            self._planned.append(self._jobs.start_job(job, request.seq_id, prepared.keys))
+
+    def finish_request(self, tracked: TrackedRequest) -> None:
+        """Touch the blocks of a finished request, so that its beginning is evicted last."""
+        if tracked.touched < tracked.next_block:
+            self._touch(tracked, tracked.next_block)
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether stores are planned that were not sent to the workers yet."""
+        return bool(self._planned)
+
+    def pop_planned(self) -> list[InFlightJob]:
+        """Return the stores planned since the last call."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def complete(self, job: InFlightJob) -> None:
+        """Finish a store that all ranks have reported."""
+        cancelled = not (job.succeeded or job.has_failed)
+        self._manager.complete_store(job.keys, success=job.succeeded, cancelled=cancelled)
+
+    def invalidate_request(self, request: Request) -> None:
+        """Remove all blocks of a request from the medium; its KV may be corrupt."""
+        block_hashes = request.block_hashes
+        keys = self._layout.all_keys(block_hashes, len(block_hashes) // self._layout.factor)
+        for job in self._jobs.stores_of(request.seq_id):
+            keys += job.keys
+        self._manager.discard(list(dict.fromkeys(keys)))
+
+    def on_worker_restart(self) -> None:
+        """Drop planned stores; the workers are gone."""
+        self._planned.clear()
+
+    def _touch(self, tracked: TrackedRequest, end: int) -> None:
+        tracked.touched = end
+        keys = self._layout.all_keys(tracked.request.block_hashes, end)
+        self._manager.touch(keys, is_new_use=False)
+
+    def _storable(
+        self, tracked: TrackedRequest, tables: BlockIds, first: int, end: int
+    ) -> dict[OffloadKey, DeviceBlocks]:
+        """Return offloaded blocks that are complete on the device, by key, in token order."""
+        layout, factor = self._layout, self._layout.factor
+        block_hashes = tracked.request.block_hashes
+        by_group = [
+            layout.keys.of_range(block_hashes, group, first, end) for group in layout.groups
+        ]
+        found: dict[OffloadKey, DeviceBlocks] = {}
+        for index in range(first, end):
+            for group, keys in enumerate(by_group):
+                blocks = tables[group][index * factor : (index + 1) * factor]
+                if len(blocks) == factor and NULL_BLOCK not in blocks:
+                    found[keys[index - first]] = DeviceBlocks(group, blocks)
+        return found
+
+    def _make_job(
+        self,
+        wanted: dict[OffloadKey, DeviceBlocks],
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferJob:
+        device: list[DeviceBlocks] = []
+        slots_of: list[list[int]] = []
+        keys_of: list[list[OffloadKey]] = []
+        for group in self._layout.groups:
+            indices = [index for index, key in enumerate(keys) if wanted[key].group == group]
+            if not indices:
+                continue
+            blocks = [block for index in indices for block in wanted[keys[index]].block_ids]
+            device.append(DeviceBlocks(group, blocks))
+            slots_of.append([slots[index] for index in indices] if slots else [])
+            keys_of.append([keys[index] for index in indices])
+        job_id, medium = self._jobs.next_id(), self._manager.medium
+        return TransferJob(job_id, medium, False, device, slots_of, keys_of)

@@ -1,0 +1,358 @@
+"""Structured output: requests that wait for their grammar, and masks for those that have it.
+
+    InputProcessor   admit_request ─▶ compiler ─▶ event_fd ─▶ pop_compiled ─▶ the request is
+                                                                            unblocked, or refused
+    BusyLoop         request_masks(oldest step) ─▶ thread ─▶ event_fd ─▶ pop_masks ─▶ workers
+                     find_violations(result): a token that its mask forbids ends the request
+
+A step is masked when it is the oldest in flight, because only then all tokens before it are
+known: with one step in flight as soon as it is sent, with two when the result before it arrives.
+The masks are computed in a thread while the model computes the step:
+
+    engine   send step N ─▶ request_masks(N) ────▶ event_fd ─▶ send GrammarOutput(N)
+    thread                   └ consume, fill ────┘
+    worker        step N: inputs, forward ───────────────── wait ─▶ sample
+
+Only that thread advances matchers, by tokens that the engine has accepted; tokens that it dropped
+never reach a matcher, so nothing is ever rolled back.
+"""
+
+import logging
+import queue
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.step_plan import StepPlan
+from engine_core.structured_output.backend import LLGuidanceBackend
+from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
+from engine_core.structured_output.matchers import (
+    FreeMatcher,
+    GrammarError,
+    MaskRow,
+    Matcher,
+    ThinkingMatcher,
+    mask_words,
+)
+from engine_core.structured_output.sandbox import COMPILE_SECONDS, GrammarSandbox, SandboxSetup
+from engine_core.worker_group import WorkerFailedError
+from proto.engine_io import EngineCoreRequest
+from proto.errors import ErrorInfo
+from proto.event_fd import EventFd
+from proto.grammar import FREE_TEXT, GrammarSource
+from proto.host_resources import usable_cores
+from proto.lifecycle import ProcessBoot
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sampling_params import ThinkingRule
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
+
+logger = logging.getLogger("tokend.grammars")
+
+MAX_THREADS: Final = 8
+"""Threads of llguidance that share the masks of a step."""
+FIELD: Final = "structured_outputs"
+CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
+UNUSABLE: Final = "the grammar cannot be used"
+
+
+@dataclass(slots=True)
+class _ConstrainedRow:
+    """One choice and its matcher.
+
+    num_free: number of output tokens before which its masks forbid nothing.
+    num_consumed: number of output tokens that its matcher has consumed.
+    """
+
+    request: Request
+    matcher: Matcher
+    num_free: int = 0
+    num_consumed: int = 0
+
+    def needs_mask(self, num_outputs: int) -> bool:
+        """Return whether a token may be forbidden after this many outputs."""
+        if isinstance(self.matcher, ThinkingMatcher) and self.matcher.is_always_free:
+            return False
+        return num_outputs >= self.num_free
+
+
+@dataclass(slots=True)
+class MaskJob:
+    """The masks of a step to compute; parallel lists of its constrained sequences.
+
+    token_ids: per sequence, the tokens that its matcher has not consumed.
+    """
+
+    epoch: int
+    step: int
+    backend: LLGuidanceBackend
+    seq_ids: list[int] = field(default_factory=list)
+    matchers: list[Matcher] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """The masks of a step. output: the message for the workers. rows: the same masks by seq_id.
+
+    errors: messages for clients, by seq_id, of sequences whose text cannot continue.
+    """
+
+    output: GrammarOutput
+    rows: dict[int, MaskRow]
+    errors: dict[int, str]
+
+
+def compute_masks(job: MaskJob) -> StepMasks:
+    """Advance the matchers of a step, then fill their masks."""
+    for matcher, token_ids in zip(job.matchers, job.token_ids, strict=True):
+        matcher.consume(token_ids)
+    masks = np.empty((len(job.seq_ids), mask_words(job.backend.vocab_size)), dtype=np.int32)
+    job.backend.fill_masks(job.matchers, masks)
+    errors = {
+        seq_id: matcher.error
+        for seq_id, matcher in zip(job.seq_ids, job.matchers, strict=True)
+        if matcher.error
+    }
+    output = GrammarOutput(job.epoch, job.step, job.seq_ids, masks.tobytes())
+    return StepMasks(output, dict(zip(job.seq_ids, masks, strict=True)), errors)
+
+
+class StructuredOutputManager:
+    """Owns the grammars of all requests, from admission to their end.
+
+    For the scheduler it is the gate that blocks requests whose grammar is being compiled. Matchers
+    outlive preemptions and workers. descriptor: readable when `pop_compiled` or `pop_masks` has
+    something to return.
+    """
+
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
+
+    def __init__(self, compiler: GrammarCompiler, event_fd: EventFd) -> None:
+        self._compiler = compiler
+        self._event_fd = event_fd
+        self.descriptor = event_fd.descriptor
+        self._requests_by_source: dict[GrammarSource, list[tuple[int, int]]] = {}
+        self._blocked: dict[int, tuple[Request, ThinkingRule | None]] = {}  # by seq_id
+        self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
+        self._last_masked_step = 0
+        self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
+        self._mask_jobs: queue.SimpleQueue[MaskJob | None] = queue.SimpleQueue()
+        self._computed_masks: queue.SimpleQueue[StepMasks] = queue.SimpleQueue()
+        self._mask_thread = start_thread("grammar masks", self._run_mask_thread)
+
+    def clear_descriptor(self) -> None:
+        """Make the descriptor unreadable; call it before the pop methods."""
+        self._event_fd.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiler.close()
+        self._mask_jobs.put(None)
+        self._mask_thread.join()
+        self._event_fd.close()
+
+    # Requests that come in.
+
+    def admit_request(self, client: int, message: EngineCoreRequest) -> bool:
+        """Return whether a request can be accepted now; otherwise `pop_compiled` names it later.
+
+        Raises GrammarError if its grammar is known to be unusable.
+        """
+        source = _source_of(message)
+        if source is None:
+            return True
+        compiled = self._compiler.request_grammar(source)
+        if isinstance(compiled, GrammarError):
+            raise compiled
+        if compiled is None:
+            self._requests_by_source.setdefault(source, []).append((client, message.request_id))
+        return compiled is not None
+
+    def add_choice(self, request: Request, message: EngineCoreRequest) -> None:
+        """Register a choice that was queued; blocks it until its grammar is compiled."""
+        source = _source_of(message)
+        if source is None:
+            return
+        self._blocked[request.seq_id] = request, message.thinking
+        compiled = self._compiler.request_grammar(source)
+        if compiled is not None and not isinstance(compiled, GrammarError):
+            self._unblock_request(request.request_id, compiled)
+
+    def pop_compiled(self) -> list[tuple[int, int, GrammarError | None]]:
+        """Return requests whose grammar was compiled since the last call, and unblock them.
+
+        A request is (client, request id, error); the error is None for a valid grammar.
+        """
+        requests = []
+        for source, compiled in self._compiler.pop_compiled():
+            error = compiled if isinstance(compiled, GrammarError) else None
+            for client, request_id in self._requests_by_source.pop(source, []):
+                requests.append((client, request_id, error))
+                if not isinstance(compiled, GrammarError):
+                    self._unblock_request(request_id, compiled)
+        return requests
+
+    def _unblock_request(self, request_id: int, compiled: Matcher) -> None:
+        """Give every choice of a request a matcher of its own, and unblock it."""
+        for request, rule in list(self._blocked.values()):
+            if request.request_id == request_id:
+                del self._blocked[request.seq_id]
+                self._rows[request.seq_id] = self._constrained_row(request, compiled.copy(), rule)
+                self._unblock(request)
+
+    def _constrained_row(
+        self, request: Request, matcher: Matcher, rule: ThinkingRule | None
+    ) -> _ConstrainedRow:
+        """If only a reasoning budget applies, no mask is needed before it can be used up."""
+        if rule is None:
+            return _ConstrainedRow(request, matcher)
+        num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
+        eos_token_ids = request.sampling_params.eos_token_ids
+        thinking = ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
+        return _ConstrainedRow(request, thinking, num_free)
+
+    # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
+
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
+
+    def begin_admission(self, plan: StepPlan) -> None: ...
+
+    def is_blocked(self, candidate: Candidate) -> bool:
+        return candidate.request.seq_id in self._blocked
+
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
+
+    def on_released(self, request: Request) -> None:
+        self._blocked.pop(request.seq_id, None)
+        self._rows.pop(request.seq_id, None)
+
+    def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
+        """Return the constrained sequences that sample in a step and may need a mask.
+
+        A sequence samples if the step computes all of its known tokens:
+
+            all_token_ids, placeholders   |-------------|
+            computed and planned          |-------------|  samples
+                                          |--------|       is a chunk of a prompt
+        """
+        if not self._rows:
+            return []
+        return [
+            *self._sampling(plan.continued, plan.continued_tokens),
+            *self._sampling(plan.admitted, plan.admitted_tokens),
+        ]
+
+    def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
+        for request, number in zip(requests, num_tokens, strict=True):
+            row = self._rows.get(request.seq_id)
+            if row is not None:
+                known = len(request.all_token_ids) + request.num_output_placeholders
+                if request.num_computed_tokens + number >= known and row.needs_mask(
+                    known - request.num_prompt_tokens
+                ):
+                    yield request.seq_id
+
+    # The masks of steps.
+
+    def request_masks(self, output: SchedulerOutput) -> None:
+        """Compute the masks of the oldest step in flight in the thread; once per step."""
+        if output.constrained_seq_ids and output.step > self._last_masked_step:
+            self._last_masked_step = output.step
+            self._masks.clear()  # those left belong to steps that were lost with their workers
+            self._mask_jobs.put(self._mask_job(output))
+
+    def pop_masks(self) -> list[GrammarOutput]:
+        """Return the masks that were computed since the last call, for the workers."""
+        outputs = []
+        while not self._computed_masks.empty():
+            masks = self._computed_masks.get()
+            self._masks[masks.output.step] = masks
+            outputs.append(masks.output)
+        return outputs
+
+    def find_violations(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[int, ErrorInfo]:
+        """Return the sequences of a step that cannot continue, with the errors for their clients.
+
+        Raises WorkerFailedError if the result arrived before its masks were computed.
+        """
+        if not output.constrained_seq_ids:
+            return {}
+        masks = self._masks.pop(output.step, None)
+        if masks is None:
+            raise WorkerFailedError(
+                0, f"step {output.step} was answered before its masks were computed"
+            )
+        errors = {}
+        for seq_id, token_ids in zip(result.seq_ids, result.sampled_token_ids, strict=False):
+            error = masks.errors.get(seq_id)
+            mask = masks.rows.get(seq_id)
+            if error is None and mask is not None and not _allows(mask, token_ids):
+                error = CONTRADICTION
+            if error is not None:
+                errors[seq_id] = ErrorInfo("invalid_request", error or UNUSABLE, FIELD)
+        return errors
+
+    def _mask_job(self, output: SchedulerOutput) -> MaskJob:
+        job = MaskJob(output.epoch, output.step, self._compiler.backend)
+        for seq_id in output.constrained_seq_ids:
+            row = self._rows.get(seq_id)
+            if row is None:
+                continue  # ended since the step was sent
+            request = row.request
+            job.seq_ids.append(seq_id)
+            job.matchers.append(row.matcher)
+            first = request.num_prompt_tokens + row.num_consumed
+            job.token_ids.append(request.all_token_ids[first:])
+            row.num_consumed = request.num_output_tokens
+        return job
+
+    def _run_mask_thread(self) -> None:
+        while (job := self._mask_jobs.get()) is not None:
+            try:
+                masks = compute_masks(job)
+            except Exception:  # the workers wait for the masks of the step
+                logger.exception("the masks of step %d could not be computed", job.step)
+                errors = dict.fromkeys(job.seq_ids, "")
+                masks = StepMasks(GrammarOutput(job.epoch, job.step, [], b""), {}, errors)
+            self._computed_masks.put(masks)
+            self._event_fd.notify()
+
+
+def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
+    """Create the manager of an engine process."""
+    config, model = boot.config, boot.model
+    tokenizer_json = Path(config.model.tokenizer or model.folder, "tokenizer.json")
+    vocab_size, eos_token_ids = model.vocab_size, model.eos_token_ids
+    num_threads = min(MAX_THREADS, max(1, usable_cores() // 2))
+
+    def make_backend() -> LLGuidanceBackend:
+        return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids, num_threads)
+
+    event_fd = EventFd()
+    setup = SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids, COMPILE_SECONDS)
+    cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
+    compiler = GrammarCompiler(
+        make_backend, GrammarSandbox(setup), cache, event_fd, eager=boot.incarnation == 0
+    )
+    return StructuredOutputManager(compiler, event_fd)
+
+
+def _source_of(message: EngineCoreRequest) -> GrammarSource | None:
+    """Return the grammar of a request; FREE_TEXT if only a rule for reasoning applies."""
+    return FREE_TEXT if message.grammar is None and message.thinking else message.grammar
+
+
+def _allows(mask: MaskRow, token_ids: list[int]) -> bool:
+    """Return whether a mask allows all tokens; invalid token ids are detected elsewhere."""
+    for token_id in token_ids:
+        if 0 <= token_id < 32 * len(mask) and not int(mask[token_id >> 5]) >> (token_id & 31) & 1:
+            return False
+    return True

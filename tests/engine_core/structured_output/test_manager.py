@@ -1,0 +1,214 @@
+"""The engine with grammars: requests that wait, masks, and deaths of workers in between."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_core.request import RequestStatus
+from engine_core.structured_output.manager import CONTRADICTION
+from engine_core.worker_group import WorkerFailedError
+from proto.engine_io import FinishReason
+from proto.grammar import GrammarSource
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.grammar_engine import GrammarEngine
+from tests.fakes.intake_desk import Desk, refused
+from tests.fakes.messages import request as make_message
+from tests.fakes.paged_runner import undisturbed
+from tests.fakes.toy_vocabulary import BYTE, EOS, text_of
+
+WORDS = GrammarSource("regex", "([a-c]{3} ){4}[0-9]{1,4}")
+PATTERN = re.compile("([a-c]{3} ){4}[0-9]{1,4}")
+SCHEMA = GrammarSource(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "maxLength": 5}, "b": {"type": "boolean"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "overlapped"])
+def engine(request: Any, tokenizer_folder: Any) -> Iterator[GrammarEngine]:
+    made = GrammarEngine(tokenizer_folder, async_scheduling=request.param)
+    yield made
+    made.close()
+
+
+def assert_nothing_is_left(engine: GrammarEngine) -> None:
+    engine.harness.assert_at_rest()
+    assert engine.num_constrained == 0
+
+
+def test_texts_keep_to_their_grammars_beside_those_that_have_none(engine):
+    engine.ask(1, WORDS)
+    engine.ask(2, SCHEMA, n=3)
+    engine.ask(3, None, max_tokens=30)
+    engine.run()
+    assert PATTERN.fullmatch(text_of(engine.tokens(1)))
+    texts = [text_of(engine.tokens(2, choice)) for choice in range(3)]
+    assert len(set(texts)) > 1
+    assert all(set(json.loads(text)) == {"a", "b"} for text in texts)
+    assert {engine.reason(1), *(engine.reason(2, each) for each in range(3))} == {FinishReason.STOP}
+    assert [each for each in engine.runner.steps if each.constrained_seq_ids]
+    assert_nothing_is_left(engine)
+
+
+def test_chunks_of_a_prompt_are_not_masked(tokenizer_folder):
+    engine = GrammarEngine(tokenizer_folder, max_num_batched_tokens=8)
+    engine.ask(1, WORDS, list(range(5, 35)))
+    engine.run()
+    engine.close()
+    steps = [each for each in engine.runner.steps if each.total_num_scheduled_tokens]
+    assert [bool(each.constrained_seq_ids) for each in steps[:5]] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert PATTERN.fullmatch(text_of(engine.tokens(1)))
+
+
+def test_max_tokens_cuts(engine):
+    engine.ask(1, WORDS, max_tokens=3)
+    engine.run()
+    assert engine.reason(1) is FinishReason.LENGTH
+    assert_nothing_is_left(engine)
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not(engine):
+    engine.ask(1, WORDS, wait=False)
+    engine.ask(2, None, max_tokens=3)
+    assert engine.outputs.accepted == [(0, 2)]
+    engine.step()
+    (waiting,) = [each for each in engine.harness.scheduler.waiting if each.request_id == 1]
+    assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
+    engine.answer(1)
+    assert engine.outputs.accepted == [(0, 2), (0, 1)]
+    engine.ask(3, WORDS, wait=False)
+    assert (0, 3) in engine.outputs.accepted  # it is known by now
+    engine.run()
+    assert_nothing_is_left(engine)
+
+
+def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
+    bad = GrammarSource("regex", "(", field="guided_regex")
+    for request_id in (1, 2):  # the second time it is known
+        engine.ask(request_id, bad, n=2)
+        _, output = engine.outputs.outputs[-1]
+        assert output.request_id == request_id
+        assert output.error.kind == "invalid_request"
+        assert output.error.param == "guided_regex"
+        assert "unclosed group" in output.error.message
+    assert engine.outputs.accepted == []
+    assert_nothing_is_left(engine)
+
+
+def test_one_that_leaves_while_it_waits_is_forgotten(engine):
+    engine.ask(1, WORDS, wait=False)
+    engine.harness.scheduler.abort(1)
+    engine.ask(2, WORDS)
+    assert engine.outputs.accepted == [(0, 2)]
+    engine.step()
+    engine.harness.scheduler.abort(2)
+    engine.run()
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 9])
+def test_new_workers_go_on_with_the_same_text(engine, num_steps):
+    for request_id, grammar in ((1, WORDS), (2, SCHEMA), (3, None)):
+        engine.ask(request_id, grammar, max_tokens=40)
+    engine.run()
+    expected = [engine.tokens(each) for each in (1, 2, 3)]
+    for request_id, grammar in ((11, WORDS), (12, SCHEMA), (13, None)):
+        engine.ask(request_id, grammar, [5, 6, request_id - 10], max_tokens=40)
+    for _ in range(num_steps):
+        engine.step()
+    engine.lose_workers()
+    engine.run()
+    assert [engine.tokens(each) for each in (11, 12, 13)] == expected
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 5, 8])
+def test_a_new_engine_goes_on_with_the_same_text(engine, num_known):
+    engine.ask(1, WORDS)
+    engine.run()
+    expected = engine.tokens(1)
+    engine.ask(2, WORDS, [5, 6, 1], (tuple(expected[:num_known]),))
+    engine.run()
+    assert expected[:num_known] + engine.tokens(2) == expected
+    assert_nothing_is_left(engine)
+
+
+def test_a_preempted_choice_goes_on_where_it_stood(tokenizer_folder):
+    texts = []
+    for num_blocks in (1000, 8):
+        engine = GrammarEngine(tokenizer_folder, num_blocks=num_blocks, block_size=4)
+        for request_id in (1, 2, 3):
+            engine.ask(request_id, WORDS, max_tokens=20)
+        engine.run()
+        texts.append([engine.tokens(each) for each in (1, 2, 3)])
+        stats = engine.harness.scheduler.take_stats()
+        assert bool(stats.num_preemptions) is (num_blocks == 8)
+        engine.close()
+    assert texts[0] == texts[1]
+
+
+def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
+    engine.ask(1, WORDS)
+    engine.ask(2, WORDS)
+    engine.step()
+    while not any(each.constrained_seq_ids for each in engine.harness.in_flight):
+        engine.send()
+    result = engine.compute()
+    wrong = [[BYTE + ord("#")], *result.sampled_token_ids[1:]]
+    engine.receive(msgspec.structs.replace(result, sampled_token_ids=wrong))
+    assert engine.reason(1) is FinishReason.ERROR
+    (last,) = engine.harness.outputs[1, 0][-1:]
+    assert last.error.message == CONTRADICTION
+    assert last.new_token_ids == []
+    engine.run()
+    assert PATTERN.fullmatch(text_of(engine.tokens(2)))
+
+
+def test_an_answer_before_the_masks_are_made_is_none(engine):
+    engine.ask(1, WORDS)
+    output = engine.send()
+    result = engine.runner.execute(output)
+    with pytest.raises(WorkerFailedError):
+        engine.manager.find_violations(output, result)
+
+
+def test_the_end_of_a_text_is_its_grammars():
+    for fields in (
+        {"ignore_eos": True},
+        {"min_tokens": 2},
+        {"beam_width": 2, "n": 2, "temperature": 0.0},
+        {"resumable": True},
+        {"grammar": GrammarSource("regex", "x" * 70_000)},
+    ):
+        desk = Desk()
+        desk.take(make_message(**({"grammar": WORDS} | fields)))
+        assert refused(desk) == [(1, "invalid_request")], fields
+
+
+def test_an_engine_without_grammars_refuses_them():
+    desk = Desk()
+    desk.take(make_message(grammar=WORDS))
+    assert refused(desk) == [(1, "invalid_request")]
+    harness = EngineHarness()
+    request = harness.add_one([1, 2], max_tokens=3)
+    assert harness.step().constrained_seq_ids == []
+    harness.run()
+    assert harness.tokens_of(request) == undisturbed([1, 2], 3)
+    assert EOS not in harness.tokens_of(request)

@@ -1,0 +1,312 @@
+"""Requests, aborts and calls of front ends, and whatever can be wrong with them."""
+
+import math
+
+import msgspec
+import pytest
+
+from engine_core import frontend_io
+from engine_core.frontend_io import InputProcessor
+from engine_core.validation import RequestLimits
+from proto.engine_io import (
+    MAX_CHOICES,
+    Abort,
+    AdminCall,
+    AdminReply,
+    AgentHint,
+    FinishReason,
+    TurnEnded,
+)
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import RepetitionDetection, SamplingParams
+from tests.fakes.engine_harness import EOS
+from tests.fakes.intake_desk import Desk
+from tests.fakes.kv_connector import FakeConnector
+from tests.fakes.messages import request
+
+
+def test_a_request_is_accepted_and_queued_with_all_its_choices():
+    desk = Desk()
+    desk.take(request(9, n=3), client=2)
+    assert desk.outputs.accepted == [(2, 9)]
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 1, 2]
+    assert len({each.seq_id for each in desk.engine.scheduler.waiting}) == 3
+    assert {each.client_index for each in desk.engine.scheduler.waiting} == {2}
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "words"),
+    [
+        (request(prompt=()), "prompt", "no tokens"),
+        (request(prompt=(1, 1000)), "prompt", "1000"),
+        (request(prompt=(-1,)), "prompt", "-1"),
+        (request(prompt=range(61)), "max_tokens", "61 tokens"),
+        (request(max_tokens=62), "max_tokens", "64"),
+        (request(max_tokens=0), "max_tokens", "0"),
+        (request(n=0), "n", "0"),
+        (request(n=MAX_CHOICES + 1), "n", str(MAX_CHOICES)),
+        (request(n=10**9), "n", str(10**9)),
+        (request(seed=-1), "seed", "64 bits"),
+        (request(deadline=math.nan), "deadline", "no number"),
+        (request(queue_deadline=math.nan), "queue_deadline", "no number"),
+        (request(resumable=True, deadline=1e9), "deadline", "session"),
+        (request(cache_salt="\ud800"), "cache_salt", "text"),
+        (request(temperature=math.nan), "temperature", "nan"),
+        (request(stop_token_ids=(1000,)), "stop_token_ids", "1000"),
+        (request(output_token_ids=((1,),), n=2), "output_token_ids", "n is 2"),
+        (request(output_token_ids=((1000,),)), "output_token_ids", "1000"),
+        (request(output_token_ids=((1,) * 5,)), "output_token_ids", "max_tokens"),
+        (request(finished_choices=(1,)), "finished_choices", "1"),
+        (request(resumable=True, n=2), "n", "n = 2"),
+        (request(resumable=True, beam_width=1), "n", "beam search"),
+        (request(resumable=True, prompt_logprobs=0), "prompt_logprobs", "session"),
+        (request(beam_width=2), "n", "beam search"),
+        (request(beam_width=2, n=2, finished_choices=(1,)), "finished_choices", "beam search"),
+        (request(beam_width=1, output_token_ids=((1,),)), "output_token_ids", "beam search"),
+        (request(beam_width=1, logprobs=0), "logprobs", "beam search"),
+        (request(beam_width=1, prompt_logprobs=0), "prompt_logprobs", "beam search"),
+        (request(beam_width=1, edits=LogitEdits(presence_penalty=1.0)), "edits", "beam search"),
+        (
+            request(beam_width=1, repetition=RepetitionDetection(max_pattern_size=2, min_count=2)),
+            "repetition_detection",
+            "beam search",
+        ),
+        (request(edits=LogitEdits(presence_penalty=3.0)), "presence_penalty", "3.0"),
+        (request(edits=LogitEdits(bad_words=((10**6,),))), "bad_words", "vocabulary"),
+        (request(logprob_token_ids=(1,)), "logprob_token_ids", "logprobs"),
+        (
+            request(repetition=RepetitionDetection(max_pattern_size=10**9, min_count=2)),
+            "repetition_detection",
+            "max_pattern_size",
+        ),
+        (
+            msgspec.structs.replace(
+                request(), sampling_params=SamplingParams(max_tokens=1, eos_token_ids=(1000,))
+            ),
+            "eos_token_ids",
+            "1000",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
+    desk = Desk()
+    desk.take(bad)
+    ((client, output),) = desk.outputs.outputs
+    assert (client, output.request_id) == (0, 1)
+    assert output.finish_reason is FinishReason.ERROR
+    assert (output.error.kind, output.error.param) == ("invalid_request", param)
+    assert words in output.error.message
+    assert desk.outputs.accepted == []
+    desk.engine.assert_at_rest()
+
+
+def test_the_longest_possible_request_is_taken():
+    desk = Desk()
+    desk.take(request(prompt=range(60)))
+    assert desk.outputs.accepted
+
+
+@pytest.mark.interpreted
+def test_an_unforeseen_error_ends_that_request_only(monkeypatch, caplog):
+    """What it says is for the log: it may name paths, addresses, or another client's words."""
+    desk = Desk()
+    add_request = desk.engine.scheduler.add_request
+
+    def fail_at_choice_1(each):
+        if each.choice == 1:
+            raise RuntimeError("no idea")
+        add_request(each)
+
+    monkeypatch.setattr(desk.engine.scheduler, "add_request", fail_at_choice_1)
+    desk.take(request(1, n=2))
+    ((_, output),) = desk.outputs.outputs
+    assert output.error.kind == "internal"
+    assert "no idea" not in repr(output)
+    assert "no idea" in caplog.text
+    desk.engine.assert_at_rest()
+    desk.take(request(2))
+    assert desk.outputs.accepted == [(0, 2)]
+
+
+def test_a_request_sent_twice_does_not_disturb_itself():
+    desk = Desk()
+    desk.take(request(1))
+    desk.take(request(1))
+    assert desk.engine.scheduler.num_unfinished == 1
+    assert desk.outputs.accepted == [(0, 1)]
+    assert desk.outputs.outputs == []
+
+
+def test_an_id_can_be_used_again_when_it_is_over():
+    desk = Desk()
+    desk.take(request(1))
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.take(request(1))
+    assert desk.engine.scheduler.num_unfinished == 1
+
+
+def test_a_resumed_request_that_is_complete_ends_at_once():
+    desk = Desk()
+    desk.take(
+        request(
+            n=5,
+            output_token_ids=((1, 2, 3, 4), (7, EOS), (7, 8), (7,), (7, 42)),
+            finished_choices=(3,),
+            stop_token_ids=(42,),
+        )
+    )
+    outputs = {output.choice: output for _, output in desk.outputs.outputs}
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [2]
+    assert outputs.keys() == {0, 1, 4}
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert outputs[1].finish_reason is outputs[4].finish_reason is FinishReason.STOP
+    assert [outputs[each].stop_reason for each in (0, 1, 4)] == [None, None, 42]
+    assert [outputs[each].token_index for each in (0, 1, 4)] == [4, 2, 2]
+    assert all(not each.new_token_ids and each.first is None for each in outputs.values())
+    assert desk.outputs.accepted == [(0, 1)]
+
+
+def test_an_abort_can_name_a_choice():
+    desk = Desk()
+    desk.take(request(1, n=3))
+    desk.take(Abort(1, 1, "stop_string", 1))
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 2]
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.engine.assert_at_rest()
+    assert desk.outputs.outputs == []
+
+
+def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
+    desk = Desk(scheduling_policy="continuum", pin_policy="fixed")
+    agent = AgentHint("job")
+    desk.take(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
+    desk.engine.step()
+    desk.take(Abort(1, 1, "stop_string", 0))
+    (pin,) = desk.engine.scheduler._retained_prefixes
+    assert (pin.job, pin.request_id) == ("job", 1)
+    desk.take(TurnEnded(1, 1, "job", "shell"))
+    desk.take(TurnEnded(1, 7, "nobody's", "shell"))
+    assert desk.engine.scheduler.agent_sessions._jobs["job"].tool == "shell"
+
+
+def test_calls_are_answered():
+    desk = Desk()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"), client=1)
+    desk.take(AdminCall(1, 6, "check_integrity"))
+    assert desk.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
+
+
+def test_pause_and_resume_by_call():
+    desk = Desk()
+    desk.take(request(1))
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "pause", "freeze"))
+    assert not desk.engine.scheduler.has_work
+    desk.take(AdminCall(1, 6, "pause"))
+    assert desk.engine.scheduler.has_work
+    desk.take(request(2))
+    desk.engine.step()
+    assert len(desk.engine.scheduler.running) == 1
+    desk.take(AdminCall(1, 7, "resume"))
+    desk.engine.step()
+    assert len(desk.engine.scheduler.running) == 2
+    assert desk.outputs.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
+
+
+def test_a_pause_can_end_what_is_unfinished():
+    """Whatever it waits for; each choice hears of it once, and of the pause whoever comes after."""
+    desk = Desk()
+    desk.take(request(1, max_tokens=30), client=2)
+    desk.take(request(2, n=2, beam_width=2, max_tokens=30))
+    desk.engine.step()
+    desk.engine.step()
+    desk.take(request(3, n=3), client=2)
+    desk.take(AdminCall(1, 5, "pause", ends_unfinished=True))
+    ended = [
+        (client, each.request_id, each.choice)
+        for client, each in desk.outputs.outputs
+        if each.finish_reason is FinishReason.ABORT
+    ]
+    assert sorted(ended) == [(0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 3, 0), (2, 3, 1), (2, 3, 2)]
+    assert {(2, 1), (0, 2), (2, 3)} <= set(desk.outputs.accepted)
+    assert desk.engine.scheduler.num_unfinished == 0
+    desk.engine.run()
+    desk.engine.assert_at_rest()
+    desk.take(request(4))
+    assert not desk.engine.scheduler.has_work or not desk.engine.step().total_num_scheduled_tokens
+    desk.take(AdminCall(1, 6, "resume"))
+    desk.engine.run()
+    desk.engine.assert_at_rest()
+
+
+def test_whether_there_is_a_pause_by_call():
+    desk = Desk()
+    for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
+        desk.take(AdminCall(1, call_id, name))
+    asked = [reply for _, reply in desk.outputs.replies[::2]]
+    assert [(each.value, each.detail) for each in asked] == [
+        (0, ""),
+        (1, "finish_running"),
+        (0, ""),
+    ]
+
+
+def test_the_number_of_unfinished_choices_by_call():
+    desk = Desk()
+    desk.take(request(1, n=3))
+    desk.take(request(2))
+    desk.engine.step()
+    desk.take(Abort(1, 1, "stop_string", 0))
+    desk.take(AdminCall(1, 5, "get_num_unfinished"))
+    assert desk.outputs.replies == [(0, AdminReply(1, 5, True, value=3))]
+
+
+def test_priorities_are_refused_where_nothing_heeds_them():
+    desk = Desk()
+    desk.take(request(1, priority=-1))
+    ((_, output),) = desk.outputs.outputs
+    assert output.error.param == "priority"
+    assert "--scheduling-policy priority" in output.error.message
+    desk.input_processor = InputProcessor(
+        desk.engine.scheduler,
+        desk.engine.kv_cache,
+        desk.outputs,
+        RequestLimits(vocab_size=1000, max_model_len=64, priorities=True),
+    )
+    desk.take(request(1, priority=-1))
+    assert desk.outputs.accepted == [(0, 1)]
+
+
+def test_calls_that_fail_say_why(monkeypatch):
+    monkeypatch.setattr(frontend_io, "check", lambda _: ["lost block: 3", "lost block: 4"])
+    desk = Desk()
+    desk.take(request())
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
+    desk.take(AdminCall(1, 6, "check_integrity"))
+    (_, reset), (_, integrity) = desk.outputs.replies
+    assert (reset.ok, reset.detail) == (False, "1 requests are unfinished")
+    assert (integrity.ok, integrity.detail) == (False, "lost block: 3\nlost block: 4")
+
+
+def test_resetting_at_the_cost_of_running_requests_by_call():
+    desk = Desk()
+    desk.take(request())
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache", reset_running_requests=True))
+    assert desk.outputs.replies == [(0, AdminReply(1, 5, True))]
+    assert desk.engine.scheduler.running == []
+    assert desk.engine.scheduler.num_unfinished == 1
+
+
+def test_resetting_what_a_connector_keeps_by_call():
+    desk = Desk(connector=FakeConnector())
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
+    assert desk.engine.connector.resets == 0
+    desk.take(AdminCall(1, 6, "reset_prefix_cache", reset_external=True))
+    desk.engine.connector.busy = True
+    desk.take(AdminCall(1, 7, "reset_prefix_cache", reset_external=True))
+    assert desk.engine.connector.resets == 2
+    assert [reply.ok for _, reply in desk.outputs.replies] == [True, True, False]
+    assert "copies" in desk.outputs.replies[-1][1].detail
