@@ -1,16 +1,16 @@
-"""The model as a worker holds it, which outlives every engine; makes it from what was prepared.
+"""The model of a worker, which stays loaded while engines come and go.
 
-Owns the choice of its arithmetic (dtype, form of the weights) and what follows from it: the
-layout of its KV and the fingerprint. Knows nothing of links, pools and steps.
+Start at load, which chooses dtype and weight format and makes a LoadedModel of a prepared model.
+kv_fingerprint says whose KV blocks are interchangeable.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,11 +19,9 @@ from proto.errors import ModelError
 from proto.lifecycle import KVCacheGeometry, WeightMemory
 from proto.prepared_model import PreparedModel
 from worker.device.base import Device
-from worker.fingerprint import kv_fingerprint
 from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
-from worker.kv_cache import kv_cache_geometry, resolve_kv_dtype
-from worker.kv_layout import KVLayout, kv_layout
+from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
 from worker.loader.files import read_index
 from worker.loader.format_choice import (
     activation_dtype,
@@ -40,14 +38,16 @@ from worker.parallel.sharding import shard_model
 from worker.reports import Reports
 
 logger = logging.getLogger("tokend.worker")
+LAYOUT_VERSION: Final = 4
+"""Counts changes of the cache layout or of the arithmetic of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, for good.
+    """A model on its device.
 
-    dtype: of the activations. form: of the weights. config: the model's own config.json.
-    group: those who compute it together with this worker.
+    dtype: of the activations. config: the model's own config.json. group: the ranks that compute
+    the model together with this worker.
     """
 
     prepared: PreparedModel
@@ -62,12 +62,12 @@ class LoadedModel:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether it is on a GPU."""
+        """Whether the model is on a GPU."""
         return is_cuda(self.device)
 
     @property
     def part_of_kv(self) -> Fraction:
-        """Of the KV heads that all workers hold together, those of this one."""
+        """The share of the KV heads of all workers together that this worker holds."""
         if self.group.size == 1:
             return Fraction(1)
         spec = spec_from_config(self.config)
@@ -77,11 +77,11 @@ class LoadedModel:
 
     @property
     def weights(self) -> tuple[WeightMemory, ...]:
-        """Bytes that the weights take, by weight_format."""
+        """Bytes of the weights by format."""
         return tuple(WeightMemory(*each) for each in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
-        """32 bytes over everything that changes what is in its KV blocks."""
+        """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
         return kv_fingerprint(
             self.prepared.weights_sha256,
             self.config,
@@ -94,24 +94,20 @@ class LoadedModel:
         )
 
 
-def unchanged(weight_format: WeightFormat) -> WeightFormat:
-    return form
-
-
 def load(
     config: ServeConfig,
     prepared: PreparedModel,
     device: Device,
     group: RankGroup,
     reports: Reports,
-    around: Callable[[WeightFormat], WeightFormat] = unchanged,
+    weight_format: WeightFormat | None = None,
 ) -> LoadedModel:
-    """This worker's part of a model, in the form that the settings and the device choose.
+    """Load this rank's part of a model.
 
-    around: makes of that form the one that the model is read in, for whoever wants to watch.
+    weight_format: None for the one that settings and device choose.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    weight_format = around(_choose_format(config.model, prepared, device, dtype))
+    weight_format = weight_format or weight_format_for(config.model, prepared, device)
     logger.info(
         "loading %s as %s, weights %s",
         prepared.name,
@@ -143,24 +139,26 @@ def load(
         reports.notice(notice)
     heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    return LoadedModel(prepared, model_config, model, dtype, weight_format, device, group, layout, geometry)
+    return LoadedModel(
+        prepared, model_config, model, dtype, weight_format, device, group, layout, geometry
+    )
 
 
-def _choose_format(
-    config: ModelConfig, prepared: PreparedModel, device: Device, dtype: torch.dtype
-) -> WeightFormat:
+def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
+    """Return the format that a model's weights get on this device."""
+    dtype = device.resolve_dtype(activation_dtype(config))
     if is_cuda(device):
         return DenseFormat(dtype)
     return choose_format(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
 
 
 def is_cuda(device: Device) -> bool:
-    """Whether a device is a GPU."""
+    """Return whether a device is a GPU."""
     return device.torch_device.type == "cuda"
 
 
 def read_config(prepared: PreparedModel) -> dict[str, Any]:
-    """The model's config.json; raises ModelError naming the file."""
+    """Return the model's config.json; raises ModelError naming the file."""
     path = Path(prepared.folder) / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -169,3 +167,38 @@ def read_config(prepared: PreparedModel) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object")
     return config
+
+
+def kv_fingerprint(
+    weights_sha256: str,
+    model_config: dict[str, Any],
+    geometry: KVCacheGeometry,
+    block_size: int,
+    compute_dtype: str,
+    weight_format: str,
+    rank_of: tuple[int, int] = (0, 1),
+) -> bytes:
+    """Return 32 bytes over everything that changes the values in the KV cache.
+
+    Equal in two processes only if their KV blocks are interchangeable. It is the root of the block
+    hashes, so KV of different arithmetic never mixes, also if caches outlive a process.
+
+    weight_format: the name of a WeightFormat; other products give other KV.
+    rank_of: this worker's rank and the number of ranks; other heads give other sums.
+    """
+    facts = [
+        LAYOUT_VERSION,
+        weights_sha256,
+        model_config,
+        geometry.num_slots,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.dtype,
+        [group.sliding_window for group in geometry.groups],
+        block_size,
+        compute_dtype,
+        weight_format,
+        rank_of,
+    ]
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()

@@ -25,7 +25,7 @@ from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
 from worker.layers.embedding import EmbeddingTable
 from worker.layers.linear import Linear
-from worker.loaded_model import load
+from worker.loaded_model import load, weight_format_for
 from worker.loader.files import read_index
 from worker.loader.formats import BuildEnds, BuildLinear, Ends, Product, WeightFormat
 from worker.loader.source import WeightSource
@@ -88,9 +88,9 @@ class LimitsWorker:
     """The model of a worker as the daemon has it, whose products can be computed by themselves."""
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
-        self.loaded = load(
-            config, prepared, create_device(config, 0), Alone(), NoReports(), NotedFormat
-        )
+        device = create_device(config, 0)
+        noted = NotedFormat(weight_format_for(config.model, prepared, device))
+        self.loaded = load(config, prepared, device, Alone(), NoReports(), noted)
         assert isinstance(self.loaded.weight_format, NotedFormat)
         self.products = self.loaded.weight_format
 

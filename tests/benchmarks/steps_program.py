@@ -26,8 +26,7 @@ from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, 
 from tests.benchmarks.messages import StepTimings, StepWorkload
 from tests.benchmarks.step_clock import ClockedModel, StepClock
 from worker.device.choice import create_device
-from worker.loaded_model import load, unchanged
-from worker.loader.formats import WeightFormat
+from worker.loaded_model import load
 from worker.model_runner import ModelRunner
 from worker.parallel.group import Alone
 from worker.reports import NoReports
@@ -44,11 +43,10 @@ class BenchWorker:
         self,
         config: ServeConfig,
         prepared: PreparedModel,
-        around: Callable[[WeightFormat], WeightFormat] = unchanged,
     ) -> None:
         self.clock = StepClock()
         device, reports = create_device(config, 0), NoReports()
-        loaded = load(config, prepared, device, Alone(), reports, around)
+        loaded = load(config, prepared, device, Alone(), reports)
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
         saboteur = FaultInjector.of((), "worker", 0, 0)

@@ -42,8 +42,7 @@ from worker.attention import kv_store
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.results import Download, Results
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm, triton_kernels
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config

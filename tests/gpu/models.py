@@ -17,8 +17,7 @@ from worker.attention.flashinfer_group import Options
 from worker.cuda_graphs import GraphForward
 from worker.forward import EagerForward
 from worker.input_batch import BlockTable, StepInputs
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec

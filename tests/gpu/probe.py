@@ -11,8 +11,7 @@ from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode,
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
 from worker.device.placement import OnDevice
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.sampling.device_sampler import DeviceDraw

@@ -14,8 +14,7 @@ from tests.gpu.report import Report
 from worker.async_runner import PendingStep
 from worker.cuda_runner import CudaRunnerMaker
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.registry import spec_from_config
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend

@@ -33,8 +33,7 @@ from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModel
 from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
 from worker.loader import formats, weights

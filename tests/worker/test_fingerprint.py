@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from proto.lifecycle import KVCacheGeometry, KVGroup
-from worker.fingerprint import kv_fingerprint
-from worker.kv_cache import kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import kv_cache_geometry, kv_layout
+from worker.loaded_model import kv_fingerprint
 
 GEOMETRY = KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(),))
 FACTS: dict[str, Any] = {

@@ -21,8 +21,7 @@ from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder

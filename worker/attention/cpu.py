@@ -21,8 +21,7 @@ from worker.kernels import (
     AttentionStep,
     Kernels,
 )
-from worker.kv_cache import KVCache
-from worker.kv_layout import Window
+from worker.kv_cache import KVCache, Window
 from worker.layers.rotary import Rotation
 
 _CACHE_DTYPE_CODES: Final = {**DTYPE_CODES, torch.int8: 3}
@@ -92,7 +91,7 @@ class CpuAttention:
             for window in kv_cache.layout.windows
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
-        self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
+        self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.layer_slots))]
         calls = [self._call(layer) for layer in range(len(self._layers))]
         self._calls = (AttentionCall * len(calls))(*calls)
 
@@ -137,7 +136,7 @@ class CpuAttention:
         assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         call = self._layers[layer]
         call.dtype = DTYPE_CODES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
@@ -173,7 +172,7 @@ class CpuAttention:
 
     def _call(self, layer: int) -> ctypes.Structure:
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         plan = self._plans[layout.windows[group]].structure
         return AttentionCall(
             *map(ctypes.addressof, (self._groups[group], plan, self._layers[layer]))

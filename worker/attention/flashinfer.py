@@ -124,7 +124,7 @@ class FlashInferAttention:
             GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
             for window in kv_cache.layout.windows
         ]
-        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
+        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.layer_slots))]
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
         self._slots: list[torch.Tensor] = []
@@ -157,7 +157,7 @@ class FlashInferAttention:
         rotation: Rotation,
     ) -> torch.Tensor:
         """As the Protocol says; queues kernels and waits for none. Turns query and key in place."""
-        group = self._kv_cache.layout.places[layer].group
+        group = self._kv_cache.layout.layer_slots[layer].group
         pages = self._pages[layer]
         self._turn(query, key, rotation)
         self._store(self._slots[group], key, value, pages)

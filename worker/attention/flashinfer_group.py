@@ -17,7 +17,7 @@ import torch
 from worker.attention.base import AttentionShape
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
-from worker.kv_layout import Window
+from worker.kv_cache import Window
 
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""

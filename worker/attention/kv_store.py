@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from worker.kv_pages import Pages
+from worker.kv_cache import Pages
 
 PADDING_SLOT: Final = -1
 """Of a token that has no place: nothing is written that anybody reads."""

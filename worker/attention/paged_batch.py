@@ -29,7 +29,7 @@ import torch
 
 from worker.attention.base import AttentionInputs
 from worker.attention.kv_store import PADDING_SLOT
-from worker.kv_layout import Window
+from worker.kv_cache import Window
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kv_cache import KVCache
-from worker.kv_layout import Window
-from worker.kv_pages import Pages
+from worker.kv_cache import KVCache, Pages, Window
 from worker.layers.rotary import Rotation, rotate
 
 
@@ -34,7 +32,7 @@ class ReferenceAttention:
         rotation: Rotation,
     ) -> torch.Tensor:
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         inputs, window = self._groups[group], layout.windows[group]
         key_pages, value_pages = self._kv_cache.layer_pages(layer)
         slots = torch.from_numpy(inputs.slot_mapping)

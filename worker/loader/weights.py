@@ -48,8 +48,9 @@ def load_model(
     weight_format: WeightFormat | None = None,
     group: RankGroup = _ALONE,
 ) -> Decoder:
-    """Load a model with activations of `dtype` onto `device`, its weights in `weight_format` (else dense).
+    """Load a model with activations of `dtype` onto `device`.
 
+    weight_format: of the linear layers and the embedding; None for dense weights.
     group: the ranks that share the model; they need not have met yet. The decoder's spec is that
     of this rank, with the vocabulary of all.
 
@@ -91,7 +92,7 @@ class DecoderBuilder:
     ) -> None:
         self.source = source
         self.spec = shards[group.rank].spec
-        self.weight_format = form
+        self.weight_format = weight_format
         self.device = device
         self.group = group
         self._vocab = [shard.vocab for shard in shards]

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import RotaryEmbedding
 from worker.models.rope import DefaultRope
 

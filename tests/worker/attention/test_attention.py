@@ -19,9 +19,7 @@ from worker.attention.cpu import (
 )
 from worker.attention.reference import ReferenceAttention
 from worker.kernels import AttentionStep
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
-from worker.kv_pages import Int8Pages
+from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import Rotation
 
 # Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are

@@ -23,8 +23,7 @@ from worker.attention.base import AttentionInputs
 from worker.attention.cpu import CpuAttention
 from worker.build_kernels import Variant
 from worker.kernels import Kernels
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm
 from worker.loader.formats import (
     Bf16Format,

@@ -36,8 +36,7 @@ from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
 from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import NO_MASKS, ModelRunner
 from worker.models.decoder import Decoder
