@@ -1,1 +1,1 @@
-"""KV that lies outside the device: deciding what is loaded from there and what is stored."""
+"""KV connectors, scheduler's half: decide which KV is loaded from and stored outside the device."""

@@ -1,1 +1,1 @@
-"""KV that lies outside the device: copying it there and back."""
+"""KV connectors, workers' half: copy KV between the device and other media."""

@@ -1,1 +1,1 @@
-"""Blocks that leave the device and come back: the ledger of what lies where."""
+"""Offloading of KV blocks, scheduler's half. Start with connector.py."""

@@ -108,7 +108,7 @@ class OffloadingScheduler(SchedulerConnector):
         )
 
     def needs_step(self) -> bool:
-        """Whether stores wait for the step after the one that planned them."""
+        """Whether planned stores wait for another step to start them."""
         return self._has_deferred or self._stores.has_planned
 
     # Reports and ends of requests
@@ -192,7 +192,7 @@ class OffloadingScheduler(SchedulerConnector):
         return self._is_storable(tracked.request.seq_id)
 
     def _plan_stores(self, output: SchedulerOutput) -> None:
-        """Plan stores for sequences that fill a block in this step, one comparison for the rest."""
+        """Plan stores for sequences that fill a block in this step; others cost one comparison."""
         for new in output.new_requests:
             num_tokens = new.num_computed_tokens + new.num_scheduled_tokens
             tracked = self._requests.get(new.seq_id)

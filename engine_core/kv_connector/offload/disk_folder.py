@@ -60,7 +60,7 @@ Command = Callable[[], None]
 
 
 class DiskFolder:
-    """Owner of the thread.
+    """Thread that scans and cleans the folder of one model.
 
     root: folder of all models. name: subfolder of this model. notify: called after each report.
     """
@@ -80,7 +80,7 @@ class DiskFolder:
         self._thread.start()
 
     def pop_reports(self) -> Iterator[Report]:
-        """Yield reports since the last call."""
+        """Yield what the thread has found since the last call."""
         while not self._reports.empty():
             yield self._reports.get_nowait()
 
@@ -158,7 +158,7 @@ class DiskFolder:
         for _, key, rank in files:
             blocks[key] = blocks.pop(key, 0) | 1 << rank
         self._others = sorted(self._files_of_others())
-        return InitialScan(blocks, sum(each.size for each in self._others))
+        return InitialScan(blocks, sum(file.size for file in self._others))
 
     def _file_system_time(self) -> int:
         """Return the file system's current time in nanoseconds; 0 if the folder is not writable."""
@@ -186,7 +186,7 @@ class DiskFolder:
                 mtime = os.stat(shard).st_mtime_ns
                 if mtime == before.mtime_ns and before.settled:
                     continue
-                names = {each for each in os.listdir(shard) if _block_of(shard, each) is not None}
+                names = {name for name in os.listdir(shard) if _block_of(shard, name) is not None}
             except OSError:
                 continue
             # listed again after a change: mtime does not tell two quick changes apart
@@ -197,7 +197,7 @@ class DiskFolder:
                 self._report(FilesChanged(added, removed))
 
     def _bits(self, names: set[str]) -> list[tuple[OffloadKey, int]]:
-        parsed = [each for each in map(parse_file_name, names) if each is not None]
+        parsed = [block for block in map(parse_file_name, names) if block is not None]
         return [(key, 1 << rank) for key, rank in parsed if rank < self._num_ranks]
 
     def _paths(self, key: OffloadKey) -> list[str]:
@@ -271,7 +271,7 @@ def _subfolders(folder: Path | str) -> Iterator[str]:
     """Yield the paths of subfolders; none if the folder is missing."""
     try:
         with os.scandir(folder) as entries:
-            yield from [each.path for each in entries if each.is_dir(follow_symlinks=False)]
+            yield from [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("disk: %s", error)
@@ -280,7 +280,7 @@ def _subfolders(folder: Path | str) -> Iterator[str]:
 def _files(folder: str) -> Iterator[_File]:
     """Yield the files of a folder, except those removed meanwhile."""
     with os.scandir(folder) as entries:
-        for each in entries:
+        for entry in entries:
             with suppress(OSError):
-                facts = each.stat(follow_symlinks=False)
-                yield _File(facts.st_mtime_ns, each.path, each.name, facts.st_size)
+                facts = entry.stat(follow_symlinks=False)
+                yield _File(facts.st_mtime_ns, entry.path, entry.name, facts.st_size)

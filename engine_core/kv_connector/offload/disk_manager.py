@@ -44,10 +44,11 @@ _FAILED_STORES_ALLOWED: Final = 2
 
 
 class _DiskBlock:
-    """Index entry of a block.
+    """Index entry of a block on the disk.
 
-    num_refs: see above. ranks: bit mask of ranks whose files exist. is_suspect: a load has failed.
-    is_bad: discarded during a copy; its files are removed when the copy has finished.
+    num_refs: loads in flight, -1 while being stored. ranks: bit mask of ranks whose files exist.
+    is_suspect: a load has failed. is_bad: discarded during a copy; its files are removed after the
+    copy.
     """
 
     __slots__ = ("is_bad", "is_suspect", "num_refs", "ranks")
@@ -109,7 +110,7 @@ class DiskOffloadingManager:
             return None
         if self._loads.is_open:
             return [False] * len(keys)
-        return [self._is_present(each) for each in keys]
+        return [self._is_present(key) for key in keys]
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         for key in keys:

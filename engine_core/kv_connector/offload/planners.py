@@ -27,6 +27,9 @@ from engine_core.kv_connector.offload.tracking import (
 from engine_core.request import Request
 from proto.kv_connector import DeviceBlocks, TransferJob
 
+_TOUCH_GROWTH: Final = 4
+"""A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -102,8 +105,8 @@ def longest_hit(extent: Extent, groups: Sequence[GroupPresence]) -> int:
 def _runs(present: Sequence[bool]) -> list[int]:
     """Return for each block the length of the run of present blocks that ends with it."""
     runs, length = [], 0
-    for each in present:
-        length = length + 1 if each else 0
+    for is_present in present:
+        length = length + 1 if is_present else 0
         runs.append(length)
     return runs
 
@@ -142,12 +145,12 @@ class LoadPlanner:
             return NO_MATCH
         limit = (request.num_tokens - 1) // layout.block_size * layout.block_size
         extent = Extent(num_computed, limit, layout.size)
-        hit = self._find(request, extent, num_blocks, is_new_use)
+        hit = self._find_hit(request, extent, num_blocks, is_new_use)
         if hit is None:
             return self._wait_for_lookup(request)
         if hit <= num_computed:
             return NO_MATCH
-        wanted = self._keys(block_hashes, num_computed, hit)
+        wanted = self._keys_to_load(block_hashes, num_computed, hit)
         if any(self._loading[key] for keys in wanted for key in keys):
             return self._wait_for_lookup(request)
         tracked.hit = hit
@@ -161,7 +164,7 @@ class LoadPlanner:
         """
         layout, request, end = self._layout, tracked.request, tracked.hit
         num_computed = end - num_external
-        wanted = self._keys(request.block_hashes, num_computed, end)
+        wanted = self._keys_to_load(request.block_hashes, num_computed, end)
         device, slots = [], []
         for group, (table, keys) in enumerate(zip(tables, wanted, strict=True)):
             first = self._first_block(group, num_computed, end)
@@ -218,7 +221,7 @@ class LoadPlanner:
         self._waiting[request.seq_id] = request
         return NOT_KNOWN_YET
 
-    def _find(
+    def _find_hit(
         self, request: Request, extent: Extent, num_blocks: int, is_new_use: bool
     ) -> int | None:
         """Return the longest hit of all groups; None if the medium does not know yet.
@@ -241,11 +244,10 @@ class LoadPlanner:
 
     def _first_block(self, group: int, num_computed: int, end: int) -> int:
         """Return the index of the first device block that a group must load."""
-        return (
-            first_needed(self._layout.windows[group], num_computed, end) // self._layout.block_size
-        )
+        layout = self._layout
+        return first_needed(layout.windows[group], num_computed, end) // layout.block_size
 
-    def _keys(
+    def _keys_to_load(
         self, block_hashes: list[bytes], num_computed: int, end: int
     ) -> list[list[OffloadKey]]:
         """Return the keys of the offloaded blocks to load, for each group."""
@@ -259,10 +261,6 @@ class LoadPlanner:
             )
             for group in layout.groups
         ]
-
-
-_TOUCH_GROWTH: Final = 4
-"""A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
 
 
 class StorePlanner:

@@ -38,7 +38,7 @@ class LookupResult(NamedTuple):
 
 
 class RemoteLookups:
-    """Owner of the lookup thread and its connection.
+    """Thread that asks a Redis server which blocks it has, and removes blocks from it.
 
     folder: media folder of this model. seconds: reply timeout. retry_seconds: see CircuitBreaker.
     notify: called after results were added, from any thread.
@@ -86,7 +86,7 @@ class RemoteLookups:
         self._notify()
 
     def pop_results(self) -> list[LookupResult]:
-        """Return results since the last call."""
+        """Return the lookup results since the last call."""
         with self._changed:
             results, self._results = self._results, []
         return results

@@ -1,1 +1,1 @@
-"""Copies between device blocks and a medium."""
+"""Offloading of KV blocks, workers' half. Start with connector.py."""

@@ -47,10 +47,59 @@ _COMMIT_BYTES: Final = 2 << 20
 _PAGE: Final = 4096
 _MADV_POPULATE_WRITE: Final = 23
 _CLOSE_SECONDS: Final = 1.0
-
-
+LOAD_NICENESS: Final = 0
+_HOST: Final = "CPU"
 Commit = Callable[[int, int], bool]
 """Commits the pages of [address, address + num_bytes); returns whether the system can do that."""
+Bytes = npt.NDArray[np.uint8]
+
+
+def make_handlers(
+    extra: Mapping[str, Any], context: HandlerContext
+) -> Mapping[Direction, OffloadingHandler]:
+    """Create the pool and both handlers; raises ConfigError if too little memory is free."""
+    num_bytes = cpu_settings(extra).cpu_bytes_to_use
+    free = available_memory()
+    if num_bytes > free:
+        raise wrong(
+            "cpu_bytes_to_use",
+            f"is more than the {free} bytes of memory that are free: {num_bytes}",
+        )
+    blocks = block_rows(context.cache)
+    block_bytes = blocks.shape[1]
+    if blocks.device.type == "cpu":
+        # Ranks have different numbers of heads; the engine decides how many slots are used.
+        memory = large_pages(num_bytes)
+        ahead = CommitAhead(memory[: num_bytes // context.num_ranks])
+        pool = pool_rows(memory, context.factor, block_bytes)
+        return _by_direction(
+            HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead),
+            HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
+        )
+    memory = Cuda(blocks.device).staging(num_bytes // context.num_ranks)
+    pool = pool_rows(memory, context.factor, block_bytes)
+    store, load = (
+        DeviceCopies(blocks, pool, CudaCopyStream(blocks.device), EventWatcher(context.notify))
+        for _ in range(2)
+    )
+    return _by_direction(store, load)
+
+
+def block_rows(cache: KVCache) -> torch.Tensor:
+    """View the KV cache as uint8 [num_blocks, block_bytes], all groups and scales included."""
+    return cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
+
+
+def pool_rows(memory: torch.Tensor, factor: int, block_bytes: int) -> torch.Tensor:
+    """View memory as uint8 [num_slots, factor, block_bytes], with as many slots as fit."""
+    num_slots = len(memory) // (factor * block_bytes)
+    return memory[: num_slots * factor * block_bytes].view(num_slots, factor, block_bytes)
+
+
+def _by_direction(
+    store: OffloadingHandler, load: OffloadingHandler
+) -> Mapping[Direction, OffloadingHandler]:
+    return {(DEVICE_MEDIUM, _HOST): store, (_HOST, DEVICE_MEDIUM): load}
 
 
 class CommitAhead:
@@ -108,12 +157,6 @@ def _commit(address: int, num_bytes: int) -> bool:
 _MADVISE: Final = ctypes.CDLL(None, use_errno=True).madvise
 _MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADVISE.restype = ctypes.c_int
-
-
-logger = logging.getLogger("tokend.kv_connector")
-
-LOAD_NICENESS: Final = 0
-Bytes = npt.NDArray[np.uint8]
 
 
 class HostCopies:
@@ -211,54 +254,3 @@ def _failed(job: TransferJob, seconds: float) -> TransferResult:
     """Make the result of an interrupted copy, or of a slot beyond this rank's pool."""
     failed = device_blocks(job) if job.is_load else []
     return TransferResult(job.job_id, False, 0, seconds, failed)
-
-
-_HOST = "CPU"
-
-
-def make_handlers(
-    extra: Mapping[str, Any], context: HandlerContext
-) -> Mapping[Direction, OffloadingHandler]:
-    """Create the pool and both handlers; raises ConfigError if too little memory is free."""
-    num_bytes = cpu_settings(extra).cpu_bytes_to_use
-    free = available_memory()
-    if num_bytes > free:
-        raise wrong(
-            "cpu_bytes_to_use",
-            f"is more than the {free} bytes of memory that are free: {num_bytes}",
-        )
-    blocks = block_rows(context.cache)
-    block_bytes = blocks.shape[1]
-    if blocks.device.type == "cpu":
-        # Ranks have different numbers of heads; the engine decides how many slots are used.
-        memory = large_pages(num_bytes)
-        ahead = CommitAhead(memory[: num_bytes // context.num_ranks])
-        pool = pool_rows(memory, context.factor, block_bytes)
-        return _by_direction(
-            HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead),
-            HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
-        )
-    memory = Cuda(blocks.device).staging(num_bytes // context.num_ranks)
-    pool = pool_rows(memory, context.factor, block_bytes)
-    store, load = (
-        DeviceCopies(blocks, pool, CudaCopyStream(blocks.device), EventWatcher(context.notify))
-        for _ in range(2)
-    )
-    return _by_direction(store, load)
-
-
-def block_rows(cache: KVCache) -> torch.Tensor:
-    """View the KV cache as uint8 [num_blocks, block_bytes], all groups and scales included."""
-    return cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
-
-
-def pool_rows(memory: torch.Tensor, factor: int, block_bytes: int) -> torch.Tensor:
-    """View memory as uint8 [num_slots, factor, block_bytes], with as many slots as fit."""
-    num_slots = len(memory) // (factor * block_bytes)
-    return memory[: num_slots * factor * block_bytes].view(num_slots, factor, block_bytes)
-
-
-def _by_direction(
-    store: OffloadingHandler, load: OffloadingHandler
-) -> Mapping[Direction, OffloadingHandler]:
-    return {(DEVICE_MEDIUM, _HOST): store, (_HOST, DEVICE_MEDIUM): load}
