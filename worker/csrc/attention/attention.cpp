@@ -1,8 +1,8 @@
 // Causal attention over paged K and V with an online softmax in float32
 // (Milakov, Gimelshein 2018; the pieces of a long context as in Flash-Decoding).
 //
-// A piece of a tile leaves, per row, the output before it is normalised, the largest
-// raw score and the sum of weights; several pieces are joined afterwards.
+// For each row a piece of a tile computes the output before it is normalised, the largest raw score
+// and the sum of weights; several pieces are merged afterwards.
 #include "attention/attention.h"
 #include "attention/few_rows.h"
 #include "attention/many_rows.h"
@@ -35,7 +35,7 @@ void compute_piece(const Piece& piece, const Piece& following, const TokendAtten
     }
 }
 
-// What a task computes: all heads of it at once, or one after the other.
+// Computes one task: all of its heads at once, or one after the other.
 template <class C>
 void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
                   Scratch& scratch) {
@@ -65,7 +65,7 @@ void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t r
     finish_row(piece, row, all.output, all.total);
 }
 
-// K, turned, and V of one token into its page.
+// Writes the rotated K and the V of one token to its page.
 template <class C>
 void write_token(const TokendAttentionStep* step, const TokendAttentionLayer* layer, int64_t token, Scratch& scratch) {
     const int64_t slot = step->slot_mapping[token], head_dim = step->head_dim, block_size = step->block_size;
@@ -84,7 +84,7 @@ void write_token(const TokendAttentionStep* step, const TokendAttentionLayer* la
 // Below this, some microseconds of one thread, waking others costs more than it saves.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
 
-// Runs of tasks that each thread gets to take, one after the other.
+// Neighbouring tasks that a thread takes at a time.
 constexpr int64_t RUNS_PER_THREAD = 8;
 
 template <class C>

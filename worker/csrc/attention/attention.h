@@ -26,11 +26,11 @@ struct TokendAttentionStep {
     double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0 leaves them
 };
 
-// Neighbouring queries of one sequence under one KV head.
+// A tile: neighbouring queries of one sequence under one KV head.
 //   rows:     query_count * group_size, row = query * group_size + head in group
-//   kv_begin, kv_end: tokens that one or the other of the queries sees
-//   pieces:   this range, cut at the multiples of piece_len (piece.h)
-//   partial_row: where its pieces leave their results when there are several
+//   kv_begin, kv_end: tokens that at least one of the queries sees
+//   pieces:   number of parts of this range, cut at multiples of piece_len (piece.h)
+//   partial_row: first row of its partial results, if it has several pieces
 struct TokendTile {
     int32_t seq;
     int32_t kv_head;
@@ -51,7 +51,7 @@ struct TokendTask {
     int32_t heads;
 };
 
-// Tiles whose partial results are kept together: a round begins where the one before ends.
+// A round: tiles whose partial results are in memory together; begins where the last one ended.
 struct TokendRound {
     int32_t tiles_end;
     int32_t tasks_end;
@@ -94,10 +94,10 @@ struct TokendAttentionLayer {
 // Floats of one partial result.
 __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head_dim);
 
-// Sets the counts of plan; fills tiles, tasks and rounds when they are not null.
+// Sets the counts of plan, and fills tiles, tasks and rounds unless they are null.
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendAttentionStep* step, TokendAttentionSchedule* plan);
 
-// Turns the step's keys, writes K and V into the pages, then attends with turned queries.
+// Rotates the step's keys, writes K and V to the pages, then attends with rotated queries.
 // May be called by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_attention_run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer);
 }

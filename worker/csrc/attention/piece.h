@@ -1,4 +1,4 @@
-// What both ways to compute attention share: where a piece's rows and tokens lie.
+// A piece of attention work: where its query rows and its tokens' K and V are. Shared by all kernels.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace tokend {
 
-// Where the attention of a row is cut, the same in every kernel.
+// Where attention is cut into pieces, the same in every kernel.
 //
 // The KV tokens of a sequence are cut at fixed positions, whatever part of them is computed
 // together, so that a row adds up the same numbers in the same order alone, in a batch and in

@@ -1,8 +1,7 @@
 // Cuts the attention of a step into tasks for the threads.
 //
-// Neither the other sequences, nor the chunk of a prompt, nor the number of threads move a
-// cut (piece.h). Rounds, which bound the memory of partial results, only order the
-// tiles.
+// Cuts (piece.h) depend neither on the other sequences nor on the chunk of a prompt nor on the
+// number of threads. Rounds, which bound the memory of partial results, only order the tiles.
 #include <algorithm>
 #include <tuple>
 
@@ -17,7 +16,7 @@ int64_t cost(const TokendTile& tile, int64_t piece) {
     return (to - std::max<int64_t>(from, tile.kv_begin)) * tile.query_count;
 }
 
-// From so many pieces of few rows on a task is all heads of one: fewer leave threads without work.
+// From this many pieces of few rows on, a task is all heads of a piece; with fewer, threads would idle.
 constexpr int64_t MANY_PIECES = 8;
 constexpr int64_t MOST_HEADS = 8;  // of a task: what is kept for one stays in the second cache
 

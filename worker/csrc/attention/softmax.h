@@ -1,6 +1,6 @@
-// Two results of a row over neighbouring tokens become one.
+// Merging the results of a row over neighbouring ranges of tokens, as in Flash-Decoding.
 //
-// A result is what a softmax leaves that is not finished: the sum of weighted values, the
+// A result is an unfinished softmax: the sum of weighted values, the
 // largest raw score, and the sum of weights, exp((score - largest) * scale). Nothing seen is
 // zeros and NO_SCORE; folding into nothing changes no bit.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace tokend {
 
-// What two largest scores come to, and the factors of what was weighed by each.
+// The maximum of two largest scores, and the factors that rescale the sums of each side.
 template <int N>
 struct Fold {
     F<N> best, kept, added;
@@ -74,7 +74,7 @@ struct ColumnResults {
     }
 };
 
-// Where the result of a row goes: to the output, or to those of other pieces of its tile.
+// Writing the result of a row: to the output, or to the partial results of its tile.
 
 // | output, head_dim floats | largest raw score | sum of weights | padding |
 inline int64_t partial_width(int64_t head_dim) { return head_dim + 8; }
@@ -84,7 +84,7 @@ inline void finish_row(const Piece& piece, int64_t row, float* output, float tot
     piece.write_output(row, output);
 }
 
-// Leaves one row of a piece: final when the tile has one piece, else as a partial result.
+// Writes one row of a piece: final if the tile has one piece, else as a partial result.
 inline void leave_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row, const RowResult& result) {
     if (piece.tile->pieces == 1) return finish_row(piece, row, result.output, result.total);
     const int64_t at = piece.tile->partial_row + index * piece.rows + row;
@@ -118,8 +118,8 @@ TOKEND_INLINE F<16> power_of_two(F<16> x) {
     return (F<16>)_mm512_scalef_ps((__m512)p, clamped);
 }
 
-// What turns raw scores of rows whose largest is `largest` into weights; scale: of the scores,
-// times log2 e.
+// Computes softmax weights from raw scores, given the largest score of each row. scale: factor of
+// the scores times log2 e.
 struct Weigher {
     F<16> factor, offset;
 
@@ -133,7 +133,7 @@ struct Weigher {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// A weight of zero takes nothing of a scale that is no number.
+// A weight of zero stays zero even if the scale is NaN.
 TOKEND_INLINE F<16> scaled(F<16> weight, F<16> scale) { return weight == F<16>{} ? F<16>{} : weight * scale; }
 
 TOKEND_INLINE F<16> larger(F<16> largest, F<16> score) { return (F<16>)_mm512_max_ps((__m512)largest, (__m512)score); }

@@ -1,4 +1,4 @@
-// What the kernels over rows share: vectors over a row whose length is no multiple of one.
+// Vector loads and stores for rows whose length is no multiple of the vector's.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the kernels over rows do to one row, for those that share rows among threads themselves.
+// Norm and gate of a single row, for callers that share rows among threads themselves.
 //
 // Rows are contiguous; dtype is a TokendDType of attention.h. The bits are those of the functions
 // of rows.h.

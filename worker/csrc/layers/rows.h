@@ -1,4 +1,4 @@
-// The C interface of what is done to rows between two products.
+// The C interface of row operations between two products: RMSNorm and the MLP's gate.
 //
 // Rows are contiguous and come in groups:
 //
@@ -29,7 +29,7 @@ struct TokendNormCall {
 // out = x / sqrt(mean(x^2) + eps) * weight (RMSNorm; Zhang and Sennrich, 2019).
 __attribute__((visibility("default"))) void tokend_rms_norm(const TokendNormCall* norm);
 
-// out += the same; out is read and written once.
+// out += the norm of x; out is read and written once.
 __attribute__((visibility("default"))) void tokend_add_rms_norm(const TokendNormCall* norm);
 
 enum TokendGateKind : int64_t { TOKEND_SILU = 0, TOKEND_GELU_TANH = 1 };

@@ -1,8 +1,8 @@
 // The layers of a decoder, one after the other, by one team of threads.
 //
-// The parts are those of the other files; here is their order, where each leaves its result, and
-// which thread has which rows. Between two parts all threads wait for one another, unless each
-// goes on with the rows that it has itself:
+// Products, attention, norms and gates are in the other files; this one has their order, where each
+// writes its result, and which thread has which rows. Threads wait for one another between two
+// operations, unless each thread continues with the same rows:
 //
 //   norm | round | product | attention | round | product | norm | round | product | gate | round | product
 //        ^ same rows: no wait           ^ the same                ^                     ^
@@ -30,7 +30,7 @@ struct Rows {
     void* row(int64_t index) const { return memory + index * stride; }
 };
 
-// What a run keeps between two parts; the memory is cut up in this order.
+// The scratch memory of a run, in this order.
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
     Rows rotations;  // those of the first of the tables, then those of the next, …
@@ -74,7 +74,7 @@ int64_t nanoseconds() {
     return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-// Gives the time since the last lap to what has just been done; the first thread's time is all's.
+// Adds the time since the last call to the operation just finished; only the first thread is timed.
 class Clock {
   public:
     explicit Clock(bool on) : on_(on && omp_get_thread_num() == 0), last_(on_ ? nanoseconds() : 0) {}
@@ -94,7 +94,7 @@ class Clock {
     int64_t last_;
 };
 
-// One thread's way through the layers.
+// The work of one thread in all layers.
 class Layers {
   public:
     Layers(const TokendStack& stack, TokendStackRun& run, const Space& space)

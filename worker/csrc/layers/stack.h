@@ -5,8 +5,8 @@
 //   x    += output(attention(heads))                        or its norm (attention_post_norm)
 //   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm)
 //
-// What stands between two products is rounded to the dtype, as it is where every part is a call of
-// its own (worker/models/layer_stack.py): the bits are the same.
+// Results between two products are rounded to the dtype, as they are when each part is a call of
+// its own (worker/models/layer_stack.py), so the bits are the same.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum TokendWeightFormat : int64_t {
     TOKEND_BF16 = 2,     // TokendBf16Shape of bf16.h
 };
 
-// Some outputs of a product.
+// One weight of a product, which gives a range of its outputs.
 struct TokendLinearPart {
     int64_t format;
     const void* weight;
@@ -31,7 +31,7 @@ struct TokendLinearPart {
     const void* bias;    // [out_features], or null
 };
 
-// A product of weights that lie one below the other; all of one format.
+// A linear layer: weights one below the other, all of one format.
 struct TokendStackLinear {
     int64_t in_features;
     int64_t out_features;
@@ -40,7 +40,7 @@ struct TokendStackLinear {
 };
 
 struct TokendRowNorm {
-    const float* weight;  // null where the model has no such norm
+    const float* weight;  // null if the model has no such norm
     double eps;
 };
 
@@ -58,7 +58,7 @@ struct TokendStackLayer {
     int64_t rope_table;  // index into the tables of the stack
 };
 
-// Cosines and sines of every position that a model has.
+// Cosines and sines of every position of the model.
 struct TokendRopeTable {
     int64_t num_positions;
     const float* table;  // [num_positions, 2, head_dim / 2]
@@ -77,7 +77,7 @@ struct TokendStack {
     const TokendStackLayer* layers;
 };
 
-// The attention of one layer; of TokendAttentionLayer only the pages are read.
+// The arguments of one layer's attention; of TokendAttentionLayer only the pages are read.
 struct TokendAttentionCall {
     const TokendAttentionStep* step;
     const TokendAttentionSchedule* plan;
@@ -96,11 +96,11 @@ struct TokendStackRun {
     int64_t attention_ns;
 };
 
-// Bytes that a run of so many rows needs beside its arguments.
+// Returns the bytes of scratch memory for a run of `num_rows` rows.
 __attribute__((visibility("default"))) int64_t tokend_stack_bytes(
     const TokendStack* stack, int64_t dtype, int64_t num_rows);
 
-// Returns the first row whose position is in none of the tables, in which case nothing was done,
-// or num_rows.
+// Runs all layers. Returns num_rows, or the first row whose position is outside a table; then
+// nothing was done.
 __attribute__((visibility("default"))) int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run);
 }

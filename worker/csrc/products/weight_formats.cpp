@@ -1,4 +1,4 @@
-// What each format of weights calls codes, and which kernel multiplies them.
+// Which codes each weight format needs, and which kernel multiplies with them.
 #include "products/bf16/bf16_format.h"
 #include "products/packed/packed.h"
 #include "products/packed/packed_format.h"

@@ -1,4 +1,4 @@
-// One pass over rows that says which of them are numbers, and where their largest one is.
+// One pass over rows of logits that finds NaN and infinities and the largest element.
 #include <cmath>
 #include <vector>
 
@@ -14,7 +14,7 @@ constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
 
 // x - x is 0 for a number and NaN for all else, and NaN stays NaN whatever is added.
 template <class T>
-TOKEND_FLATTEN bool is_broken(const T* x, int64_t size) {
+TOKEND_FLATTEN bool has_nonfinite(const T* x, int64_t size) {
     F<N> sum = {};
     int64_t at = 0;
     for (; at + N <= size; at += N) {
@@ -49,14 +49,14 @@ TOKEND_FLATTEN void best_of_row(const T* x, int64_t size, float* maxima, float* 
 }  // namespace tokend
 
 extern "C" void tokend_find_nonfinite(int64_t dtype, int64_t num_groups, const int32_t* start, int64_t size,
-                                   const void* x, uint8_t* broken) {
+                                   const void* x, uint8_t* nonfinite) {
     tokend::with_type(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const T* rows = static_cast<const T*>(x);
 #pragma omp parallel for schedule(static) if (start[num_groups] * size > tokend::PARALLEL_ELEMENTS)
         for (int64_t group = 0; group < num_groups; group++) {
             const int64_t count = start[group + 1] - start[group];
-            broken[group] = tokend::is_broken(rows + start[group] * size, count * size);
+            nonfinite[group] = tokend::has_nonfinite(rows + start[group] * size, count * size);
         }
     });
 }

@@ -1,4 +1,4 @@
-// The largest element of a part of a row. The place is looked for in the block that has it alone.
+// The largest element of a row, block by block; its index is searched in its block only.
 #pragma once
 
 #include <limits>
@@ -38,7 +38,7 @@ TOKEND_INLINE int64_t place_in_block(const T* x, int64_t size, float largest) {
     return at;
 }
 
-// The best of a row whose scores are changed in a few places: without reading it again.
+// The largest logit of a row after edits in a few places, found without reading the row again.
 //
 //   scores   . . . b . . . e . . e . . . .     b: the best as they are, e: changed
 //

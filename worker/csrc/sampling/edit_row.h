@@ -1,4 +1,4 @@
-// The changes of one row of scores, in their order.
+// The edits of one row of logits, in their order.
 #pragma once
 
 #include <limits>

@@ -1,4 +1,4 @@
-// Changes of scores, row by row and in place.
+// Edits of logits, row by row and in place.
 #include "sampling/edit_row.h"
 #include "sampling/sampling.h"
 

@@ -23,7 +23,7 @@ struct RowParams {
 
 extern "C" {
 
-// What one row's scores are changed by. No list of token ids names one twice, but `forbidden`.
+// Edits of one row of logits. Only `forbidden` may name a token id twice.
 struct TokendEdits {
     int64_t num_allowed;  // -1: every token
     const int64_t* allowed;
@@ -40,12 +40,12 @@ struct TokendEdits {
     float presence;
 };
 
-// Changes rows of float32 logits in place; one of `rows` and of `edits` each.
+// Edits rows of float32 logits in place: edits[i] applies to row rows[i].
 __attribute__((visibility("default"))) void tokend_edit(
     float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows, const int64_t* rows,
     const TokendEdits* const* edits);
 
-// Writes -infinity into rows of logits where min-p, then top-k, then top-p drop a token.
+// Sets logits to -infinity that min-p, then top-k, then top-p drop.
 //   rows: which rows of logits, of row_stride floats, are filtered
 //   params: one entry for each of them
 __attribute__((visibility("default"))) void tokend_filter(
@@ -59,14 +59,14 @@ __attribute__((visibility("default"))) void tokend_draw(
     const float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows, const int64_t* rows,
     const tokend::RowParams* params, int64_t* token_ids);
 
-// broken[s] = 1 where rows [start[s], start[s + 1]) of x [.., size] have a NaN or an infinity, else 0.
+// nonfinite[s] = 1 if rows [start[s], start[s + 1]) of x [.., size] have a NaN or an infinity, else 0.
 __attribute__((visibility("default"))) void tokend_find_nonfinite(
-    int64_t dtype, int64_t num_groups, const int32_t* start, int64_t size, const void* x, uint8_t* broken);
+    int64_t dtype, int64_t num_groups, const int32_t* start, int64_t size, const void* x, uint8_t* nonfinite);
 
-// The largest element of each row of x [num_rows, size], as float32, and its place: the first
-// of equals. A row with a NaN has the largest element NaN, and then the place says nothing.
-// edits: nothing, or for each row nothing or changes: then the place is that of the largest
-// element once they are made, and `best` still that of the row as it is.
+// Finds the largest element of each row of x [num_rows, size], as float32, and its index: the first
+// of equals. A row with a NaN gets NaN, and its index is meaningless.
+// edits: null, or one pointer for each row, which may be null. With edits the index is that of the
+// largest element after the edits, while `best` is still that of the unedited row.
 __attribute__((visibility("default"))) void tokend_find_best(
     int64_t dtype, int64_t num_rows, int64_t size, const void* x, float* best, int64_t* place,
     const TokendEdits* const* edits);

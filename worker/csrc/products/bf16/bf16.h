@@ -1,7 +1,6 @@
-// Weights of bfloat16, and products with them: what Python and other kernels pass, and how such a
-// weight lies in memory.
+// The C interface of bfloat16 weights and products with them, and their memory layout.
 //
-// Nothing is rounded but the result: a weight's and a row's numbers are bfloat16, products and sums
+// Only the result is rounded: weights and rows are bfloat16, products and sums
 // are float32. A sum is one chain over the inputs, in an order that the variant has:
 //
 //   weight   [ pair 0 | pair 1 | … ]           32 outputs each
@@ -10,7 +9,7 @@
 //   panel    [ line 0 | … | line 15 ]          2 inputs each
 //   line     64 bytes = 16 outputs x 2 inputs  one row of a tile, one vector of pairs
 //
-// What is filled up is zero. A row comes out the same, bit by bit, whatever rows are beside it and
+// Padding is zero. A row comes out the same, bit by bit, whatever rows are beside it and
 // however many threads there are; variants differ in the order of their sums. In a variant that
 // multiplies bfloat16, numbers below the least normal one of float32 count as zero.
 //
@@ -31,7 +30,7 @@ struct TokendBf16Shape {
     void* packed;  // tokend_bf16_bytes, aligned to 64
 };
 
-// Bytes of a weight; `packed` of the argument is not read.
+// Returns the bytes of a weight; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_bf16_bytes(const TokendBf16Shape* weight);
 
 // Lays out dense rows [out, in] of bfloat16, which are `stride` numbers apart. Shares its work
@@ -39,12 +38,12 @@ __attribute__((visibility("default"))) int64_t tokend_bf16_bytes(const TokendBf1
 __attribute__((visibility("default"))) void tokend_bf16_pack(
     const TokendBf16Shape* weight, int64_t stride, const void* dense);
 
-// Some rows of the weight, [num_ids, in] of bfloat16. Returns the place of the first id that is no
-// row, in which case there are none, or num_ids.
+// Copies rows of the weight to `numbers`, [num_ids, in] of bfloat16. Returns num_ids, or the index
+// of the first id that is not a row of the weight; then nothing was written.
 __attribute__((visibility("default"))) int64_t tokend_bf16_rows(
     const TokendBf16Shape* weight, int64_t num_ids, const int64_t* ids, void* numbers);
 
-// Bytes that so many rows take as a product reads them.
+// Returns the bytes of num_rows rows as a product reads them.
 __attribute__((visibility("default"))) int64_t tokend_bf16_code_bytes(int64_t num_rows, int64_t in_features);
 
 // output (+)= input @ weight^T + bias; an input of float32 is rounded to bfloat16 first.

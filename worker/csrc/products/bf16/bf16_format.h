@@ -1,4 +1,4 @@
-// Where the parts of a weight of bfloat16 are.
+// The layout of a bfloat16 weight.
 #pragma once
 
 #include "common/simd.h"
@@ -33,7 +33,7 @@ struct Bf16Layout {
 
 // Rows as a product with weights of bfloat16 reads them.
 
-// Whether a product reads such rows where they are, so that nothing has to be done before.
+// Returns whether a product reads such rows in place, without codes.
 bool bf16_rows_in_place(int64_t dtype, int64_t in_features);
 
 // Row `row` of num_rows, in_features numbers at x (0 float32, 1 bfloat16), to its place in memory

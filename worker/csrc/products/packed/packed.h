@@ -1,5 +1,5 @@
-// Weights of few bits and products with them: what Python passes, and how a packed
-// weight lies in memory.
+// The C interface of packed weights (quantisation blocks) and products with them, and their
+// memory layout.
 //
 // A weight [out, in] is cut into panels of 32 outputs; the last one is filled up with
 // zeros. A panel holds, block of 32 inputs after block, all that a product reads, in the
@@ -34,7 +34,7 @@ struct TokendPackedShape {
 // 32 numbers of a row: number = code * scale.
 struct TokendQuantised {
     int8_t codes[32];   // -127 … 127
-    float scale;        // NaN where one of the numbers is none
+    float scale;        // NaN if one of the numbers is NaN or infinite
     float total;        // scale * sum of the codes
     int32_t minus[2];   // the sums of codes 0 … 15 and 16 … 31, negated
 };
@@ -52,7 +52,7 @@ struct TokendProduct {
     int64_t adds;  // 1: adds to what the output holds
 };
 
-// Bytes of a packed weight of this type; `packed` of the argument is not read.
+// Returns the bytes of a packed weight of this type; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_packed_bytes(const TokendPackedShape* weight);
 
 // Packs the rows of a GGUF tensor: row i of the weight is row order[i] of `raw`, or row i
@@ -64,12 +64,12 @@ __attribute__((visibility("default"))) void tokend_pack_blocks(
 __attribute__((visibility("default"))) void tokend_pack_dense(
     const TokendPackedShape* weight, int64_t dtype, int64_t stride, const void* dense);
 
-// The numbers of some rows, [num_ids, in] of dtype 0, 1 or 2. Returns the place of the first id
-// that is no row, in which case there are none, or num_ids.
+// Unpacks rows to `numbers`, [num_ids, in] of dtype 0, 1 or 2. Returns num_ids, or the index of the
+// first id that is not a row of the weight; then nothing was written.
 __attribute__((visibility("default"))) int64_t tokend_unpack_rows(
     const TokendPackedShape* weight, int64_t num_ids, const int64_t* ids, int64_t dtype, void* numbers);
 
-// Rows [num_rows, in_features] of `product` to [num_rows, in_features / 32].
+// Rounds the input rows [num_rows, in_features] of `product` to blocks [num_rows, in_features / 32].
 __attribute__((visibility("default"))) void tokend_quantise_rows(
     const TokendProduct* product, int64_t in_features, TokendQuantised* rows);
 
@@ -77,7 +77,7 @@ __attribute__((visibility("default"))) void tokend_quantise_rows(
 __attribute__((visibility("default"))) void tokend_packed_product(
     const TokendPackedShape* weight, const TokendProduct* product);
 
-// The same of rows that are quantised already: the input of `product` is not read. May be called
+// The same with rows that are quantised already: the input of `product` is not read. May be called
 // by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_quantised_product(
     const TokendPackedShape* weight, const TokendProduct* product, const TokendQuantised* rows);

@@ -1,5 +1,5 @@
-// Weights of 8 bits with one scale an output, and products with them that have no scale
-// inside the sum: what Python and other kernels pass, and how such a weight lies in memory.
+// The C interface of weights of 8 bits with one scale per output, and their memory layout. Their
+// products have no scale inside the sum.
 //
 // Few numbers of a row stand out, and with one scale a row they would leave little of the
 // others. So row and weight are rotated first, 64 inputs at a time (32 where in_features is
@@ -15,7 +15,7 @@
 //   group    64 bytes = 16 outputs x 4 inputs       one vector of VNNI, one row of a tile
 //   scales   float32 an output
 //
-// What is filled up is 128, which stands for zero.
+// Padding is 128, which stands for zero.
 //
 // Use:    memory = tokend_code_bytes(num_rows, in_features), aligned to 64
 //         tokend_code_rows(…)
@@ -37,7 +37,7 @@ struct TokendRotatedShape {
     void* packed;         // tokend_rotated_bytes, aligned to 64
 };
 
-// Bytes of a weight; `packed` of the argument is not read.
+// Returns the bytes of a weight; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_rotated_bytes(const TokendRotatedShape* weight);
 
 // Rotates and rounds dense rows [out, in] (0 float32, 1 bfloat16, 2 float16), which are
@@ -45,10 +45,10 @@ __attribute__((visibility("default"))) int64_t tokend_rotated_bytes(const Tokend
 __attribute__((visibility("default"))) void tokend_rotate_dense(
     const TokendRotatedShape* weight, int64_t dtype, int64_t stride, const void* dense);
 
-// Bytes that the codes of so many rows take.
+// Returns the bytes of the codes of num_rows rows.
 __attribute__((visibility("default"))) int64_t tokend_code_bytes(int64_t num_rows, int64_t in_features);
 
-// The input of `product` to codes.
+// Rotates and rounds the input of `product` to codes.
 __attribute__((visibility("default"))) void tokend_code_rows(
     const TokendProduct* product, int64_t in_features, void* codes);
 
@@ -57,7 +57,7 @@ __attribute__((visibility("default"))) void tokend_code_rows(
 __attribute__((visibility("default"))) void tokend_coded_product(
     const TokendRotatedShape* weight, const TokendProduct* product, const void* codes);
 
-// The same of the input of `product`.
+// The same with the input of `product`, which is rotated and rounded first.
 __attribute__((visibility("default"))) void tokend_rotated_product(
     const TokendRotatedShape* weight, const TokendProduct* product);
 }

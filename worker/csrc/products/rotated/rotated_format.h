@@ -1,4 +1,4 @@
-// Where the parts of a rotated weight and of the codes of rows are.
+// The layout of a rotated weight and of the codes of rows.
 #pragma once
 
 #include "products/panels.h"
@@ -32,7 +32,7 @@ struct RotatedLayout {
 
 // | scale and sum of each row | codes of row 0 | codes of row 1 | … |, each part aligned to 64.
 struct RowFacts {
-    float scale;    // NaN where one of the numbers is none
+    float scale;    // NaN if one of the numbers is NaN or infinite
     int32_t start;  // -WEIGHT_ZERO * the sum of the codes: what the weight's offset adds, negated
 };
 
@@ -58,7 +58,7 @@ struct CodesLayout {
 
 // Rows of numbers, rotated and rounded to 8 bits with one scale.
 
-// What a block's rotation multiplies lengths by, squared.
+// Returns the size of the blocks that are rotated: the square of the rotation's gain.
 int64_t rotated_block(int64_t in_features);
 
 // Multiplies each block of numbers [in_features] by H; returns the bits of the largest
