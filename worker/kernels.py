@@ -1,7 +1,7 @@
-"""Loads the kernels and gives their C functions Python signatures.
+"""Loads the C++ kernels and gives their functions and structures Python signatures.
 
-Owns the choice of the library for this CPU. Import torch before: the libraries use
-its OpenMP runtime.
+load_kernels picks the library for this CPU. torch is imported first, because the libraries use its
+OpenMP runtime.
 """
 
 import ctypes
@@ -207,7 +207,7 @@ StackRun = _structure(
 class Kernels:
     """The functions of one library. `variant` names its instruction set.
 
-    memory: where the weights are that these functions lay out.
+    memory: where the functions that lay out weights put them.
     """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
@@ -322,7 +322,7 @@ DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def row_kernels() -> Kernels | None:
-    """The kernels for rows of small operations; None where there are none, which is said once."""
+    """Return the kernels for small row operations, or None with one warning if there are none."""
     try:
         return load_kernels()
     except KernelsUnavailableError as reason:
@@ -331,9 +331,9 @@ def row_kernels() -> Kernels | None:
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
-    """The best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
+    """Return the best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
     runnable = usable_variants(machine_variants(), cpu_flags())
-    built = [each for each in runnable if each.library(folder).exists()]
+    built = [variant for variant in runnable if variant.library(folder).exists()]
     if not built:
         raise KernelsUnavailableError(
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
@@ -343,7 +343,7 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
 
 
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
-    """The library of one variant; raises KernelsUnavailableError when it does not load."""
+    """Return the library of one variant; raises KernelsUnavailableError if it does not load."""
     try:
         return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
     except (OSError, AttributeError) as error:

@@ -78,7 +78,7 @@ class LoadedModel:
     @property
     def weights(self) -> tuple[WeightMemory, ...]:
         """Bytes of the weights by format."""
-        return tuple(WeightMemory(*each) for each in self.weight_format.memory.items())
+        return tuple(WeightMemory(*item) for item in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""

@@ -212,7 +212,7 @@ class ModelRunner:
         )
         self._attention.plan(inputs.attention)
         hidden = self._model.forward(token_ids, positions, self._attention)
-        return self._model.logits(hidden.index_select(0, last_token))
+        return self._model.float32_logits(hidden.index_select(0, last_token))
 
     def _sample(self, begun: ForwardOutput, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
         """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""
@@ -228,7 +228,7 @@ class ModelRunner:
 
     def scores(self, begun: ForwardOutput) -> torch.Tensor:
         """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
-        return self._model.scores(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
+        return self._model.logits(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
 
     def _prompt_logprobs(
         self,
@@ -263,7 +263,7 @@ class ModelRunner:
         rows = max(1, LOGITS_CHUNK_BYTES // (self._model.spec.vocab_size * 4))
         chunks = [
             prompt_logprobs(
-                self._placement.fetch(self._model.logits(hidden[at : at + rows])),
+                self._placement.fetch(self._model.float32_logits(hidden[at : at + rows])),
                 token_ids[at : at + rows],
                 wanted,
                 first,

@@ -116,7 +116,7 @@ def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) 
     inputs = step_inputs(list(contexts), [1] * batch)
     token_ids, positions, _ = bench.sent(inputs)
     return gpu.median_seconds(
-        lambda: decoder.scores(forward(inputs, token_ids, positions)).argmax(dim=1)
+        lambda: decoder.logits(forward(inputs, token_ids, positions)).argmax(dim=1)
     )
 
 
@@ -173,7 +173,7 @@ def eager_step(bench: Bench, lengths: list[int], new: list[int]) -> Callable[[],
 
     def step() -> torch.Tensor:
         hidden = bench.eager(inputs, token_ids, positions)
-        return bench.decoder.scores(hidden.index_select(0, last))
+        return bench.decoder.logits(hidden.index_select(0, last))
 
     return step
 
@@ -245,7 +245,7 @@ def _logits(
         inputs = step_inputs([done + count], [count])
         positions = torch.from_numpy(inputs.positions).to(gpu.device)
         hidden = forward(inputs, tokens[done : done + count], positions)
-        found.append(bench.accelerator.fetch(decoder.scores(hidden)).double())
+        found.append(bench.accelerator.fetch(decoder.logits(hidden)).double())
         done += count
     return torch.cat(found)
 

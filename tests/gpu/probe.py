@@ -85,7 +85,7 @@ def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
         token_ids, positions, _ = bench.sent(inputs)
 
         def step(forward: Any = forward, sent: Any = (inputs, token_ids, positions)) -> Any:
-            return decoder.scores(forward(*sent)).argmax(dim=1)
+            return decoder.logits(forward(*sent)).argmax(dim=1)
 
         report.figure(f"step of {size} decodes, µs", gpu.kernel_times(step))
 

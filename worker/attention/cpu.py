@@ -1,8 +1,7 @@
-"""Attention by the C++ kernels: one call a layer for the whole batch.
+"""Attention by the C++ kernels (csrc/attention/): one call per layer for the whole batch.
 
-Owns the plans of the current step and the addresses that the kernels are given;
-csrc/attention/attention.cpp does the work. Groups with the same window share a plan, which
-depends on lengths alone; each has pages of its own.
+CpuAttention holds the structures that the kernels read. Groups with the same window share a plan,
+which depends on lengths alone; each group has pages of its own.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ _UNBOUNDED: Final = 1 << 40
 
 
 class UnsupportedShapeError(Exception):
-    """The kernels cannot do heads like these; the message says why."""
+    """The kernels do not support these heads; the message says why."""
 
 
 class AttentionPlan:
@@ -53,7 +52,7 @@ class AttentionPlan:
         self._most_partial_rows = most_partial_bytes // (4 * self._partial_width)
 
     def make(self, step: ctypes.Structure) -> None:
-        """Plan `step`; its block table and slots play no part."""
+        """Plan a step; its block table and slots do not matter."""
         plan = self.structure
         plan.tiles = plan.tasks = plan.rounds = None
         step.most_partial_rows = self._most_partial_rows
@@ -68,7 +67,7 @@ class AttentionPlan:
 
 
 class CpuAttention:
-    """AttentionBackend over the kernels.
+    """An attention backend on the C++ kernels.
 
     Raises UnsupportedShapeError for a head_dim that is not a multiple of 8.
     """
@@ -148,7 +147,7 @@ class CpuAttention:
         return output
 
     def _step(self, window: Window) -> ctypes.Structure:
-        """What stays the same about the steps of a group."""
+        """Return the structure of a group, with the fields that do not change from step to step."""
         return AttentionStep(
             num_heads=self._shape.num_heads,
             num_kv_heads=self._shape.num_kv_heads,
@@ -160,7 +159,7 @@ class CpuAttention:
         )
 
     def _layer(self, layer: int) -> ctypes.Structure:
-        """What stays the same about a layer: its pages."""
+        """Return the structure of a layer, with the fields that do not change from step to step."""
         key, value = (pages.rows for pages in self._kv_cache.layer_pages(layer))
         return AttentionLayer(
             cache_dtype=_CACHE_DTYPE_CODES[self._kv_cache.dtype],
@@ -179,7 +178,7 @@ class CpuAttention:
         )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
-        """The kernels take addresses: what they assume about a tensor must hold."""
+        """Assert what the kernels, which take addresses, assume about a tensor."""
         assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

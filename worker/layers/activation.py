@@ -1,7 +1,4 @@
-"""The gate of the MLP: half of a row, through a function, times the other half.
-
-Owns which function has which kernel of csrc/layers/gate.cpp, and the same in torch.
-"""
+"""The gate of an MLP, f(gate) * up, in torch, in C++ (csrc/layers/gate.cpp) or on a GPU."""
 
 import ctypes
 from typing import Final, Literal, Protocol
@@ -21,10 +18,10 @@ GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1}
 
 
 class Gate(Protocol):
-    """f(gate) * up for gate_up [N, 2 * size] = gate ‖ up."""
+    """One implementation of f(gate) * up for gate_up [N, 2 * size] = gate ‖ up."""
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """[N, size] in the memory of out, of the dtype of contiguous gate_up.
+        """Return [N, size] in the memory of out, which has the dtype of contiguous gate_up.
 
         Computed in float32, rounded once.
         """
@@ -32,10 +29,7 @@ class Gate(Protocol):
 
 
 class TorchGate:
-    """In torch; f by its name in a ModelSpec.
-
-    gelu_tanh: GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2).
-    """
+    """The gate in plain torch."""
 
     def __init__(self, name: Activation) -> None:
         self._name = name
@@ -47,7 +41,7 @@ class TorchGate:
 
 
 class KernelGate:
-    """The same by a kernel."""
+    """The gate by the C++ kernels."""
 
     def __init__(self, kernels: Kernels, name: Activation) -> None:
         self._gate = kernels.gate
@@ -68,7 +62,7 @@ class KernelGate:
 
 
 def make_gate(name: Activation, device: torch.device) -> Gate:
-    """The gate called `name` in a ModelSpec, for tensors of a device."""
+    """Return the fastest gate with this activation for tensors on this device."""
     if device.type == "cuda":
         library, own = usable_flashinfer(), TritonGate(name)
         return own if library is None else FlashInferGate(library, name, own)

@@ -1,9 +1,9 @@
-"""Small operations on rows by FlashInfer's kernels: norm, gate, rotation, for 16 bits on a GPU.
+"""FlashInfer's kernels for norm, gate and rotation, for 16-bit activations on a GPU.
 
-What these kernels do not take goes to our own (triton_rows.py): other dtypes, rows whose vectors
-of 16 bytes would cross an end, a norm that is added to a residual. The library's fused_add_rmsnorm
-has no place here: it adds a product to the residual, which the product does itself at its end.
-Knows nothing of models.
+usable_flashinfer returns the library or None. What its kernels do not support goes to our own
+(triton_kernels.py): other dtypes, rows whose size is no multiple of a 16-byte vector, and norms
+added to a residual. The library's fused_add_rmsnorm has no use here: products already add to the
+residual at their end.
 """
 
 import functools
@@ -35,7 +35,7 @@ logger = logging.getLogger("tokend.worker")
 
 
 def installed_version() -> str | None:
-    """The version of flashinfer-python that is installed; None where there is none."""
+    """Return the installed version of flashinfer-python, or None."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -43,10 +43,10 @@ def installed_version() -> str | None:
 
 
 def import_flashinfer() -> Any:
-    """The module, whose norms are compiled by nvcc.
+    """Import the library so that its norms are compiled by nvcc.
 
-    Where the CuTe compiler (nvidia-cutlass-dsl) is installed the library would compile them with
-    that instead, at the first step; it reads this variable when it is imported.
+    With nvidia-cutlass-dsl installed the library would compile them with that instead, at the
+    first step; it reads this variable when it is imported.
     """
     os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
     import flashinfer
@@ -66,10 +66,10 @@ def usable_flashinfer() -> Any | None:
 
 
 class FlashInferNorm:
-    """NormArithmetic, see norm.py. own: for what the library does not take.
+    """RMSNorm by FlashInfer; `own` is for inputs that the library does not support.
 
-    A weight of float32, as Gemma's is with the 1 in it, is no weight of 16 bits: then all is
-    done by our own, where `gemma_rmsnorm` would round it.
+    A float32 weight, such as Gemma's with the 1 added, is not a 16-bit weight: then `own` computes
+    everything, because `gemma_rmsnorm` would round the weight.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FlashInferNorm:
         self.add_norm = self._own.add_norm
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Of [..., size]; what stands between the rows of x may be another's."""
+        """Return the norm of x [..., size]; rows of x may be a stride apart."""
         if not self._takes(x):
             return self._own.norm(x)
         out = x.new_empty(x.shape)
@@ -90,7 +90,6 @@ class FlashInferNorm:
         return out
 
     def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """As the Protocol says."""
         if not self._takes(x):
             return self._own.norm_into(x, out)
         self._norm(x, self._weight, self._eps, out=out.tensor)
@@ -101,7 +100,7 @@ class FlashInferNorm:
 
 
 class FlashInferGate:
-    """Gate, see activation.py. own: for what the library does not take."""
+    """The MLP gate by FlashInfer; `own` is for inputs that the library does not support."""
 
     def __init__(self, library: Any, name: "Activation", own: "Gate") -> None:
         self._own = own
@@ -110,7 +109,6 @@ class FlashInferGate:
         )
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """As the Protocol says."""
         row_bytes = out.tensor.shape[1] * gate_up.element_size()
         if gate_up.dtype not in SIXTEEN_BITS or row_bytes % VECTOR_BYTES:
             return self._own(gate_up, out)
@@ -119,7 +117,7 @@ class FlashInferGate:
 
 
 class FlashInferRotary:
-    """Turns queries and keys of a step in one launch, where they are."""
+    """Rotates queries and keys of a step in place, in one launch."""
 
     def __init__(self, library: Any, accelerator: Accelerator) -> None:
         self._rope = library.apply_rope_with_cos_sin_cache_inplace
@@ -129,7 +127,7 @@ class FlashInferRotary:
         self._numbers = [self._count_to(_MANY_TOKENS)]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> None:
-        """query, key: [T, n, head_dim], heads and dims contiguous."""
+        """Rotate query and key, [T, n, head_dim] each with heads and dims contiguous."""
         num_tokens, _, head_dim = query.shape
         if num_tokens > len(self._numbers[-1]):
             self._numbers.append(self._count_to(2 * num_tokens))
@@ -143,5 +141,5 @@ class FlashInferRotary:
         )
 
     def _count_to(self, end: int) -> torch.Tensor:
-        """int64 0, 1, 2, …"""
+        """Return int64 0, 1, 2, … on the device."""
         return self._accelerator.zeros(end, torch.int64).add_(1).cumsum(0).sub_(1)

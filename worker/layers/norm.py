@@ -1,6 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019).
+"""RMSNorm (Zhang and Sennrich, 2019), in torch, in C++ (csrc/layers/norm.cpp) or on a GPU.
 
-Owns the weight and, on a CPU with kernels, what csrc/layers/norm.cpp is told about it.
+x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 and rounded once.
 """
 
 import ctypes
@@ -16,25 +16,26 @@ from worker.layers.triton_kernels import TritonNorm
 
 
 class NormArithmetic(Protocol):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32."""
+    """One implementation of RMSNorm, with its weight."""
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """A new contiguous tensor of x's shape and dtype."""
+        """Return the norm of x as a new contiguous tensor of its shape and dtype."""
         ...
 
     def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """The same of contiguous x [N, size] in the memory of out, of x's dtype."""
+        """Write the norm of contiguous x [N, size] to the memory of out, which has x's dtype."""
         ...
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [N, size] plus the norm of x, both contiguous, in residual's memory."""
+        """Return residual [N, size] plus the norm of x, both contiguous, in residual's memory."""
         ...
 
 
 class RMSNorm:
-    """A norm with its weight [size].
+    """An RMSNorm with its weight [size].
 
     The weight may be wider than x: its precision then counts until the result is rounded.
+    into and add_to are norm_into and add_norm of NormArithmetic.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
@@ -56,12 +57,12 @@ class RMSNorm:
         self._norm = arithmetic.norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x, as a new contiguous tensor of its shape and dtype."""
+        """Return the norm of x as a new contiguous tensor of its shape and dtype."""
         return self._norm(x)
 
 
 class TorchNorm:
-    """NormArithmetic without kernels."""
+    """RMSNorm in plain torch."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight
@@ -80,7 +81,7 @@ class TorchNorm:
 
 
 class KernelNorm:
-    """NormArithmetic on csrc/layers/norm.cpp, one rounding at the end."""
+    """RMSNorm by the C++ kernels; float32, rounded once at the end."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight.float().contiguous()
@@ -118,7 +119,7 @@ class KernelNorm:
         return residual
 
     def _describe(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Prepare the call for one pair of tensors; returns what must live as long as it runs."""
+        """Fill in the call for two tensors; return the tensor that must outlive the call."""
         call, size = self._other, self._size
         assert x.shape[-1] == size
         if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == size:

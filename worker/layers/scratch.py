@@ -1,8 +1,8 @@
-"""Memory for what is computed for each token of a step and read at once: allocated once.
+"""Reusable memory for intermediate results of a step that are read at once.
 
-What is read later, by the sampler or the engine, must not lie here. On an accelerator it is
-new each time: torch keeps memory at hand there, and a captured graph goes on using what it
-was recorded with, which must not be given back when a longer step comes.
+Results that the sampler or the engine reads later must not be kept here. On an accelerator the
+memory is new each time: torch caches it there, and a captured CUDA graph keeps using the memory
+that it was recorded with.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """tensor: [num_rows, size], contiguous. address: where it begins."""
+    """Memory for rows: tensor [num_rows, size], contiguous, and its address."""
 
     tensor: torch.Tensor
     address: int
@@ -20,7 +20,7 @@ class Scratch:
 
 
 class RowBuffer:
-    """Rows of `size` elements; holds as many as were ever asked for at once."""
+    """Grows to the most rows of `size` elements that were requested at once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,7 +28,7 @@ class RowBuffer:
         self._space = Scratch(self._memory, 0, 0)
 
     def rows(self, like: torch.Tensor) -> Scratch:
-        """As many rows as `like` has, of its dtype and on its device, with whatever is in them."""
+        """Return as many rows as `like` has, of its dtype and device; contents are arbitrary."""
         count = like.shape[0]
         if like.device.type != "cpu":
             tensor = like.new_empty((count, self._size))

@@ -1,7 +1,7 @@
-"""Small operations on rows as kernels of Triton, for weights on a GPU: norm and gate.
+"""Norm and gate as Triton kernels, for weights on a GPU.
 
-Each is one launch where torch needs several; sums are float32 and are rounded once, as by the
-kernels for CPUs. Knows nothing of models.
+Each is one launch where torch needs several; sums are float32 and are rounded once, as in the
+kernels for CPUs.
 """
 
 import functools
@@ -19,7 +19,7 @@ _GATE_BLOCK = 1024
 
 
 class TritonNorm:
-    """NormArithmetic, see norm.py; rows of up to 65,536 elements."""
+    """RMSNorm as a Triton kernel; rows of up to 65,536 elements."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight.contiguous()
@@ -28,18 +28,16 @@ class TritonNorm:
         self.kernel = _norm_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Of [..., size]; what stands between the rows of x may be another's."""
+        """Return the norm of x [..., size]; rows of x may be a stride apart."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._launch(x, out, out, False)
         return out
 
     def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """As the Protocol says."""
         self._launch(x, out.tensor, out.tensor, False)
         return out.tensor
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """As the Protocol says."""
         self._launch(x, residual, residual, True)
         return residual
 
@@ -66,14 +64,13 @@ class TritonNorm:
 
 
 class TritonGate:
-    """Gate, see activation.py."""
+    """The MLP gate as a Triton kernel."""
 
     def __init__(self, name: "Activation") -> None:
         self._gelu = name == "gelu_tanh"
         self.kernel = _gate_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """As the Protocol says."""
         num_rows, size = out.tensor.shape
         self.kernel[(num_rows, -(-size // _GATE_BLOCK))](
             gate_up, out.tensor, size, gelu=self._gelu, block=_GATE_BLOCK
@@ -83,9 +80,9 @@ class TritonGate:
 
 @functools.cache
 def _norm_kernel(interpreted: str | None = None) -> Any:
-    """One for all layers: what Triton has compiled belongs to the function.
+    """Return the kernel, one for all layers: Triton keeps compiled code with the function.
 
-    interpreted: Triton's own setting, which it reads when the function is made.
+    interpreted: the value of TRITON_INTERPRET, which Triton reads when the function is made.
     """
     import triton
     import triton.language as tl
@@ -121,7 +118,7 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
 
 @functools.cache
 def _gate_kernel(interpreted: str | None = None) -> Any:
-    """As `_norm_kernel`."""
+    """Return the kernel; see _norm_kernel."""
     import triton
     import triton.language as tl
 

@@ -1,7 +1,7 @@
-"""Which form the weights of a model get: what was asked for, or what this CPU does best.
+"""Which format the weights of a model get: the requested one, or the best for this CPU.
 
-Owns the decision and nothing else. It follows CPU, settings and file types alone, never the
-clock, so that every start of a daemon decides alike.
+The choice depends on CPU, settings and file types alone, never on timing, so every start of a
+daemon chooses alike.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ _QUANTISED_SHARE: Final = 0.5
 
 
 def activation_dtype(config: ModelConfig) -> DType:
-    """Dense weights are multiplied with activations of their own type."""
+    """Return the dtype of the activations; dense weights fix it to their own."""
     return _DTYPE_OF_WEIGHTS.get(config.cpu_weights, config.dtype)
 
 
@@ -45,17 +45,16 @@ def choose_format(
     matrix_flags: tuple[str, ...],
     load_kernels: Callable[[], Kernels],
 ) -> WeightFormat:
-    """The form for a model's weights, with activations of `dtype`.
+    """Return the format for a model's weights, with activations of `dtype`.
 
     matrix_flags: features of the CPU that multiply bfloat16 matrices.
-    Raises ConfigError for a form that needs kernels where there are none.
+    Raises ConfigError for a format that needs kernels if there are none.
 
-    Weights of bfloat16 are in panels of our kernels where there are any.
-    auto gives, where a float type was asked for that has no block products or that promises
-    exactness (--dtype float32, float16), and where there are no kernels: dense weights.
-    Else, for a model in blocks: these, as `packed`; for a dense model: bfloat16 where the CPU
-    multiplies it, and `int8` where it does not. auto's blocks have 8 bits with one scale an
-    output beside them where the CPU has instructions that make many rows of these faster.
+    bfloat16 weights use our kernels if there are any. "auto" gives dense weights if a float type
+    was requested that has no block products or that promises exactness (--dtype float32, float16),
+    or without kernels. Otherwise a quantised model stays `packed`, and a dense model becomes
+    bfloat16 if the CPU multiplies it, or `int8`. With "auto", blocks get a second copy of 8 bits
+    with one scale per output if the CPU has instructions that make many rows of these faster.
     """
     if config.cpu_weights == "f32" or config.dtype == "float16":
         return DenseFormat(dtype)
@@ -87,7 +86,7 @@ def choose_format(
 def _with_many_rows(
     blocks: PackedFormat, dense: DenseFormat, matrix_flags: tuple[str, ...], kernels: Kernels
 ) -> WeightFormat:
-    """The blocks with what is beside them for many rows, if anything is worth its memory."""
+    """Return the blocks with a second format for many rows, if that is worth its memory."""
     if kernels.variant not in ROTATED_VARIANTS:
         return blocks
     if "amx_bf16" in matrix_flags and dense.dtype == torch.bfloat16:
@@ -96,7 +95,7 @@ def _with_many_rows(
 
 
 def part_in_blocks(index: TensorIndex) -> float:
-    """Of the bytes of a model, those that are in blocks: 0 to 1."""
+    """Return the fraction of a model's bytes in quantisation blocks: 0 to 1."""
     num_bytes: Counter[bool] = Counter()
     for entry in index.tensors:
         num_bytes[entry.type in GGUF_BLOCKS] += entry.num_bytes

@@ -1,6 +1,6 @@
-"""What the Llama-like families have in common in their configurations.
+"""What Llama-like families share: reading their common configuration keys into a ModelSpec.
 
-A family file calls `llama_like` with its own differences and adds nothing else.
+A family file calls llama_like with its own differences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ def llama_like(
 def layer_kinds(
     config: ConfigReader, supported: tuple[str, ...], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """The kind of each layer: as `layer_types` says, or the family's own pattern.
+    """Return the kind of each layer: from `layer_types`, or by the family's own pattern.
 
     Raises ModelError for a kind that is not supported.
     """
@@ -123,9 +123,9 @@ def layer_kinds(
 def layer_windows(
     config: ConfigReader, kinds: tuple[str, ...], windows: Mapping[str, int | None]
 ) -> tuple[int | None, ...]:
-    """The window of each layer by its kind.
+    """Return the window of each layer by its kind.
 
-    One that hides no position the model is made for is none.
+    A window as long as the model's longest sequence hides nothing and becomes None.
     """
     max_position = config.integer("max_position_embeddings")
     narrow = {
@@ -136,12 +136,15 @@ def layer_windows(
 
 
 def window_from_config(config: ConfigReader) -> int | None:
-    """The value of `sliding_window`."""
+    """Return the value of `sliding_window`, or None."""
     return None if config.get("sliding_window") is None else config.integer("sliding_window")
 
 
 def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
-    """Qwen's way: with `use_sliding_window`, layers from `max_window_layers` on have it."""
+    """Return the windows of Qwen's layers.
+
+    With `use_sliding_window`, layers from `max_window_layers` on have a window.
+    """
     window = window_from_config(config)
     used = config.flag("use_sliding_window", False) and window is not None
     first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)

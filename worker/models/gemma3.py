@@ -1,4 +1,6 @@
-"""Gemma 3, text only: windows in five of six layers, norms before and after, two rotary bases."""
+"""Gemma 3, text only: windows in five of six layers, norms before and after each part, two rotary
+bases.
+"""
 
 from typing import Final
 
@@ -18,7 +20,9 @@ _ROPES: Final = (
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """Without `layer_types` every sixth layer (`sliding_window_pattern`) attends to all."""
+    """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
+    attention.
+    """
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
     config.must_be("use_bidirectional_attention", False)
     hidden_size = config.integer("hidden_size")

@@ -1,8 +1,8 @@
-"""The layers of a decoder as one call of a kernel (csrc/layers/stack.cpp), by one team of threads.
+"""All layers of a decoder in one call of a C++ kernel, csrc/layers/stack.cpp.
 
-Owns what the kernel is told about a model: made from its spec and its layers, once for each
-range of row counts within which every product keeps its form. Takes the steps whose products are
-all by kernels of ours, with the attention of such kernels; the bits are those of EagerLayers.
+StackDescription describes the layers to the kernel, once for each range of row counts within which
+every product keeps its weight format. Steps run here if kernels of ours compute all products and
+the attention; the bits are those of EagerLayers.
 """
 
 import ctypes
@@ -86,7 +86,9 @@ class KernelStack:
     def run_timed(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, float, float]:
-        """The same, with the seconds of products (rounding their inputs included) and attention."""
+        """Run the layers; also return the seconds of products, with rounding of inputs, and
+        attention.
+        """
         run = self._run
         run.is_timed, run.product_ns, run.attention_ns = 1, 0, 0
         return (
@@ -118,7 +120,7 @@ class KernelStack:
         return self._descriptions[bisect_right(self._from, num_rows) - 1]
 
     def _memory(self, num_bytes: int) -> int:
-        """Where so many bytes begin, which keep nothing from one step to the next."""
+        """Return the address of scratch memory, whose contents do not survive a step."""
         if num_bytes > len(self._scratch):
             # torch aligns its memory to cache lines, which the kernels rely on.
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
@@ -183,7 +185,7 @@ class StackDescription:
         return self._norm() if norm is None else self._norm(norm)
 
     def _norm(self, *norms: RMSNorm) -> ctypes.Structure:
-        """One norm, or what stands for none."""
+        """Describe one norm; without an argument, a norm that the model does not have."""
         structures = [
             each.arithmetic.row_norm for each in norms if isinstance(each.arithmetic, KernelNorm)
         ]

@@ -8,7 +8,7 @@ MODEL_TYPE = "llama"
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """`attention_bias` gives all four projections of the attention a bias."""
+    """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,

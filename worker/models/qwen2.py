@@ -8,7 +8,7 @@ MODEL_TYPE = "qwen2"
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """`sliding_window` counts only where `use_sliding_window` is set."""
+    """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
     return llama_like(
         config,
         architecture="Qwen2ForCausalLM",

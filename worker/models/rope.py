@@ -1,8 +1,8 @@
-"""The rotary embedding of a configuration, in either of the spellings in use.
+"""Rotary embeddings: their kinds, and reading them from a configuration.
 
 Older files have `rope_theta` beside `rope_scaling`; newer ones have both in
-`rope_parameters`. Families whose layers turn differently by kind have a theta for
-each kind, or a `rope_parameters` for each. Knows no family and computes no frequency.
+`rope_parameters`. Families whose kinds of layers differ have a theta, or a `rope_parameters`, for
+each kind.
 """
 
 import math
@@ -24,7 +24,7 @@ class DefaultRope:
 
 @dataclass(frozen=True)
 class LinearRope:
-    """Every position divided by `factor` (Chen et al., Position Interpolation)."""
+    """Rotary embedding with positions divided by `factor` (Chen et al., Position Interpolation)."""
 
     theta: float
     factor: float
@@ -32,7 +32,7 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
 
     theta: float
     factor: float
@@ -74,8 +74,8 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
 class KindOfRope:
     """The rotary embedding of the layers of one kind.
 
-    kind: as in `layer_types`. theta_key: the older spelling of its theta, for which
-    `theta` stands where it is missing. scaled: whether `rope_scaling` is about it.
+    kind: as in `layer_types`. theta_key: the older key of its theta, whose default is `theta`.
+    scaled: whether `rope_scaling` applies to this kind.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class KindOfRope:
 
 
 def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
-    """The rotary embedding; raises ModelError for a kind or a key that is not supported."""
+    """Return the rotary embedding; raises ModelError for a kind or a key that is not supported."""
     older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     theta = config.number("rope_theta", _DEFAULT_THETA)
     original = config.get("original_max_position_embeddings")
@@ -99,16 +99,16 @@ def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
 def ropes_by_kind(
     config: ConfigReader, kinds: tuple[KindOfRope, ...], max_position: int
 ) -> dict[str, Rope]:
-    """The rotary embedding of each kind of layer; raises ModelError like `rope_from_config`."""
+    """Return the rotary embedding of each kind of layer; raises like rope_from_config."""
     older = config.mapping("rope_scaling")
     newer = ConfigReader(config.mapping("rope_parameters"), where="rope_parameters")
     ropes = {}
-    for each in kinds:
-        theta = config.number(each.theta_key, each.theta)
-        values, where = newer.mapping(each.kind), f"rope_parameters: {each.kind}"
-        if older and each.scaled:
+    for layers in kinds:
+        theta = config.number(layers.theta_key, layers.theta)
+        values, where = newer.mapping(layers.kind), f"rope_parameters: {layers.kind}"
+        if older and layers.scaled:
             values, where = older, "rope_scaling"
-        ropes[each.kind] = _rope_from_values(values, where, theta, max_position)
+        ropes[layers.kind] = _rope_from_values(values, where, theta, max_position)
     newer.refuse_unread()
     return ropes
 
@@ -169,5 +169,5 @@ def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
 
 
 def _magnitude(factor: float, weight: float) -> float:
-    """YaRN's correction of the attention's temperature (section 3.4, equation 15)."""
+    """Return YaRN's correction of the attention temperature (section 3.4, equation 15)."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

@@ -101,7 +101,7 @@ def logits(
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
     positions = torch.arange(len(TOKENS))
-    return decoder.logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
+    return decoder.float32_logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
 
 
 def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
     attention = DenseAttention(spec)
-    return decoder.logits(decoder.forward(TOKENS, torch.arange(30), attention))
+    return decoder.float32_logits(decoder.forward(TOKENS, torch.arange(30), attention))
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:

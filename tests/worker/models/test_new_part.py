@@ -240,7 +240,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split((17, 1, 12)), torch.arange(30).split((17, 1, 12)), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.logits(torch.cat(hidden))
+    return decoder.float32_logits(torch.cat(hidden))
 
 
 def load(prepared: PreparedModel, spec: ModelSpec, group: RankGroup | None = None) -> Decoder:

@@ -49,7 +49,7 @@ def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.logits(torch.cat(hidden))
+    return decoder.float32_logits(torch.cat(hidden))
 
 
 def assert_as_one(
