@@ -1,20 +1,20 @@
-"""Steps that are queued on a device before the tokens of the one before are known.
+"""Steps that are queued on a device before the tokens of the step before are known.
 
     host      launch 1 │ launch 2 │ tokens of 1 ─▶ engine │ launch 3 │ tokens of 2 …
     device             [ step 1 ][ step 2 ................ ][ step 3 …
 
-Sampled tokens stay on the device, where the next step takes them from; their copies reach
-the host behind an event. Until then a row holds PENDING in their place. Scores are edited and
-log-probabilities are found on the device as well; masks of grammars are made from the tokens
-before, so they are awaited while the model computes, and nothing waits for the device. A step
-with candidates of a beam or log-probabilities of a prompt is sampled on the host, once everything
-before it has arrived.
+Sampled tokens stay on the device, where the next step reads them (DeviceTokens); their copies
+reach the host behind an event, and until then the batch holds PENDING. Logits are edited and
+log-probabilities computed on the device as well. Grammar masks depend on the tokens before, so the
+host waits for them while the model computes. A step with beam candidates or prompt
+log-probabilities is sampled on the host, when all steps before it have finished.
+
+Start with `AsyncModelRunner.launch`.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,231 +23,193 @@ import torch
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
-from worker.device.placement import OnDevice
-from worker.device.results import Download, Results
-from worker.input_batch import PENDING, InputBatch, StepInputs
-from worker.model_runner import NO_GRAMMARS, NO_MASKS, ForwardOutput, ModelRunner
-from worker.nonfinite import odd_tokens, sequences_of
-from worker.sampling.device_sampler import DeviceSampler, LogprobRequests, pack_logprobs
-from worker.sampling.grammar_masks import MaskSource
-
-
-class PendingStep(Protocol):
-    """A step that was given to the device."""
-
-    def ready(self) -> bool:
-        """Whether `result` would not wait."""
-        ...
-
-    def result(self) -> ModelRunnerOutput:
-        """Its answer; waits. In the order of the steps."""
-        ...
-
-
-class Runner(Protocol):
-    """What a worker gives its steps to."""
-
-    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
-        """Take over a step; the next may be launched before this one is done.
-
-        masks: of its constrained sequences, asked when there are logits.
-        """
-        ...
-
-
-class Done:
-    """PendingStep, and nothing to wait for."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def ready(self) -> bool:
-        return True
-
-    def result(self) -> ModelRunnerOutput:
-        return self._output
-
-
-class SyncModelRunner:
-    """Runner that computes a step when it is launched."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
-        """As the Protocol says."""
-        return Done(self._runner.execute(step, masks))
-
-
-class DeviceTokens:
-    """TokenSource: the last sampled token of each row, on the device."""
-
-    def __init__(self, accelerator: Accelerator, num_rows: int) -> None:
-        self.last = accelerator.zeros(num_rows, torch.int64)
-
-    def rows_of(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
-        """int64 [T], the row of each token."""
-        return np.repeat(inputs.rows, np.diff(inputs.query_start))
-
-    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """As the Protocol says."""
-        return torch.where(token_ids == PENDING, self.last.index_select(0, rows), token_ids)
-
-    def keep(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Each of `rows` int64 [N] has got its token."""
-        self.last.index_copy_(0, rows, token_ids)
+from worker.device.transfers import DevicePlacement, Download, Downloader
+from worker.input_batch import InputBatch, SampledPositions
+from worker.model_runner import (
+    NO_GRAMMARS,
+    DeviceTokens,
+    FinishedStep,
+    ForwardOutput,
+    GrammarSource,
+    ModelRunner,
+    SyncModelRunner,
+    any_token_of_sequences,
+    no_grammars,
+    nonfinite_tokens,
+)
+from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
+from worker.sampling.logprobs import logprobs_of_sequences, pack_logprobs
 
 
 class DeviceTime:
-    """Times steps that are queued behind each other.
+    """The compute time of steps that are queued behind each other.
 
-    The device begins with a step when it was launched or when the one before has ended, whichever
-    is later; so the time of the one before is not counted twice.
+    The device begins a step when it was launched or when the step before has ended, whichever is
+    later, so no time is counted twice.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ended = 0.0
+        self._last_end = 0.0
 
-    def began(self, launched: float) -> float:
-        """When the device came to a step, all before it having ended."""
-        return max(launched, self._ended)
+    def start_of(self, launched: float) -> float:
+        """Return when the device began a step; all steps before it have ended."""
+        return max(launched, self._last_end)
 
-    def end(self, launched: float) -> float:
-        """A step's tokens are here: seconds that it took. In the order of the steps."""
-        began, self._ended = self.began(launched), self._clock()
-        return self._ended - began
+    def end_step(self, launched: float) -> float:
+        """Return the seconds of a step that has just ended; called in the order of the steps."""
+        start, self._last_end = self.start_of(launched), self._clock()
+        return self._last_end - start
 
 
-class InFlight:
-    """PendingStep, with its tokens on their way.
+class QueuedStep:
+    """A step in the device's queue whose tokens are copied to the host behind an event.
 
-    sequences: int64 [N], those of the step that sampled. positions: int64 [N], where in
-    their rows the tokens belong. logprobs: of which of them those are on their way too.
+    indices: int64 [N], index in its row of each sampled token.
     """
 
     def __init__(
         self,
-        begun: ForwardOutput,
-        rows: InputBatch,
-        sequences: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        forward: ForwardOutput,
+        batch: InputBatch,
+        positions: SampledPositions,
+        indices: npt.NDArray[np.int64],
         logprobs: LogprobRequests,
         download: Download,
         device_time: DeviceTime,
     ) -> None:
-        self.ready = download.ready
+        self.is_ready = download.is_ready
         self._device_time = device_time
         self._seconds = 0.0
-        self._begun = begun
-        self._rows = rows
-        self._sequences = sequences
+        self._forward = forward
+        self._batch = batch
         self._positions = positions
+        self._indices = indices
         self._logprobs = logprobs
         self._download = download
-        self._arrived: list[npt.NDArray[np.generic]] = []
+        self._arrays: list[npt.NDArray[np.generic]] = []
 
-    def settle(self) -> None:
-        """Wait for the tokens and put them into their rows; later calls do nothing."""
-        if self._arrived:
+    def wait_for_tokens(self) -> None:
+        """Wait for the tokens and write them into the batch; later calls do nothing."""
+        if self._arrays:
             return
-        self._arrived = list(self._download.arrays())
-        self._seconds = self._device_time.end(self._begun.started)
-        inputs, seq_ids = self._begun.inputs, self._begun.seq_ids
-        self._rows.fill_in(
-            [seq_ids[at] for at in self._sequences.tolist()],
-            inputs.rows[self._sequences],
-            self._positions,
-            self._arrived[0].astype(np.int64),
-        )
+        self._arrays = list(self._download.arrays())
+        self._seconds = self._device_time.end_step(self._forward.started)
+        token_ids = self._arrays[0].astype(np.int64)
+        self._batch.resolve_pending(self._positions, self._indices, token_ids)
 
     def result(self) -> ModelRunnerOutput:
-        """As the Protocol says."""
-        self.settle()
-        token_ids, best, odd = self._arrived[:3]
-        broken = sequences_of(torch.from_numpy(odd), self._begun.inputs.query_start)
-        broken[self._sequences] |= ~np.isfinite(best)
-        sampled: list[list[int]] = [[] for _ in self._begun.seq_ids]
-        for sequence, token_id in zip(self._sequences.tolist(), token_ids.tolist(), strict=True):
-            if not broken[sequence]:
+        """Wait for the step and return its answer; called in the order of the steps."""
+        self.wait_for_tokens()
+        token_ids, best, nonfinite_by_token = self._arrays[:3]
+        sequences = self._positions.sequences
+        nonfinite = any_token_of_sequences(
+            torch.from_numpy(nonfinite_by_token), self._forward.inputs.query_start
+        )
+        nonfinite[sequences[~np.isfinite(best)]] = True
+        sampled: list[list[int]] = [[] for _ in self._forward.seq_ids]
+        for sequence, token_id in zip(sequences.tolist(), token_ids.tolist(), strict=True):
+            if not nonfinite[sequence]:
                 sampled[sequence].append(token_id)
-        logprobs = self._packed_logprobs(broken)
-        return self._begun.output(sampled, broken, logprobs, [], [], self._seconds)
+        logprobs = self._pack_logprobs(nonfinite)
+        return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds)
 
-    def _packed_logprobs(self, broken: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
-        wanted = self._logprobs
-        if not wanted:
+    def _pack_logprobs(self, nonfinite: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
+        requests, positions = self._logprobs, self._positions
+        if not requests:
             return []
         packed = pack_logprobs(
-            self._arrived[3:], wanted.num_logprobs, wanted.position, wanted.named
+            self._arrays[3:], requests.num_logprobs, requests.position, requests.named
         )
-        return [
-            RowLogprobs(self._begun.seq_ids[sequence], arrays)
-            for sequence, arrays in zip(self._sequences[wanted.at].tolist(), packed, strict=True)
-            if not broken[sequence]
-        ]
+        return logprobs_of_sequences(
+            (positions.seq_ids[index], arrays)
+            for index, arrays in zip(requests.at.tolist(), packed, strict=True)
+            if not nonfinite[positions.sequences[index]]
+        )
+
+
+PendingStep = FinishedStep | QueuedStep
+"""A launched step; `is_ready` and `result` are the same in both."""
 
 
 class AsyncModelRunner:
-    """Runner over a ModelRunner whose model is on an accelerator."""
+    """Queues a step on an accelerator when it is launched; the next may be launched at once."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        rows: InputBatch,
         tokens: DeviceTokens,
         accelerator: Accelerator,
         sampler: DeviceSampler,
     ) -> None:
         self._runner = runner
-        self._rows = rows
+        self._batch = runner.batch
         self._tokens = tokens
-        self._placement = OnDevice(accelerator)
-        self._results = Results(accelerator)
+        self._placement = DevicePlacement(accelerator)
+        self._downloader = Downloader(accelerator)
         self._sampler = sampler
-        self._in_flight: list[InFlight] = []
+        self._in_flight: list[QueuedStep] = []
         self._device_time = DeviceTime()
 
-    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
-        """As the Protocol says; waits for the device only where a row wants what the host makes."""
-        begun = self._runner.begin(step)
-        if not isinstance(begun, ForwardOutput):
-            return Done(begun)
-        inputs = begun.inputs
-        if self._rows.need_host(inputs.rows, inputs.num_computed).any():
-            self._settle(self._in_flight)
-            self._in_flight.clear()
-            begun = replace(begun, started=self._device_time.began(begun.started))
-            output = self._runner.complete(begun, masks)
-            self._device_time.end(begun.started)
-            return Done(output)
-        grammars = masks.masks_of(step) if step.constrained_seq_ids else NO_GRAMMARS
-        # Edits of scores allow for one token that is not known, that of the step before.
-        self._settle(self._in_flight[:-1])
-        launched = self._queue(begun, grammars)
-        self._in_flight = [*self._in_flight[-1:], launched]
-        return launched
+    def launch(
+        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+    ) -> PendingStep:
+        """Queue a step; wait for the device only if a result has to be computed on the host."""
+        forward = self._runner.start_step(step)
+        if isinstance(forward, ModelRunnerOutput):
+            return FinishedStep(forward)
+        inputs = forward.inputs
+        if self._batch.need_host(inputs.rows, inputs.num_computed).any():
+            return self._finish_on_host(forward, get_grammars)
+        grammars = get_grammars(step) if step.constrained_seq_ids else NO_GRAMMARS
+        # The device's logit edits allow for one unknown token of a row, that of the step before.
+        self._wait_for_tokens(self._in_flight[:-1])
+        queued = self._queue_sampling(forward, grammars)
+        self._in_flight = [*self._in_flight[-1:], queued]
+        return queued
 
-    def _settle(self, launched: list[InFlight]) -> None:
-        for each in launched:
-            each.settle()
+    def _finish_on_host(self, forward: ForwardOutput, get_grammars: GrammarSource) -> FinishedStep:
+        self._wait_for_tokens(self._in_flight)
+        self._in_flight.clear()
+        forward = replace(forward, started=self._device_time.start_of(forward.started))
+        output = self._runner.finish_on_host(forward, get_grammars)
+        self._device_time.end_step(forward.started)
+        return FinishedStep(output)
+
+    def _wait_for_tokens(self, steps: list[QueuedStep]) -> None:
+        for step in steps:
+            step.wait_for_tokens()
 
     @torch.inference_mode()
-    def _queue(self, begun: ForwardOutput, grammars: GrammarOutput) -> InFlight:
-        inputs, rows = begun.inputs, self._rows
-        sequences = inputs.samples.nonzero()[0]
-        at = inputs.rows[sequences]
-        seq_ids = [begun.seq_ids[each] for each in sequences.tolist()]
-        odd = odd_tokens(begun.hidden)
-        wanted = self._sampler.logprobs_of(at, seq_ids)
+    def _queue_sampling(self, forward: ForwardOutput, grammars: GrammarOutput) -> QueuedStep:
+        """Queue logits, sampling and the copy of the results to the host."""
+        positions = self._batch.sampled_positions(forward.inputs, forward.seq_ids)
+        nonfinite = nonfinite_tokens(forward.hidden)
+        requests = LogprobRequests.of(self._batch, positions)
         logprobs: list[torch.Tensor] = []
-        if len(at):
-            scores = self._runner.scores(begun)
-            best = scores.amax(dim=1).float()
-            token_ids, logprobs = self._sampler.sample(scores, at, seq_ids, grammars, wanted)
-            self._tokens.keep(self._placement.send([at])[0], token_ids)
+        if len(positions):
+            logits = self._runner.compute_logits(forward)
+            best = logits.amax(dim=1).float()
+            token_ids, logprobs = self._sampler.sample(logits, positions, grammars, requests)
+            self._keep_last_tokens(positions, token_ids)
         else:
-            best, token_ids = odd.new_empty(0, dtype=torch.float32), odd.new_empty(0).long()
-        download = self._results.send([token_ids, best, odd, *logprobs])
-        positions = rows.append_pending(at)
-        return InFlight(begun, rows, sequences, positions, wanted, download, self._device_time)
+            best = nonfinite.new_empty(0, dtype=torch.float32)
+            token_ids = nonfinite.new_empty(0).long()
+        download = self._downloader.start_download([token_ids, best, nonfinite, *logprobs])
+        indices = self._batch.append_pending(positions)
+        return QueuedStep(
+            forward, self._batch, positions, indices, requests, download, self._device_time
+        )
+
+    def _keep_last_tokens(self, positions: SampledPositions, token_ids: torch.Tensor) -> None:
+        """Keep the token of each row's last position for the next step."""
+        last = positions.last_of_rows()
+        if last is None:
+            (rows,) = self._placement.to_device([positions.rows])
+        else:
+            rows, index = self._placement.to_device([positions.rows[last], last])
+            token_ids = token_ids.index_select(0, index)
+        self._tokens.set_last(rows, token_ids)
+
+
+Runner = SyncModelRunner | AsyncModelRunner

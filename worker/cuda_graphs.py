@@ -1,14 +1,14 @@
-"""Steps of decodes alone as captured graphs: one launch instead of one for every kernel.
+"""Decode steps as captured CUDA graphs: one launch instead of one for every kernel.
 
-A graph is the same kernels on the same addresses, so there is one for each of a ladder of
-batch sizes, and a step takes the next one up; the rows that are left over are nobody's:
+A graph is the same kernels on the same addresses, so a graph is captured for each of a ladder of
+batch sizes. A step uses the next larger graph and leaves the rest of its rows empty:
 
     step      [ a ][ b ][ c ]            3 sequences
     graph     [ a ][ b ][ c ][ - ]       4 rows: the last reads and writes nothing
 
-What changes from step to step is copied to fixed places before a replay: token ids and
-positions here, slots and plans by the attention backend. Steps with prefills, and those of
-more sequences than the ladder has, run kernel by kernel.
+Before a replay the step's values are copied to fixed addresses: token ids and positions here, slots
+and plans by the attention backend. Steps with prefills, and steps with more sequences than the
+largest graph, run kernel by kernel.
 """
 
 import logging
@@ -20,65 +20,63 @@ import torch
 
 from worker.attention.base import AttentionBackend
 from worker.attention.paged_batch import pad_decodes
-from worker.device.accelerator import Accelerator, Graph
-from worker.device.base import gib
-from worker.forward import Forward
+from worker.device.accelerator import Accelerator
+from worker.device.devices import gib
 from worker.input_batch import BlockTable, StepInputs, dummy_inputs
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger("tokend.graphs")
 
-_STEP: Final = 8
-_MOST: Final = 256
-"""Rows of the largest graph; beyond, a kernel takes much longer than its launch."""
+_LADDER_STEP: Final = 8
+_LARGEST_SIZE: Final = 256
+"""Rows of the largest graph; from there on a kernel takes much longer than its launch."""
 
 
-def ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then every eighth, up to what can run at once."""
-    most = min(max_num_seqs, _MOST)
-    sizes = {1, 2, 4, *range(_STEP, most + 1, _STEP), most}
-    return tuple(sorted(size for size in sizes if size <= most))
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8, up to max_num_seqs."""
+    largest = min(max_num_seqs, _LARGEST_SIZE)
+    sizes = {1, 2, 4, *range(_LADDER_STEP, largest + 1, _LADDER_STEP), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
 
 
-class GraphForward:
-    """Forward that replays a graph where one fits, and else hands on to `eager`.
+class DecodeGraphs:
+    """CUDA graphs of decode steps, one for each of `sizes`.
 
-    attention: has a plan for each of `sizes` that its kernels read from a fixed place.
+    attention: has a plan for each size at a fixed address.
     """
 
     def __init__(
         self,
-        eager: Forward,
         model: Decoder,
         attention: AttentionBackend,
         accelerator: Accelerator,
         sizes: Sequence[int],
     ) -> None:
-        self._eager = eager
         self._model = model
         self._attention = attention
         self._accelerator = accelerator
         self._sizes = sorted(sizes)
-        most = self._sizes[-1]
-        self._token_ids = accelerator.zeros(most, torch.int64)
-        self._positions = accelerator.zeros(most, torch.int64)
-        self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
+        largest = self._sizes[-1]
+        self._token_ids = accelerator.zeros(largest, torch.int64)
+        self._positions = accelerator.zeros(largest, torch.int64)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, table: BlockTable, progress: Callable[[float], None]) -> None:
-        """Record every size, the largest first: the others then find their memory taken.
+    def capture(self, table: BlockTable, on_progress: Callable[[float], None]) -> None:
+        """Capture all sizes, the largest first, so that smaller ones reuse its memory.
 
-        table: tells what a step's block tables look like. progress: told the finished part.
+        table: has the shape of a step's block tables. on_progress: called with the finished
+        fraction.
         """
         started, before = time.monotonic(), self._accelerator.memory_taken()
         for done, size in enumerate(reversed(self._sizes)):
             inputs = dummy_inputs(size, size, table)
             self._attention.plan(inputs.attention)
-            # Once without recording: what kernels set up on their first call must not be in it.
-            self._run(size)
+            # Run once without recording: a graph must not contain what kernels set up at first.
+            self._forward(size)
             self._attention.plan(inputs.attention)
-            self._graphs[size] = self._accelerator.capture(lambda: self._run(size))  # noqa: B023
-            progress((done + 1) / len(self._sizes))
+            self._graphs[size] = self._accelerator.capture(lambda: self._forward(size))  # noqa: B023
+            on_progress((done + 1) / len(self._sizes))
         logger.info(
             "captured %d graphs of up to %d sequences in %.1f s, %s",
             len(self._graphs),
@@ -87,20 +85,25 @@ class GraphForward:
             gib(self._accelerator.memory_taken() - before),
         )
 
-    def __call__(
+    def fits(self, inputs: StepInputs) -> bool:
+        """Return whether a graph can compute the step."""
+        return inputs.is_decode and len(inputs.rows) <= self._sizes[-1]
+
+    def replay(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """As the Protocol says; the result stands until the next step."""
-        count = len(inputs.token_ids)
-        size = next((each for each in self._sizes if each >= count), 0)
-        if size not in self._graphs or count != len(inputs.rows):
-            return self._eager(inputs, token_ids, positions)
+        """Return the hidden states [T, H] of a step that fits, valid until the next step.
+
+        token_ids, positions: int64 [T], on the device.
+        """
+        count = len(inputs.rows)
+        size = next(size for size in self._sizes if size >= count)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
-        self._attention.plan([pad_decodes(each, size) for each in inputs.attention])
+        self._attention.plan([pad_decodes(group, size) for group in inputs.attention])
         graph, hidden = self._graphs[size]
         graph.replay()
         return hidden[:count]
 
-    def _run(self, size: int) -> torch.Tensor:
+    def _forward(self, size: int) -> torch.Tensor:
         return self._model.forward(self._token_ids[:size], self._positions[:size], self._attention)

@@ -1,11 +1,13 @@
-"""InputBatch: what the worker remembers of each sequence between steps.
+"""What the worker remembers of each sequence between steps, and the arrays of a step.
 
-A running sequence has a row in arrays that a step reads with one index operation.
-A preempted one is parked: its tokens are kept, its row is free. Rows never move.
+A running sequence has a row in arrays that a step reads with one index operation. A preempted
+sequence keeps its tokens and gives up its row. Rows never move. Start with `InputBatch.apply`, then
+`build_inputs`; `sample_last_tokens` is the one place that says which positions are sampled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +20,13 @@ from worker.attention.base import AttentionInputs
 from worker.sampling.logit_edits import RowEdits
 from worker.sampling.row_params import RowParams, neutral_params, record_of
 
-# Block tables of all rows in all KV cache groups, as one array that a step gathers from.
-
 
 class BlockTable:
-    """`ids[group, row, i]` is the block that holds tokens [i * block_size, (i + 1) * block_size).
+    """Block tables of all rows in all KV cache groups, as one array.
 
-    ids: int32 [num_groups, num_rows, max_blocks]; entries past the end of a row are
-        meaningless, and so are those of blocks that a group's window has passed.
+    `ids[group, row, i]` is the block with tokens [i * block_size, (i + 1) * block_size).
+    ids: int32 [num_groups, num_rows, max_blocks]; entries past the end of a row have no meaning,
+        and neither have blocks that the window of a group has passed.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class BlockTable:
         self._length = [[0] * num_groups for _ in range(num_rows)]
 
     def replace(self, row: int, block_ids: BlockIds) -> None:
-        """Give a row its whole table in each group."""
+        """Set the whole table of a row, one list for each group."""
         self._length[row] = [0] * self.num_groups
         self.append(row, block_ids)
 
     def append(self, row: int, block_ids: BlockIds) -> None:
-        """Add blocks at the end of a row; one list, perhaps empty, for each group."""
+        """Append blocks to the table of a row; one list, perhaps empty, for each group."""
         length = self._length[row]
         for group, (start, added) in enumerate(zip(length, block_ids, strict=True)):
             self.ids[group, row, start : start + len(added)] = added
@@ -52,16 +53,16 @@ class BlockTable:
 
 
 NO_LOGPROBS = -1
-"""In arrays of logprob counts: the row asks for none."""
+"""In arrays of logprob counts: the row requests none."""
 PENDING = -1
-"""In token_ids: sampled, and not on the host yet."""
+"""In token_ids: a token that was sampled on the device and has not reached the host yet."""
 _OTHER_BYTES = 256
-"""Of a row, at most: its parameters, its counts and its place in the list of those free."""
+"""Most bytes of a row beside tokens and block tables: parameters, counts, free list."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What never changes about a sequence."""
+    """The constant part of a sequence."""
 
     seq_id: int
     prompt_token_ids: list[int]
@@ -71,16 +72,17 @@ class RowState:
 
 
 class InputBatch:
-    """Arrays indexed by row, all [num_rows] unless said.
+    """The sequences that a worker knows, as arrays indexed by row, [num_rows] unless said.
 
     token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
     num_tokens, num_prompt_tokens: int32.
-    row_params: records of ROW_PARAMS, the position of each left at 0.
-    num_logprobs: int32, alternatives beside the chosen token, NO_LOGPROBS for none.
-    num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
-    num_prompt_logprobs: int32, alternatives beside each prompt token.
-    greedy: bool, the row wants the best token after its edits, and nothing else.
-    edits: edits of the logits of a row, only of rows that have some.
+    row_params: records of ROW_PARAMS, `position` left at 0.
+    num_logprobs: int32, alternatives beside the sampled token, or NO_LOGPROBS.
+    num_candidates: int32, best next tokens that a beam reports instead of sampling; else 0.
+    min_output: int32, min_tokens.
+    num_prompt_logprobs: int32, alternatives beside each prompt token, or NO_LOGPROBS.
+    greedy: bool, rows that need only their best token after logit edits.
+    edits: row → logit edits, for rows that have some.
     """
 
     def __init__(
@@ -103,29 +105,29 @@ class InputBatch:
 
     @staticmethod
     def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-        """What they come to take when all have been used at full length.
+        """Return the bytes of a batch when all rows have been used at full length.
 
-        Without what rows need that have their scores changed.
+        Logit edits of rows are not included.
         """
         num_blocks = num_groups * -(-max_model_len // block_size)
         return num_rows * (4 * (max_model_len + 1 + num_blocks) + _OTHER_BYTES)
 
     def apply(self, step: SchedulerOutput) -> NDArray[np.int64]:
-        """Take over what the scheduler changed; returns the rows of the step.
+        """Apply the scheduler's changes; return the rows of the step, int64 [S].
 
-        The order is that of the step: new requests, then cached ones. int64 [num_sequences].
+        The order is that of the step: new requests, then cached ones.
         """
         for seq_id in step.finished_seq_ids:
-            self._forget(seq_id)
+            self._remove_sequence(seq_id)
         for seq_id in step.preempted_seq_ids:
             self._release_row(seq_id)
         for new in step.new_requests:
-            self._add(new)
+            self._add_sequence(new)
         cached = step.cached_requests
         resumed = dict(zip(cached.resumed_seq_ids, cached.resumed_output_token_ids, strict=True))
         for seq_id, block_ids in zip(cached.seq_ids, cached.new_block_ids, strict=True):
             if seq_id in resumed:
-                self._place(self._sequences[seq_id], resumed[seq_id])
+                self._fill_row(self._sequences[seq_id], resumed[seq_id])
                 assert block_ids is not None, "a resumed sequence brings its block table"
                 self.block_table.replace(self._row_of[seq_id], block_ids)
             elif block_ids is not None:
@@ -135,90 +137,151 @@ class InputBatch:
         seq_ids = [new.seq_id for new in step.new_requests] + cached.seq_ids
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
+    def sampled_positions(self, inputs: StepInputs, seq_ids: Sequence[int]) -> SampledPositions:
+        """Return the sampled positions of a step. seq_ids: [S], of the sequences of `inputs`."""
+        num_sampled = np.diff(inputs.sample_start)
+        sequences = np.repeat(np.arange(len(num_sampled)), num_sampled)
+        rows = inputs.rows[sequences]
+        ends = inputs.positions[inputs.sample_tokens] + 1
+        drafts: dict[int, tuple[int, ...]] = {}
+        for index in np.flatnonzero(ends > self.num_tokens[rows]).tolist():
+            end, num_drafts = (
+                inputs.sample_tokens[index] + 1,
+                ends[index] - self.num_tokens[rows[index]],
+            )
+            drafts[index] = tuple(inputs.token_ids[end - num_drafts : end].tolist())
+        return SampledPositions(
+            sequences,
+            rows,
+            [seq_ids[sequence] for sequence in sequences.tolist()],
+            (ends - self.num_prompt_tokens[rows]).astype(np.int32),
+            drafts,
+        )
+
     def append_sampled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Each of `rows` [n] gets one more token."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+        """Append tokens to rows, both [n]. Several tokens of a row stand side by side."""
+        index = self.num_tokens[rows]
+        is_first = np.append([True], rows[1:] != rows[:-1])
+        if not is_first.all():
+            number = np.arange(len(rows))
+            index += (number - np.maximum.accumulate(np.where(is_first, number, 0))).astype(
+                np.int32
+            )
+        self.token_ids[rows, index] = token_ids
+        self.num_tokens[rows] = index + 1  # of equal rows the last one counts
         if self.edits:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if row in self.edits and token_id != PENDING:
                     self.edits[row].append(token_id)
 
-    def append_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Each of `rows` [n] gets one more token, to be known later; returns their places."""
-        places = self.num_tokens[rows].astype(np.int64)
-        self.append_sampled(rows, np.full(len(rows), PENDING))
-        return places
+    def append_pending(self, positions: SampledPositions) -> NDArray[np.int64]:
+        """Append PENDING for each sampled position; return the indices of the tokens in their rows.
 
-    def fill_in(
-        self,
-        seq_ids: list[int],
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
+        The result is int64 [N], for `resolve_pending`.
+        """
+        rows = positions.rows
+        self.append_sampled(rows, np.full(len(rows), PENDING))
+        return positions.output_index.astype(np.int64) + self.num_prompt_tokens[rows]
+
+    def resolve_pending(
+        self, positions: SampledPositions, indices: NDArray[np.int64], token_ids: NDArray[np.int64]
     ) -> None:
-        """What `append_pending` left open, all [n]; nothing for a row that is another's by now."""
-        for seq_id, row, place, token_id in zip(
-            seq_ids, rows.tolist(), places.tolist(), token_ids.tolist(), strict=True
+        """Replace PENDING by the sampled tokens, unless the row belongs to another sequence now.
+
+        indices: int64 [N] from `append_pending`. token_ids: int64 [N].
+        """
+        for seq_id, row, index, token_id in zip(
+            positions.seq_ids,
+            positions.rows.tolist(),
+            indices.tolist(),
+            token_ids.tolist(),
+            strict=True,
         ):
-            if self._row_of.get(seq_id) == row and self.token_ids[row, place] == PENDING:
-                self.token_ids[row, place] = token_id
+            if self._row_of.get(seq_id) == row and self.token_ids[row, index] == PENDING:
+                self.token_ids[row, index] = token_id
                 if row in self.edits:
                     self.edits[row].append(token_id)
 
     def last_is_pending(self, row: int) -> bool:
-        """Whether the last token of a row is to be known later."""
+        """Return whether the last token of a row has not reached the host yet."""
         return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
 
     def need_host(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Bool [n]: rows that want what only the host makes in a step.
+        """Return the rows whose results only the host can make in a step, bool [n].
 
-        That is candidates of a beam, and log-probabilities of prompt tokens that follow the
-        `num_computed` [n] tokens before the step and the first one in it.
+        These are candidates of a beam, and log-probabilities of prompt tokens that follow the
+        first token of the step. num_computed: int32 [n], tokens computed before the step.
         """
         prompts = (self.num_prompt_logprobs[rows] != NO_LOGPROBS) & (
             num_computed + 1 < self.num_prompt_tokens[rows]
         )
-        found: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
-        return found
+        needed: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
+        return needed
 
-    def num_outputs(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Outputs of `rows` [n], pending ones included."""
-        found: NDArray[np.int32] = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        return found
-
-    def params_of_step(self, rows: NDArray[np.int64]) -> RowParams:
-        """Records of `rows` [n], with the position of the token that each samples next."""
-        params = self.row_params[rows]
-        params["position"] = self.num_outputs(rows)
+    def params_of(self, positions: SampledPositions) -> RowParams:
+        """Return the sampling parameters [N] of sampled positions, keyed by output index."""
+        params = self.row_params[positions.rows]
+        params["position"] = positions.output_index
         return params
 
+    def before_min_tokens(self, positions: SampledPositions) -> NDArray[np.bool_]:
+        """Return the sampled positions where stop tokens are still forbidden, bool [N]."""
+        early: NDArray[np.bool_] = positions.output_index < self.min_output[positions.rows]
+        return early
+
+    def edits_of(self, positions: SampledPositions) -> list[tuple[int, RowEdits]]:
+        """Return (index, logit edits) of the sampled positions whose rows have edits.
+
+        Each position has the edits that follow from all tokens before it.
+        """
+        if not self.edits:
+            return []
+        return [
+            (index, self._edits_after(positions, index))
+            for index, row in enumerate(positions.rows.tolist())
+            if row in self.edits
+        ]
+
+    def _edits_after(self, positions: SampledPositions, index: int) -> RowEdits:
+        row = int(positions.rows[index])
+        if index not in positions.drafts:
+            return self.edits[row]
+        sequence = self._sequences[positions.seq_ids[index]]
+        assert sequence.params.edits is not None
+        assert not self.last_is_pending(row), "drafts follow tokens that the host knows"
+        outputs = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
+        return RowEdits(
+            sequence.params.edits,
+            sequence.prompt_token_ids,
+            [*outputs, *positions.drafts[index]],
+        )
+
     def params(self, seq_id: int) -> SamplingParams:
-        """The sampling parameters of a sequence."""
+        """Return the sampling parameters of a sequence."""
         return self._sequences[seq_id].params
 
     def clear(self) -> None:
-        """Forget every sequence."""
+        """Remove all sequences."""
         for seq_id in list(self._sequences):
-            self._forget(seq_id)
+            self._remove_sequence(seq_id)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences known, running or parked."""
+        """Number of known sequences, running or preempted."""
         return len(self._sequences)
 
-    def _add(self, new: NewRequestData) -> None:
+    def _add_sequence(self, new: NewRequestData) -> None:
         sequence = RowState(
             new.seq_id, new.prompt_token_ids, new.sampling_params, new.seed, new.choice
         )
         self._sequences[new.seq_id] = sequence
-        self._place(sequence, new.output_token_ids)
+        self._fill_row(sequence, new.output_token_ids)
         self.block_table.replace(self._row_of[new.seq_id], new.block_ids)
 
-    def _place(self, sequence: RowState, output_token_ids: list[int]) -> None:
-        """Fill a row: the one that the sequence has, or a free one."""
+    def _fill_row(self, sequence: RowState, output_token_ids: list[int]) -> None:
+        """Write a sequence into its row, or into a free one if it has none."""
         if sequence.seq_id not in self._row_of:
             self._row_of[sequence.seq_id] = self._free.pop()
         row = self._row_of[sequence.seq_id]
@@ -250,7 +313,7 @@ class InputBatch:
         self.edits.pop(row, None)
         self._free.append(row)
 
-    def _forget(self, seq_id: int) -> None:
+    def _remove_sequence(self, seq_id: int) -> None:
         if seq_id in self._row_of:
             self._release_row(seq_id)
         self._sequences.pop(seq_id, None)
@@ -258,23 +321,27 @@ class InputBatch:
 
 # The arrays of one step, built from rows and counts with numpy.
 #
-# sequence    0          1     2
-# tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
-# positions   0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
-# seq_lens    5           18  35
+# sequence       0          1     2
+# tokens       | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
+# positions      0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
+# seq_lens       5           18  35
+# sampled              (4)  (5)   -          sample_start = [0 1 2 2], sample_tokens = [4 5]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model and the sampler need; T tokens, S sequences, N of which sample.
+    """What the model and the sampler need; T tokens, S sequences, N sampled positions.
+
+    A sampled position is a token whose logits give the next token. A sequence has any number of
+    them, in order; today 0 or 1.
 
     token_ids, positions: int64 [T].
     rows: int64 [S], rows of the sequences.
     query_start: int32 [S + 1], where each sequence's tokens begin.
     seq_lens: int32 [S], tokens of each sequence once the step is computed.
     num_computed: int32 [S], tokens computed before the step.
-    samples: bool [S], the sequences whose last known token is in this step.
-    last_token: int64 [N], index on the token axis of the last token of those.
+    sample_start: int32 [S + 1], where each sequence's sampled positions begin.
+    sample_tokens: int64 [N], index on the token axis of each sampled position.
     attention: of each KV cache group; they differ in their block tables and slots.
     """
 
@@ -284,44 +351,110 @@ class StepInputs:
     query_start: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
     num_computed: NDArray[np.int32]
-    samples: NDArray[np.bool_]
-    last_token: NDArray[np.int64]
+    sample_start: NDArray[np.int32]
+    sample_tokens: NDArray[np.int64]
     attention: tuple[AttentionInputs, ...]
 
-    def rows_that_sample(self, hidden: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-        """Rows [N, H] of hidden states [T, H]: the last token of each sequence that samples.
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has exactly one token in this step."""
+        return len(self.token_ids) == len(self.rows)
 
-        last_token: that of the inputs, where the hidden states are.
+    @property
+    def samples_every_token(self) -> bool:
+        """Whether the logits of all tokens are needed."""
+        return len(self.sample_tokens) == len(self.token_ids)
+
+    def sampled_hidden(self, hidden: torch.Tensor, sample_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [N, H] of the sampled positions, out of hidden [T, H].
+
+        sample_tokens: those of the inputs, on the device of the hidden states.
         """
-        if len(self.last_token) == len(self.token_ids):
-            return hidden
-        return hidden.index_select(0, last_token)
+        return hidden if self.samples_every_token else hidden.index_select(0, sample_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPositions:
+    """The N sampled positions of a step, or some of them, with what sampling needs to know.
+
+    sequences: int64 [N], index of the sequence in the step. rows: int64 [N]. seq_ids: [N].
+    output_index: int32 [N], index of the output token that is sampled there, 0 for the first.
+    drafts: index in [0, N) → tokens of the step that precede this position and are not yet among
+        the known tokens of the row. Empty while each row has at most one sampled position.
+    """
+
+    sequences: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    seq_ids: list[int]
+    output_index: NDArray[np.int32]
+    drafts: Mapping[int, tuple[int, ...]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, chosen: NDArray[np.bool_]) -> SampledPositions:
+        """Return the positions where `chosen`, bool [N], is True."""
+        indices = chosen.nonzero()[0].tolist()
+        return SampledPositions(
+            self.sequences[chosen],
+            self.rows[chosen],
+            [self.seq_ids[index] for index in indices],
+            self.output_index[chosen],
+            {new: self.drafts[old] for new, old in enumerate(indices) if old in self.drafts},
+        )
+
+    def last_of_rows(self) -> NDArray[np.int64] | None:
+        """Return the index of each row's last position; None if no row has several.
+
+        Positions of a row stand side by side.
+        """
+        if not self.drafts:
+            return None
+        is_last = np.append(self.sequences[1:] != self.sequences[:-1], [True])
+        return is_last.nonzero()[0]
 
 
 def decodes_first(step: SchedulerOutput) -> NDArray[np.int64]:
-    """int64 [S]: place i is for this sequence of the step; those with one token come first."""
-    counts = [each.num_scheduled_tokens for each in step.new_requests]
+    """Return an order of the step's sequences, int64 [S]: those with one token come first."""
+    counts = [request.num_scheduled_tokens for request in step.new_requests]
     counts += step.cached_requests.num_scheduled_tokens
     return np.argsort(np.array(counts) > 1, kind="stable")
+
+
+def sample_last_tokens(
+    query_start: NDArray[np.int32], num_sampled: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return sample_start int32 [S + 1] and sample_tokens int64 [N] of `StepInputs`.
+
+    num_sampled: int32 [S], how many of the last tokens of each sequence are sampled.
+    """
+    sample_start = np.zeros_like(query_start)
+    np.cumsum(num_sampled, out=sample_start[1:])
+    # Sampled position j of a sequence that ends at token e and at sample f is token e - f + j.
+    shift = np.repeat(query_start[1:] - sample_start[1:], num_sampled)
+    return sample_start, shift + np.arange(sample_start[-1], dtype=np.int64)
 
 
 def build_inputs(
     step: SchedulerOutput,
     step_rows: NDArray[np.int64],
-    rows: InputBatch,
+    batch: InputBatch,
     order: NDArray[np.int64] | slice = slice(None),
 ) -> StepInputs:
-    """The inputs of a step whose changes `rows` has taken over.
+    """Return the inputs of a step that `batch` has applied.
 
-    order: which sequence of the step is at each place; all arrays follow it.
+    step_rows: from `InputBatch.apply`. order: index of the step's sequence at each place of the
+    inputs.
     """
     new, cached = step.new_requests, step.cached_requests
     step_rows = step_rows[order]
     num_computed = np.array(
-        [each.num_computed_tokens for each in new] + cached.num_computed_tokens, dtype=np.int32
+        [request.num_computed_tokens for request in new] + cached.num_computed_tokens,
+        dtype=np.int32,
     )[order]
     num_scheduled = np.array(
-        [each.num_scheduled_tokens for each in new] + cached.num_scheduled_tokens, dtype=np.int32
+        [request.num_scheduled_tokens for request in new] + cached.num_scheduled_tokens,
+        dtype=np.int32,
     )[order]
     query_start = np.zeros(len(step_rows) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start[1:])
@@ -330,24 +463,26 @@ def build_inputs(
     positions = np.arange(query_start[-1], dtype=np.int64)
     positions += np.repeat(num_computed - query_start[:-1], num_scheduled)
     token_rows = np.repeat(step_rows, num_scheduled)
-    samples = seq_lens >= rows.num_tokens[step_rows]
+    # A sequence is sampled once, when all its known tokens are computed.
+    num_sampled = (seq_lens >= batch.num_tokens[step_rows]).astype(np.int32)
+    sample_start, sample_tokens = sample_last_tokens(query_start, num_sampled)
     return StepInputs(
-        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        token_ids=batch.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         rows=step_rows,
         query_start=query_start,
         seq_lens=seq_lens,
         num_computed=num_computed,
-        samples=samples,
-        last_token=(query_start[1:][samples] - 1).astype(np.int64),
+        sample_start=sample_start,
+        sample_tokens=sample_tokens,
         attention=_attention_inputs(
-            rows.block_table, step_rows, token_rows, positions, query_start, seq_lens
+            batch.block_table, step_rows, token_rows, positions, query_start, seq_lens
         ),
     )
 
 
 def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInputs:
-    """A step of dummy sequences of token 0, all in block 0, the null block.
+    """Return a step of dummy sequences of token 0, all in block 0, the null block.
 
     Each sequence begins in this step, with at most as many tokens as a row of the table has.
     """
@@ -359,6 +494,7 @@ def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInput
     positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
     blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
     attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
+    sample_start, sample_tokens = sample_last_tokens(query_start, np.ones_like(counts))
     return StepInputs(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=positions,
@@ -366,8 +502,8 @@ def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInput
         query_start=query_start,
         seq_lens=counts,
         num_computed=np.zeros_like(counts),
-        samples=np.ones(num_seqs, dtype=np.bool_),
-        last_token=(query_start[1:] - 1).astype(np.int64),
+        sample_start=sample_start,
+        sample_tokens=sample_tokens,
         attention=(attention,) * table.num_groups,
     )
 
@@ -380,7 +516,7 @@ def _attention_inputs(
     query_start: NDArray[np.int32],
     seq_lens: NDArray[np.int32],
 ) -> tuple[AttentionInputs, ...]:
-    """Block tables of the step's rows and slots of its tokens, group by group."""
+    """Return the block tables of the step's rows and the slots of its tokens, group by group."""
     block_index, offset = np.divmod(positions, table.block_size)
     max_blocks = -(-int(seq_lens.max()) // table.block_size)
     tables = np.ascontiguousarray(table.ids[:, step_rows, :max_blocks])

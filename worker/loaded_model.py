@@ -7,6 +7,7 @@ kv_fingerprint says whose KV blocks are interchangeable.
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
-from proto.lifecycle import KVCacheGeometry, WeightMemory
+from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
 from proto.prepared_model import PreparedModel
-from worker.device.base import Device
+from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
 from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
@@ -35,7 +36,6 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
-from worker.reports import Reports
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -76,9 +76,9 @@ class LoadedModel:
         return Fraction(held[self.group.rank], sum(held))
 
     @property
-    def weights(self) -> tuple[WeightMemory, ...]:
+    def weights(self) -> tuple[WeightFormatMemory, ...]:
         """Bytes of the weights by format."""
-        return tuple(WeightMemory(*item) for item in self.weight_format.memory.items())
+        return tuple(WeightFormatMemory(*item) for item in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
@@ -99,11 +99,12 @@ def load(
     prepared: PreparedModel,
     device: Device,
     group: RankGroup,
-    reports: Reports,
+    report: Callable[[Progress | Notice], None],
     weight_format: WeightFormat | None = None,
 ) -> LoadedModel:
     """Load this rank's part of a model.
 
+    report: sends progress and notices to the supervisor.
     weight_format: None for the one that settings and device choose.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
@@ -123,20 +124,20 @@ def load(
             whole,
             dtype,
             kv_dtype,
-            lambda fraction: reports.progress("loading kernels", fraction),
+            lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
         )
     model = load_model(
         prepared,
         whole,
         dtype,
         device.torch_device,
-        lambda fraction: reports.progress("loading weights", fraction),
+        lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
         weight_format,
         group,
     )
     logger.info("weights: %s", describe_memory(weight_format))
     if notice := describe_dense_weights(weight_format):
-        reports.notice(notice)
+        report(Notice("worker", group.rank, notice))
     heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
     return LoadedModel(

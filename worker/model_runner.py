@@ -1,13 +1,15 @@
-"""One step on one device: rows, block copies, attention plan, forward, logits, sample.
+"""One step on one device: apply it to the batch, build inputs, forward, logits, sample, answer.
 
-Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets. What
-samples here does so on the host (step_sampler.py), where the logits of another device are
-fetched to; tokens that stay on such a device are ahead.py's.
+ModelRunner has the parts; `ModelRunner.execute` is the whole step, sampled on the host.
+SyncModelRunner (here, for a CPU) computes a step when it is launched. AsyncModelRunner
+(async_runner.py, for a GPU) queues a step and lets the next one be launched before its tokens are
+known; it samples on the device.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,276 +19,359 @@ from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend
-from worker.device.placement import OnHost, Placement
-from worker.forward import EagerForward, Forward
+from worker.cuda_graphs import DecodeGraphs
+from worker.device.accelerator import Accelerator
+from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import (
     NO_LOGPROBS,
+    PENDING,
     InputBatch,
     StepInputs,
     build_inputs,
     decodes_first,
     dummy_inputs,
 )
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.nonfinite import broken_sequences, odd_tokens, sequences_of
-from worker.sampling.grammar_masks import MaskSource, NoMasks
-from worker.sampling.logprobs import prompt_logprobs
-from worker.sampling.sampler import Chosen, Sampler, StepSampler
+from worker.sampling.logprobs import concatenate, prompt_logprobs
+from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
-"""Most memory that the logits of prompt positions take at once."""
-NO_MASKS: Final = NoMasks()
+"""Most bytes of prompt logits in memory at once."""
 NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
+
+GrammarSource = Callable[[SchedulerOutput], GrammarOutput]
+"""Waits for the grammar masks of a step and returns them; called only if the step needs some."""
+
+
+def no_grammars(step: SchedulerOutput) -> GrammarOutput:
+    """Be the GrammarSource of steps without constrained sequences."""
+    raise AssertionError(f"step {step.step} has no grammar masks")
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """A step whose hidden states are computed, or queued to be.
+    """A step whose hidden states are computed, or queued to be computed.
 
-    seq_ids: of the sequences as `inputs` has them. back: place of each sequence of the
-    step among those. hidden [T, H] and last_token, that of the inputs, are where the model is.
+    started: monotonic time at which the step began. seq_ids: of the sequences, in the order of
+    `inputs`. step_order: index in that order of each sequence of the step. hidden [T, H] and
+    sample_tokens, those of the inputs, are on the model's device.
     """
 
     step: SchedulerOutput
     started: float
     inputs: StepInputs
     seq_ids: list[int]
-    back: list[int]
+    step_order: list[int]
     hidden: torch.Tensor
-    last_token: torch.Tensor
+    sample_tokens: torch.Tensor
 
-    def output(
+    def answer(
         self,
         sampled: list[list[int]],
-        broken: NDArray[np.bool_],
+        nonfinite: NDArray[np.bool_],
         logprobs: list[RowLogprobs],
         prompt_logprobs: list[RowLogprobs],
         candidates: list[RowLogprobs],
         seconds: float,
     ) -> ModelRunnerOutput:
-        """The answer, in the step's own order; sampled and broken are in that of the inputs.
+        """Return the message to the engine; sampled and nonfinite are in the order of the inputs.
 
-        seconds: that the step took, waiting for another not counted.
+        seconds: compute time, without waiting for earlier steps.
         """
         return ModelRunnerOutput(
             self.step.epoch,
             self.step.step,
-            [self.seq_ids[at] for at in self.back],
-            [sampled[at] for at in self.back],
+            [self.seq_ids[index] for index in self.step_order],
+            [sampled[index] for index in self.step_order],
             logprobs,
             prompt_logprobs,
             seconds,
-            failed_seq_ids=[self.seq_ids[at] for at in broken.nonzero()[0].tolist()],
+            failed_seq_ids=[self.seq_ids[index] for index in nonfinite.nonzero()[0].tolist()],
             candidates=candidates,
         )
 
 
-class TokenSource(Protocol):
-    """Where tokens are that were sampled and are not on the host yet."""
+class DeviceTokens:
+    """The last sampled token of each row, on the device, before it has reached the host.
 
-    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
-        """What `fill` needs to know of a step, where the model is."""
-        ...
+    last: int64 [num_rows].
+    """
 
-    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids int64 [T] with those in place that are missing; rows: from `rows_of`."""
-        ...
+    def __init__(self, accelerator: Accelerator, num_rows: int) -> None:
+        self.last = accelerator.zeros(num_rows, torch.int64)
 
+    def fill_pending(self, token_ids: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
+        """Return token ids int64 [T] with PENDING replaced. token_rows: int64 [T], their rows."""
+        return torch.where(token_ids == PENDING, self.last.index_select(0, token_rows), token_ids)
 
-class NothingMissing:
-    """TokenSource of a runner whose tokens are all on the host."""
-
-    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
-        """Whatever is at hand: nobody asks."""
-        return inputs.last_token
-
-    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The same."""
-        return token_ids
-
-
-ON_HOST: Final = OnHost()
-NOTHING_MISSING: Final = NothingMissing()
+    def set_last(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Set the last token of rows, both int64 [n]; no row occurs twice."""
+        self.last.index_copy_(0, rows, token_ids)
 
 
 class ModelRunner:
-    """Executes the steps of one epoch in order."""
+    """Executes the steps of one epoch in order, on a CPU or an accelerator.
+
+    graphs: CUDA graphs for decode steps. device_tokens: sampled tokens that the host does not know
+    yet; None if every step is sampled on the host.
+    """
 
     def __init__(
         self,
         model: Decoder,
         attention: AttentionBackend,
         sampler: Sampler,
-        rows: InputBatch,
+        batch: InputBatch,
         kv_cache: KVCache,
-        placement: Placement = ON_HOST,
-        forward: Forward | None = None,
-        tokens: TokenSource = NOTHING_MISSING,
+        placement: Placement | None = None,
+        graphs: DecodeGraphs | None = None,
+        device_tokens: DeviceTokens | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._step_sampler = StepSampler(rows, sampler)
-        self._rows = rows
+        self._step_sampler = StepSampler(batch, sampler)
+        self.batch = batch
         self.kv_cache = kv_cache
-        self._placement = placement
-        self._forward = forward or EagerForward(model, attention)
-        self._tokens = tokens
+        self.placement = placement or HostPlacement()
+        self._graphs = graphs
+        self._device_tokens = device_tokens
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
         return self._model.spec.vocab_size
 
-    def execute(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> ModelRunnerOutput:
-        """Compute a step and return its tokens. masks: asked when there are logits.
-
-        The input batch is updated before this returns, so the next step may follow at once.
-        """
-        begun = self.begin(step)
-        return self.complete(begun, masks) if isinstance(begun, ForwardOutput) else begun
+    def execute(
+        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+    ) -> ModelRunnerOutput:
+        """Compute a step and return its tokens, which are already in the batch."""
+        forward = self.start_step(step)
+        if isinstance(forward, ModelRunnerOutput):
+            return forward
+        return self.finish_on_host(forward, get_grammars)
 
     @torch.inference_mode()
-    def begin(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
-        """Take over what the step changes and run the model; the answer where nothing runs."""
+    def start_step(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
+        """Apply a step to the batch and run the model; return the answer if nothing is to run."""
         started = time.monotonic()
-        step_rows = self._rows.apply(step)
-        # source, copy, source, copy …
-        block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2)
+        step_rows = self.batch.apply(step)
+        block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if len(step_rows) == 0:
-            if len(block_copies):
-                self.kv_cache.copy_blocks(*self._placement.send(list(block_copies.T)))
+            if block_copies.size:
+                self.kv_cache.copy_blocks(*self.placement.to_device(list(block_copies)))
             return ModelRunnerOutput(step.epoch, step.step, [], [])
-        seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
-        back = list(range(len(seq_ids)))
-        if self._placement.decodes_first:
-            order = decodes_first(step)
-            inputs = build_inputs(step, step_rows, self._rows, order)
-            seq_ids = [seq_ids[at] for at in order]
-            back = np.argsort(order).tolist()
-        else:
-            inputs = build_inputs(step, step_rows, self._rows)
-        token_ids, positions, last_token, rows, sources, copies = self._placement.send(
-            [
-                inputs.token_ids,
-                inputs.positions,
-                inputs.last_token,
-                self._tokens.rows_of(inputs),
-                *block_copies.T,
-            ]
+        inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
+        arrays = [inputs.token_ids, inputs.positions, inputs.sample_tokens, *block_copies]
+        if self._device_tokens is not None:
+            arrays.append(np.repeat(inputs.rows, np.diff(inputs.query_start)))
+        token_ids, positions, sample_tokens, sources, targets, *token_rows = (
+            self.placement.to_device(arrays)
         )
-        if len(block_copies):
-            self.kv_cache.copy_blocks(sources, copies)
-        hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)
-        return ForwardOutput(step, started, inputs, seq_ids, back, hidden, last_token)
+        if block_copies.size:
+            self.kv_cache.copy_blocks(sources, targets)
+        if self._device_tokens is not None:
+            token_ids = self._device_tokens.fill_pending(token_ids, token_rows[0])
+        hidden = self._run_model(inputs, token_ids, positions)
+        return ForwardOutput(step, started, inputs, seq_ids, step_order, hidden, sample_tokens)
 
-    @torch.inference_mode()
-    def complete(self, begun: ForwardOutput, masks: MaskSource) -> ModelRunnerOutput:
-        """Sample on the host; every row has its tokens then. masks: as of `execute`."""
-        inputs, seq_ids = begun.inputs, begun.seq_ids
-        broken = self._broken_before_scores(inputs, begun.hidden)
-        chosen = self._sample(begun, broken, masks)
-        prompts = self._prompt_logprobs(inputs, begun.hidden, seq_ids, broken)
-        seconds = time.monotonic() - begun.started
-        return begun.output(
-            chosen.tokens, broken, chosen.logprobs, prompts, chosen.candidates, seconds
+    def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
+        """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
+        return self._model.logits(
+            forward.inputs.sampled_hidden(forward.hidden, forward.sample_tokens)
         )
 
     @torch.inference_mode()
+    def finish_on_host(
+        self, forward: ForwardOutput, get_grammars: GrammarSource
+    ) -> ModelRunnerOutput:
+        """Sample on the host, append the tokens to the batch and return the answer."""
+        inputs = forward.inputs
+        nonfinite = self._nonfinite_before_logits(inputs, forward.hidden)
+        sampled = self._sample(forward, nonfinite, get_grammars)
+        prompts = self._prompt_logprobs(forward, nonfinite)
+        seconds = time.monotonic() - forward.started
+        return forward.answer(
+            sampled.tokens, nonfinite, sampled.logprobs, prompts, sampled.candidates, seconds
+        )
+
     def warm_up(self) -> None:
-        """Run one token through the model: first calls of kernels are slow.
+        """Run one token through the model, because first calls of kernels are slow.
 
         Its KV goes to block 0, the null block, which is never read.
         """
-        self.run_nobodys(1, 1)
+        self.run_dummy_step(1, 1)
 
     @torch.inference_mode()
-    def run_nobodys(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
-        """A step of nobody's tokens, dealt over so many sequences: the logits of each of these.
-
-        All of it reads and writes block 0.
-        """
-        inputs = dummy_inputs(num_tokens, num_seqs, self._rows.block_table)
-        token_ids, positions, last_token = self._placement.send(
-            [inputs.token_ids, inputs.positions, inputs.last_token]
+    def run_dummy_step(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+        """Run a step of dummy tokens in block 0; return the logits of the last token of each."""
+        inputs = dummy_inputs(num_tokens, num_seqs, self.batch.block_table)
+        token_ids, positions, sample_tokens = self.placement.to_device(
+            [inputs.token_ids, inputs.positions, inputs.sample_tokens]
         )
         self._attention.plan(inputs.attention)
         hidden = self._model.forward(token_ids, positions, self._attention)
-        return self._model.float32_logits(hidden.index_select(0, last_token))
+        return self._model.logits(hidden.index_select(0, sample_tokens))
 
-    def _sample(self, begun: ForwardOutput, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
-        """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""
-        if len(begun.inputs.last_token) == 0:
-            return Chosen([[] for _ in begun.seq_ids], [], [])
+    def _build_inputs(
+        self, step: SchedulerOutput, step_rows: NDArray[np.int64]
+    ) -> tuple[StepInputs, list[int], list[int]]:
+        """Return inputs, seq_ids and step_order of `ForwardOutput`."""
+        seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
+        if not self.placement.decodes_first:
+            return build_inputs(step, step_rows, self.batch), seq_ids, list(range(len(seq_ids)))
+        order = decodes_first(step)
+        inputs = build_inputs(step, step_rows, self.batch, order)
+        return inputs, [seq_ids[index] for index in order], np.argsort(order).tolist()
 
-        def grammars() -> GrammarOutput:
-            constrained = begun.step.constrained_seq_ids
-            return masks.masks_of(begun.step) if constrained else NO_GRAMMARS
+    def _run_model(
+        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the hidden states [T, H] of a step; they are valid until the next step."""
+        if self._graphs is not None and self._graphs.fits(inputs):
+            return self._graphs.replay(inputs, token_ids, positions)
+        self._attention.plan(inputs.attention)
+        return self._model.forward(token_ids, positions, self._attention)
 
-        scores = self._placement.fetch(self.scores(begun))
-        return self._step_sampler.choose(begun.inputs, begun.seq_ids, scores, broken, grammars)
-
-    def scores(self, begun: ForwardOutput) -> torch.Tensor:
-        """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
-        return self._model.logits(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
+    def _sample(
+        self, forward: ForwardOutput, nonfinite: NDArray[np.bool_], get_grammars: GrammarSource
+    ) -> StepSamplerOutput:
+        """Sample the step's positions. nonfinite: bool [S], as in `StepSampler.sample_step`."""
+        inputs, step = forward.inputs, forward.step
+        if len(inputs.sample_tokens) == 0:
+            return StepSamplerOutput([[] for _ in forward.seq_ids])
+        logits = self.placement.to_host(self.compute_logits(forward))
+        return self._step_sampler.sample_step(
+            inputs,
+            forward.seq_ids,
+            logits,
+            nonfinite,
+            lambda: get_grammars(step) if step.constrained_seq_ids else NO_GRAMMARS,
+        )
 
     def _prompt_logprobs(
-        self,
-        inputs: StepInputs,
-        hidden: torch.Tensor,
-        seq_ids: list[int],
-        broken: NDArray[np.bool_],
+        self, forward: ForwardOutput, nonfinite: NDArray[np.bool_]
     ) -> list[RowLogprobs]:
-        """Position p's hidden state gives the log-probability of prompt token p + 1."""
+        """Return the log-probabilities of the prompt tokens that follow the step's tokens.
+
+        The hidden state at position p gives the log-probability of prompt token p + 1.
+        """
+        inputs, batch = forward.inputs, self.batch
         found: list[RowLogprobs] = []
-        asking = (self._rows.num_prompt_logprobs[inputs.rows] != NO_LOGPROBS) & ~broken
-        for sequence in asking.nonzero()[0].tolist():
+        requested = (batch.num_prompt_logprobs[inputs.rows] != NO_LOGPROBS) & ~nonfinite
+        for sequence in requested.nonzero()[0].tolist():
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1
-            end = min(int(inputs.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row]))
+            end = min(int(inputs.seq_lens[sequence]) + 1, int(batch.num_prompt_tokens[row]))
             if first >= end:
                 continue
             start = int(inputs.query_start[sequence])
-            arrays = self._prompt_arrays(
-                hidden[start : start + end - first],
-                self._rows.token_ids[row, first:end].astype(np.int64),
-                int(self._rows.num_prompt_logprobs[row]),
+            arrays = self._prompt_logprobs_of(
+                forward.hidden[start : start + end - first],
+                batch.token_ids[row, first:end].astype(np.int64),
+                int(batch.num_prompt_logprobs[row]),
                 first,
             )
-            found.append(RowLogprobs(seq_ids[sequence], arrays))
+            found.append(RowLogprobs(forward.seq_ids[sequence], arrays))
         return found
 
-    def _prompt_arrays(
-        self, hidden: torch.Tensor, token_ids: NDArray[np.int64], wanted: int, first: int
+    def _prompt_logprobs_of(
+        self, hidden: torch.Tensor, token_ids: NDArray[np.int64], num_logprobs: int, first: int
     ) -> LogprobsArrays:
-        """Log-probabilities of `token_ids` [P] given `hidden` [P, H], in chunks of rows."""
-        rows = max(1, LOGITS_CHUNK_BYTES // (self._model.spec.vocab_size * 4))
-        chunks = [
-            prompt_logprobs(
-                self._placement.fetch(self._model.float32_logits(hidden[at : at + rows])),
-                token_ids[at : at + rows],
-                wanted,
-                first,
-            )
-            for at in range(0, len(token_ids), rows)
-        ]
-        return LogprobsArrays(
-            first,
-            chunks[0].width,
-            b"".join(chunk.token_ids for chunk in chunks),
-            b"".join(chunk.logprobs for chunk in chunks),
-            b"".join(chunk.ranks for chunk in chunks),
+        """Return the log-probabilities of `token_ids` [P] given `hidden` [P, H], in chunks."""
+        size = max(1, LOGITS_CHUNK_BYTES // (self._model.spec.vocab_size * 4))
+        return concatenate(
+            [
+                prompt_logprobs(
+                    self.placement.to_host(self._model.logits(hidden[start : start + size])),
+                    token_ids[start : start + size],
+                    num_logprobs,
+                    first + start,
+                )
+                for start in range(0, len(token_ids), size)
+            ]
         )
 
-    def _broken_before_scores(self, inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
-        """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
+    def _nonfinite_before_logits(
+        self, inputs: StepInputs, hidden: torch.Tensor
+    ) -> NDArray[np.bool_]:
+        """Return the sequences, bool [S], with nonfinite hidden states, unless logits show them.
 
-        A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so
-        all of its scores, which are looked at anyway. So nothing is left to find where all
-        rows have some.
+        The last norm turns a whole row into NaN if one of its elements is not finite, and so all of
+        its logits, which the sampler checks. If all tokens have logits, nothing is left to check.
         """
-        if len(inputs.last_token) == len(inputs.token_ids):
-            return np.zeros(len(inputs.samples), dtype=np.bool_)
+        if inputs.samples_every_token:
+            return np.zeros(len(inputs.rows), dtype=np.bool_)
         if hidden.device.type == "cpu":
-            return broken_sequences(hidden, inputs.query_start)
-        return sequences_of(self._placement.fetch(odd_tokens(hidden)), inputs.query_start)
+            return nonfinite_sequences(hidden, inputs.query_start)
+        tokens = self.placement.to_host(nonfinite_tokens(hidden))
+        return any_token_of_sequences(tokens, inputs.query_start)
+
+
+class FinishedStep:
+    """A launched step whose answer is known. See QueuedStep of async_runner.py for the other."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def is_ready(self) -> bool:
+        """Return whether `result` does not wait."""
+        return True
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its answer; called in the order of the steps."""
+        return self._output
+
+
+class SyncModelRunner:
+    """Computes a step when it is launched."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def launch(
+        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+    ) -> FinishedStep:
+        """Compute a step to its end."""
+        return FinishedStep(self._runner.execute(step, get_grammars))
+
+
+def nonfinite_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return the sequences, bool [S], with a NaN or an infinity in a hidden state of the step.
+
+    hidden: [T, H]. query_start: int32 [S + 1], where each sequence's tokens begin.
+    """
+    kernels = row_kernels() if hidden.device.type == "cpu" else None
+    if kernels is None:
+        return any_token_of_sequences(nonfinite_tokens(hidden), query_start)
+    return nonfinite_by_kernel(kernels, hidden, query_start)
+
+
+def nonfinite_tokens(hidden: torch.Tensor) -> torch.Tensor:
+    """Return the tokens, bool [T], whose hidden states [T, H] are not all finite."""
+    return ~hidden.isfinite().all(dim=1)
+
+
+def any_token_of_sequences(
+    tokens: torch.Tensor, query_start: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Return the sequences, bool [S], with a True token; tokens: bool [T], on the host."""
+    return np.logical_or.reduceat(tokens.numpy(), query_start[:-1])
+
+
+def nonfinite_by_kernel(
+    kernels: Kernels, hidden: torch.Tensor, query_start: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Compute `nonfinite_sequences` by a kernel for CPUs."""
+    hidden = hidden.contiguous()
+    nonfinite = np.empty(len(query_start) - 1, dtype=np.bool_)
+    kernels.find_nonfinite(
+        DTYPE_CODES[hidden.dtype],
+        len(nonfinite),
+        query_start.ctypes.data,
+        hidden.shape[1],
+        hidden.data_ptr(),
+        nonfinite.ctypes.data,
+    )
+    return nonfinite

@@ -17,7 +17,7 @@ from proto.config import DeviceConfig
 from tests.benchmarks.messages import AttentionTimings, AttentionWorkload
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.cpu import CpuAttention
-from worker.device.cpu import CpuDevice
+from worker.device.devices import CpuDevice
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
 from worker.large_pages import large_pages

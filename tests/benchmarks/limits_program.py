@@ -20,7 +20,7 @@ from proto.config import ServeConfig
 from proto.prepared_model import PreparedModel
 from tests.benchmarks.attention_program import AttentionStep
 from tests.benchmarks.messages import AttentionWorkload, LimitsTimings, LimitsWorkload
-from worker.device.choice import create_device
+from worker.device.devices import create_device
 from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
 from worker.layers.embedding import EmbeddingTable
@@ -29,8 +29,7 @@ from worker.loaded_model import load, weight_format_for
 from worker.loader.files import read_index
 from worker.loader.formats import BuildEnds, BuildLinear, Ends, Product, WeightFormat
 from worker.loader.source import WeightSource
-from worker.parallel.group import Alone
-from worker.reports import NoReports
+from worker.parallel.group import RankGroup
 
 _READ_FLOATS: Final = 1 << 27
 _SECONDS_OF_A_PART: Final = 0.03
@@ -90,7 +89,7 @@ class LimitsWorker:
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
         device = create_device(config, 0)
         noted = NotedFormat(weight_format_for(config.model, prepared, device))
-        self.loaded = load(config, prepared, device, Alone(), NoReports(), noted)
+        self.loaded = load(config, prepared, device, RankGroup(), lambda message: None, noted)
         assert isinstance(self.loaded.weight_format, NotedFormat)
         self.products = self.loaded.weight_format
 

@@ -21,7 +21,7 @@ from tests.benchmarks.messages import (
     SamplingTimings,
     SamplingWorkload,
 )
-from worker.device.cpu import CpuDevice
+from worker.device.devices import CpuDevice
 from worker.input_batch import InputBatch, build_inputs
 from worker.kernels import load_kernels
 from worker.sampling.cpu_kernels import KernelBackend
@@ -80,7 +80,9 @@ class SamplingSteps:
         self._spent.copy_(self._scores)
         broken = np.zeros(len(self._seq_ids), dtype=np.bool_)
         started = perf_counter()
-        self._sampler.choose(self._inputs, self._seq_ids, self._spent, broken, lambda: _NO_GRAMMARS)
+        self._sampler.sample_step(
+            self._inputs, self._seq_ids, self._spent, broken, lambda: _NO_GRAMMARS
+        )
         self.seconds.append(perf_counter() - started)
 
 

@@ -25,12 +25,11 @@ from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from tests.benchmarks.messages import StepTimings, StepWorkload
 from tests.benchmarks.step_clock import ClockedModel, StepClock
-from worker.device.choice import create_device
+from worker.device.devices import create_device
 from worker.loaded_model import load
 from worker.model_runner import ModelRunner
-from worker.parallel.group import Alone
-from worker.reports import NoReports
-from worker.runner_maker import RunnerMaker
+from worker.parallel.group import RankGroup
+from worker.runner_builder import RunnerBuilder
 
 _EPOCH: Final = 1
 _FIRST_TOKEN_ID: Final = 1000
@@ -45,16 +44,20 @@ class BenchWorker:
         prepared: PreparedModel,
     ) -> None:
         self.clock = StepClock()
-        device, reports = create_device(config, 0), NoReports()
-        loaded = load(config, prepared, device, Alone(), reports)
+        device = create_device(config, 0)
+
+        def report(message: object) -> None:
+            """Ignore progress and notices."""
+
+        loaded = load(config, prepared, device, RankGroup(), report)
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
-        saboteur = FaultInjector.of((), "worker", 0, 0)
-        self._runners = RunnerMaker(config, self.loaded, saboteur, reports)
+        fault_injector = FaultInjector.of((), "worker", 0, 0)
+        self._builder = RunnerBuilder(config, self.loaded, fault_injector, report)
 
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A model runner with a cache of its own."""
-        return self._runners.on_host(
+        return self._builder.build_on_host(
             InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
         )
 

@@ -39,14 +39,14 @@ from proto.scheduler_output import (
 from tests.fakes.built_models import build_decoder, shapes_of
 from worker import async_runner as ahead
 from worker.attention import kv_store
-from worker.cuda_runner import CudaRunnerMaker, Kernels
-from worker.device.results import Download, Results
+from worker.device.transfers import Download, Downloader
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm, triton_kernels
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
+from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling import device_kernels
 from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
@@ -220,7 +220,7 @@ class FakeAccelerator:
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=CUDA)
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
+    def pinned(self, num_bytes: int) -> torch.Tensor:
         with unset_fake_temporarily():
             return torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -300,23 +300,21 @@ class FakeLibrary:
         Launches(on_host=(2,))(*args)
 
 
-class ZeroResults(Results):
+class ZeroDownloader(Downloader):
     """Downloads that are queued, and bring zeros."""
 
-    def send(self, tensors: Any) -> Download:
-        download = super().send(tensors)
+    def start_download(self, tensors: Any) -> Download:
+        download = super().start_download(tensors)
         found = [np.zeros(each.numel(), str(each.dtype).removeprefix("torch.")) for each in tensors]
         download.arrays = lambda: found  # type: ignore[method-assign, assignment, return-value]
         return download
 
 
-class AllMasks:
-    """A MaskSource: every token may be drawn."""
-
-    def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
-        count = len(step.constrained_seq_ids)
-        masks = b"\xff" * (VOCAB_SIZE // 8 * count)
-        return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
+def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
+    """Be a GrammarSource whose masks allow every token."""
+    count = len(step.constrained_seq_ids)
+    masks = b"\xff" * (VOCAB_SIZE // 8 * count)
+    return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
 
 
 @contextmanager
@@ -333,7 +331,7 @@ def watched() -> Iterator[HotPath]:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))
         for module in (activation, norm):
             stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
-        stack.enter_context(patch.object(ahead, "Results", ZeroResults))
+        stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(WithoutGuards())
@@ -357,19 +355,19 @@ def run_steps(
     with watch:
         cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
     rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)
-    maker = CudaRunnerMaker(
+    builder = CudaRunnerBuilder(
         DeviceConfig(**settings),
         decoder,
         FakeAccelerator(watch),
-        Kernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
+        DeviceKernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
         Sampler(TorchBackend()),
         dtype,
     )
     with watch:
-        runner = maker.runner(cache, rows, lambda fraction: None)
+        runner = builder.build(cache, rows, lambda fraction: None)
         for step in islice(steps(layout.num_groups), num_steps):
-            runner.launch(step, AllMasks())
-        maker.run_largest_step(cache, rows, 8, 2)
+            runner.launch(step, all_tokens_allowed)
+        builder.run_largest_step(cache, rows, 8, 2)
 
 
 def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:

@@ -139,7 +139,7 @@ class FakeDevice:
         self.refuse_in_capture("memory that is to last")
         return self.adopt(torch.zeros(size, dtype=dtype))
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
+    def pinned(self, num_bytes: int) -> torch.Tensor:
         self.refuse_in_capture("page-locked memory")
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         self._staging.add(memory.untyped_storage().data_ptr())

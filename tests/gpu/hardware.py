@@ -62,18 +62,18 @@ class Hardware:
 
     def accelerator(self) -> Any:
         """A queue of the device."""
-        from worker.device.accelerator import Cuda
+        from worker.device.accelerator import Accelerator
 
-        return Cuda(self.device)
+        return Accelerator(self.device)
 
     def kernels(self) -> Any:
-        """Kernels of a runner, see worker/cuda_runner.py."""
+        """Kernels of a runner, see worker/runner_builder.py."""
         from worker.attention.flashinfer import load_library
         from worker.attention.kv_store import TritonStore
-        from worker.cuda_runner import Kernels
+        from worker.runner_builder import DeviceKernels
         from worker.sampling.device_kernels import TritonDraw, TritonEdits
 
-        return Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
+        return DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
 
     def name(self) -> str:
         """Of the device."""

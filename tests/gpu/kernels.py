@@ -12,9 +12,9 @@ import torch
 from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from tests.worker.reference.torch_kernels import draw_by_torch
-from worker.device.placement import OnDevice
+from worker.device.transfers import DevicePlacement
 from worker.sampling.device_sampler import DeviceDraw
-from worker.sampling.row_params import RowParams, neutral_params, widened
+from worker.sampling.row_params import RowParams, neutral_params, torch_columns
 
 ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
@@ -119,13 +119,13 @@ def sampling(report: Report) -> None:
     """The kernel's tokens are those of torch on the host; draws follow the distribution."""
     gpu = hardware()
     accelerator = gpu.accelerator()
-    sampling = DeviceDraw(OnDevice(accelerator), gpu.kernels().draw)
+    sampling = DeviceDraw(DevicePlacement(accelerator), gpu.kernels().draw)
     logits = 3 * torch.randn(16, gpu.sizes.vocab_size, device=gpu.device)
     rows = rows_of(16, 1)
-    keys = map(torch.from_numpy, widened(rows, ("seed", "choice", "position")))
+    keys = map(torch.from_numpy, torch_columns(rows, ("seed", "choice", "position")))
     temperature = torch.from_numpy(rows["temperature"].copy())
     wanted = draw_by_torch(accelerator.fetch(logits), temperature, *keys)
-    same = int((accelerator.fetch(sampling.tokens(logits, rows)) == wanted).sum())
+    same = int((accelerator.fetch(sampling.draw_tokens(logits, rows)) == wanted).sum())
     report.figure("draws as on the host", f"{same} of 16")
     # The logarithms of two machines may differ in the last bit, hardly ever the best score.
     if same < 16:
@@ -148,7 +148,7 @@ def _distribution(
     counts = torch.zeros(row.shape[1], dtype=torch.int64, device=gpu.device)
     wide = row.expand(num_rows, -1).contiguous()
     for turn in range(num_draws // num_rows):
-        tokens = sampling.tokens(wide, rows_of(num_rows, turn, **settings))
+        tokens = sampling.draw_tokens(wide, rows_of(num_rows, turn, **settings))
         counts += torch.bincount(tokens, minlength=row.shape[1])
     found = accelerator.fetch(counts).double().numpy()
     exact = exact_shares(accelerator.fetch(row)[0].double().numpy(), **settings)

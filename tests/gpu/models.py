@@ -14,8 +14,7 @@ from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
-from worker.cuda_graphs import GraphForward
-from worker.forward import EagerForward
+from worker.cuda_graphs import DecodeGraphs
 from worker.input_batch import BlockTable, StepInputs
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
@@ -61,12 +60,16 @@ class Bench:
             kernels.store,
             Options(tuple(capture), max(capture, default=0) * -(-longest // BLOCK)),
         )
-        self.eager = EagerForward(decoder, self.attention)
 
-    def graphs(self, sizes: Sequence[int], longest: int) -> GraphForward:
-        found = GraphForward(
-            self.eager, self.decoder, self.attention, self.accelerator, tuple(sizes)
-        )
+    def eager(
+        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states of a step, kernel by kernel."""
+        self.attention.plan(inputs.attention)
+        return self.decoder.forward(token_ids, positions, self.attention)
+
+    def graphs(self, sizes: Sequence[int], longest: int) -> DecodeGraphs:
+        found = DecodeGraphs(self.decoder, self.attention, self.accelerator, tuple(sizes))
         found.capture(BlockTable(max(sizes), longest, BLOCK), lambda fraction: None)
         return found
 
@@ -74,7 +77,7 @@ class Bench:
         """Token ids, positions and the places of last tokens, on the device."""
         return [
             torch.from_numpy(each).to(self.gpu.device)
-            for each in (inputs.token_ids, inputs.positions, inputs.last_token)
+            for each in (inputs.token_ids, inputs.positions, inputs.sample_tokens)
         ]
 
 
@@ -100,8 +103,8 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
         query_start=query_start,
         seq_lens=seq_lens,
         num_computed=seq_lens - counts,
-        samples=np.ones(len(lengths), np.bool_),
-        last_token=(query_start[1:] - 1).astype(np.int64),
+        sample_start=np.arange(len(lengths) + 1, dtype=np.int32),
+        sample_tokens=(query_start[1:] - 1).astype(np.int64),
         attention=(attention,),
     )
 
@@ -112,11 +115,11 @@ def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) 
     batch, longest = len(contexts), max(contexts)
     num_tokens = sum(-(-each // BLOCK) * BLOCK for each in contexts)
     bench = Bench(gpu, decoder, num_tokens, (batch,), longest)
-    forward = bench.graphs((batch,), longest)
+    graphs = bench.graphs((batch,), longest)
     inputs = step_inputs(list(contexts), [1] * batch)
     token_ids, positions, _ = bench.sent(inputs)
     return gpu.median_seconds(
-        lambda: decoder.logits(forward(inputs, token_ids, positions)).argmax(dim=1)
+        lambda: decoder.logits(graphs.replay(inputs, token_ids, positions)).argmax(dim=1)
     )
 
 
@@ -239,12 +242,13 @@ def _logits(
     """Logits of all positions of one sequence, float64; single tokens go through a graph."""
     longest = len(tokens)
     bench = Bench(gpu, decoder, longest, (1,), longest)
-    forward = bench.graphs((1,), longest)
+    graphs = bench.graphs((1,), longest)
     found, done = [], 0
     for count in chunks:
         inputs = step_inputs([done + count], [count])
         positions = torch.from_numpy(inputs.positions).to(gpu.device)
-        hidden = forward(inputs, tokens[done : done + count], positions)
+        run = graphs.replay if graphs.fits(inputs) else bench.eager
+        hidden = run(inputs, tokens[done : done + count], positions)
         found.append(bench.accelerator.fetch(decoder.logits(hidden)).double())
         done += count
     return torch.cat(found)

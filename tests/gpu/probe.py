@@ -10,7 +10,7 @@ from tests.gpu.kernels import rows_of
 from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode, step_inputs
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
-from worker.device.placement import OnDevice
+from worker.device.transfers import DevicePlacement
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
@@ -40,7 +40,7 @@ def probe(report: Report) -> None:
 
 def top_p(report: Report, gpu: Hardware) -> None:
     """Draws of 64 rows over the whole vocabulary, by what they filter."""
-    sampling = DeviceDraw(OnDevice(gpu.accelerator()), gpu.kernels().draw)
+    sampling = DeviceDraw(DevicePlacement(gpu.accelerator()), gpu.kernels().draw)
     logits = 3 * torch.randn(SAMPLED_ROWS, gpu.sizes.vocab_size, device=gpu.device)
     settings: dict[str, dict[str, float]] = {
         "no filter": {},
@@ -49,7 +49,9 @@ def top_p(report: Report, gpu: Hardware) -> None:
     }
     for name, each in settings.items():
         rows = rows_of(SAMPLED_ROWS, 1, **each)
-        seconds = gpu.median_seconds(lambda rows=rows: sampling.tokens(logits, rows), rounds=10)  # type: ignore[misc]
+        seconds = gpu.median_seconds(
+            lambda rows=rows: sampling.draw_tokens(logits, rows), rounds=10
+        )  # type: ignore[misc]
         report.figure(f"{name}, {SAMPLED_ROWS} rows, ms", seconds * 1e3)
 
 

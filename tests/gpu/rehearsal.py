@@ -18,7 +18,7 @@ from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_runner import compute_by_torch
-from worker.cuda_runner import Kernels
+from worker.runner_builder import DeviceKernels
 
 SMALL = CONFIGS["1B"] | {
     "vocab_size": 128,
@@ -76,7 +76,7 @@ class Rehearsal(Hardware):
 
     def kernels(self) -> Any:
         library = FakeFlashInfer(self.cuda.device)
-        return Kernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
+        return DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
 
     def name(self) -> str:
         return "the strict fake"

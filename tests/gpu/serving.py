@@ -12,10 +12,10 @@ from tests.gpu.models import BLOCK, DTYPE, seconds_of_decode
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
 from worker.async_runner import PendingStep
-from worker.cuda_runner import CudaRunnerMaker
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.registry import spec_from_config
+from worker.runner_builder import CudaRunnerBuilder
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
@@ -72,7 +72,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     heads = spec.attention_shape
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     num_blocks = 1 + batch * -(-(prompt + output) // BLOCK)
-    maker = CudaRunnerMaker(
+    builder = CudaRunnerBuilder(
         DeviceConfig(),
         decoder,
         gpu.accelerator(),
@@ -83,7 +83,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     rows = InputBatch(batch, prompt + output, BLOCK, layout.num_groups)
     cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
     captured = time.monotonic()
-    runner = maker.runner(cache, rows, lambda fraction: None)
+    runner = builder.build(cache, rows, lambda fraction: None)
     report.figure("graphs captured in s", time.monotonic() - captured)
     harness = _Harness(
         num_blocks=num_blocks,

@@ -15,9 +15,8 @@ from proto.config import (
     ServeConfig,
 )
 from proto.errors import ConfigError
-from worker.device import choice
-from worker.device.cpu import CpuDevice
-from worker.device.cuda import CudaDevice, Room
+from worker.device import devices
+from worker.device.devices import CpuDevice, CudaDevice, DeviceMemory
 
 
 class MadeUpGpu:
@@ -41,10 +40,10 @@ class MadeUpGpu:
     def capability(self) -> tuple[int, int]:
         return self._capability
 
-    def room(self) -> Room:
-        return Room(self._free, self._total)
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self._free, self._total)
 
-    def peak_of(self, run: Callable[[], None]) -> int:
+    def peak_bytes(self, run: Callable[[], None]) -> int:
         run()
         if self._peak > self._free:
             raise torch.cuda.OutOfMemoryError("no room")
@@ -73,15 +72,15 @@ def test_a_step_is_as_large_as_the_memory_suits(gibibytes: int, tokens: int) -> 
 
 def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
     device, ran = device_of(free=60 * GIB), []
-    peak = device.peak_of(lambda: ran.append(True))
+    peak = device.peak_bytes(lambda: ran.append(True))
     assert (peak, ran) == (GIB, [True])
     # 72 of 80 GiB may be taken; 20 are, and a step takes one more.
-    assert device.kv_cache_bytes(CacheConfig(), beside=peak) == 72 * GIB - 20 * GIB - GIB
+    assert device.kv_cache_bytes(CacheConfig(), reserved=peak) == 72 * GIB - 20 * GIB - GIB
 
 
 def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
     with pytest.raises(ConfigError) as raised:
-        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), beside=2 * GIB)
+        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), reserved=2 * GIB)
     assert raised.value.parameter == "gpu_memory_utilization"
     for number in ("0.25", "20.0 GiB", "2.0 GiB", str(80 * GIB)):
         assert number in str(raised.value)
@@ -89,7 +88,7 @@ def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
 
 def test_a_step_without_room_is_told_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"\(2\.0 GiB\) of .* \(80\.0 GiB\)") as raised:
-        device_of(free=2 * GIB, peak=3 * GIB).peak_of(lambda: None)
+        device_of(free=2 * GIB, peak=3 * GIB).peak_bytes(lambda: None)
     assert raised.value.parameter == "max_num_batched_tokens"
 
 
@@ -122,13 +121,13 @@ def config_of(**settings: object) -> ServeConfig:
 
 def test_auto_is_the_cpu_where_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert isinstance(choice.create_device(config_of(), 0), CpuDevice)
+    assert isinstance(devices.create_device(config_of(), 0), CpuDevice)
 
 
 def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"--device cuda: .*; --device cpu works here") as raised:
-        choice.create_device(config_of(device="cuda"), 0)
+        devices.create_device(config_of(device="cuda"), 0)
     assert raised.value.parameter == "device"
 
 
@@ -159,22 +158,22 @@ def test_fewer_gpus_than_workers_are_refused_with_both_numbers(
 ) -> None:
     some_gpus(monkeypatch, 80, 80)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .* 2 found") as raised:
-        choice.create_device(ranks_on_gpus(3), rank)
+        devices.create_device(ranks_on_gpus(3), rank)
     assert raised.value.parameter == "tensor_parallel_size"
 
 
 def test_each_worker_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = some_gpus(monkeypatch, 80, 80, 24)
-    devices = [choice.create_device(ranks_on_gpus(2), rank) for rank in range(2)]
-    assert [each.torch_device.index for each in devices] == [0, 1]
+    created = [devices.create_device(ranks_on_gpus(2), rank) for rank in range(2)]
+    assert [each.torch_device.index for each in created] == [0, 1]
     assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_gpus_of_different_sizes_are_told_what_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
     some_gpus(monkeypatch, 80, 24)
     with pytest.raises(ConfigError, match=f"{24 * GIB} to {80 * GIB} bytes"):
-        choice.create_device(ranks_on_gpus(2), 0)
-    choice.create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
+        devices.create_device(ranks_on_gpus(2), 0)
+    devices.create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
 
 
 def test_eight_bits_without_scales_are_not_for_a_cpu() -> None:

@@ -29,18 +29,18 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
-from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
+from worker.async_runner import AsyncModelRunner, PendingStep, Runner
 from worker.attention.reference import ReferenceAttention
-from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
 from worker.loader import formats, weights
-from worker.model_runner import ModelRunner
+from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
+from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
@@ -109,15 +109,15 @@ class OnFakeCuda:
             self.cache = model.cache(CUDA, kv_dtype)
         self.rows = model.rows(num_rows)
         self.progress: list[float] = []
-        self.maker = CudaRunnerMaker(
+        self.builder = CudaRunnerBuilder(
             DeviceConfig(**settings),
             decoder,
             cuda.device,
-            Kernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
+            DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
             Sampler(TorchBackend()),
             DTYPE,
         )
-        self.runner = self.maker.runner(self.cache, self.rows, self.progress.append)
+        self.runner = self.builder.build(self.cache, self.rows, self.progress.append)
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ class AheadOfTokens:
 
     def launch(self, step: SchedulerOutput) -> None:
         self.num_preempted += len(step.preempted_seq_ids)
-        self._launched[step.step] = self._runner.launch(step, self)
+        self._launched[step.step] = self._runner.launch(step, self.make_masks)
         self.most_at_once = max(self.most_at_once, len(self._launched))
         unknown = sum(number > self._last_seen for number in self._launched)
         self.most_unknown = max(self.most_unknown, unknown)
@@ -249,7 +249,7 @@ class AheadOfTokens:
         self.compute_seconds.append(result.compute_seconds)
         return result
 
-    def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
+    def make_masks(self, step: SchedulerOutput) -> GrammarOutput:
         """Three of four tokens, by the one before: that of the step before is waited for."""
         self._see(step.step)
         self.num_masked += 1
@@ -410,7 +410,7 @@ def test_nothing_that_a_request_asks_of_its_scores_needs_the_host(
     def refuse(*_: object) -> None:
         raise AssertionError("the device is waited for")
 
-    monkeypatch.setattr(ModelRunner, "complete", refuse)
+    monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
     monkeypatch.setattr(cuda.device, "fetch", refuse)
     found = Harness(worker.runner, num_blocks, constraints=Some(), async_scheduling=True)
     assert serve(found, EDITS) == tokens
@@ -469,8 +469,8 @@ def test_the_largest_step_edits_and_draws_from_every_row(
     def edit_rows(logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
         changed.append((*logits.shape, len(edits.rows), len(edits.words), *counts.shape))
 
-    monkeypatch.setattr(there.maker._kernels.edits, "edit_rows", edit_rows)
+    monkeypatch.setattr(there.builder._kernels.edits, "edit_rows", edit_rows)
     with torch.inference_mode():
-        there.maker.run_largest_step(there.cache, there.rows, 12, 3)
+        there.builder.run_largest_step(there.cache, there.rows, 12, 3)
     vocab_size = model.spec.vocab_size
     assert changed == [(3, vocab_size, 3, 3, 3, vocab_size)]

@@ -39,9 +39,9 @@ from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, stor
 from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
-from worker import loaded_model, runner_maker
+from worker import loaded_model, runner_builder
 from worker import worker as service
-from worker.device.cuda import CudaDevice
+from worker.device.devices import CudaDevice
 from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
@@ -78,11 +78,11 @@ class Running:
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu, 0.9))
-        monkeypatch.setattr(runner_maker, "Cuda", lambda device: cuda.device)
-        monkeypatch.setattr(runner_maker, "load_library", lambda: FakeFlashInfer(cuda.device))
-        monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_maker, "TritonEdits", TorchEdits)
+        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: cuda.device)
+        monkeypatch.setattr(runner_builder, "load_library", lambda: FakeFlashInfer(cuda.device))
+        monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(runner_builder, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(runner_builder, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:
         def meet(epoch: int) -> Link:

@@ -9,7 +9,7 @@ import torch
 from proto.config import GIB, CacheConfig, DeviceConfig
 from proto.errors import ConfigError
 from proto.host_resources import usable_cores
-from worker.device.cpu import CpuDevice
+from worker.device.devices import CpuDevice
 
 
 def machine(

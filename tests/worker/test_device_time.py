@@ -10,13 +10,13 @@ def test_steps_behind_each_other_share_no_time() -> None:
     """
     now = iter([5.0, 8.0, 10.0, 17.0])
     device = DeviceTime(lambda: next(now))
-    assert [device.end(launched) for launched in (1.0, 3.0, 5.0, 14.0)] == [4.0, 3.0, 2.0, 3.0]
+    assert [device.end_step(launched) for launched in (1.0, 3.0, 5.0, 14.0)] == [4.0, 3.0, 2.0, 3.0]
 
 
 def test_a_step_on_the_host_begins_when_those_before_it_have_ended() -> None:
     now = iter([5.0, 9.0])
     device = DeviceTime(lambda: next(now))
-    device.end(1.0)
-    began = device.began(2.0)
+    device.end_step(1.0)
+    began = device.start_of(2.0)
     assert began == 5.0
-    assert device.end(began) == 4.0
+    assert device.end_step(began) == 4.0

@@ -25,7 +25,7 @@ def test_it_ends_when_none_has_come():
     case.now += 29
     assert case.wait.seconds_left() == 1
     case.now += 1
-    with pytest.raises(ProcessDiedError, match="no engine has come for 30 s"):
+    with pytest.raises(ProcessDiedError, match="no engine has connected for 30 s"):
         case.wait.seconds_left()
 
 

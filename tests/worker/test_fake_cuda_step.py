@@ -66,7 +66,7 @@ def test_mixed_devices_and_waits_are_refused(name: str, watch: HotPath) -> None:
 
 
 def test_what_a_step_does_is_not_refused(watch: HotPath) -> None:
-    memory = FakeAccelerator(watch).staging(8)
+    memory = FakeAccelerator(watch).pinned(8)
     with watch:
         zeros(8, dtype=torch.uint8).copy_(memory, non_blocking=True)
         zeros(2).mul_(torch.tensor(2.0))
@@ -76,7 +76,7 @@ def test_what_a_step_does_is_not_refused(watch: HotPath) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (DeviceTokens, "fill", lambda self, ids, rows: torch.where(ids.cpu() < 0, 0, ids)),
+        (DeviceTokens, "fill_pending", lambda self, ids, rows: torch.where(ids.cpu() < 0, 0, ids)),
         (KVCache, "copy_blocks", lambda self, a, b: torch.tensor([1, 2], device=CUDA)),
     ],
     ids=["tokens by way of the host", "numbers of blocks from a list"],

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import torch
 
 from proto.faults import Fault, FaultInjector
-from worker.faulty_model import FaultyModel
+from worker.runner_builder import FaultyModel
 
 
 def test_only_the_step_that_is_meant_is_broken() -> None:

@@ -25,8 +25,7 @@ from worker.layers import activation, norm
 from worker.layers.flashinfer_kernels import import_flashinfer
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.parallel.group import Alone
-from worker.reports import NoReports
+from worker.parallel.group import RankGroup
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -173,7 +172,9 @@ def test_modules_are_loaded_before_the_weights(
 
     monkeypatch.setattr(loaded_model, "load_model", load_model)
     with pytest.raises(ConfigError, match="FLASHINFER_DISABLE_JIT is set"):
-        loaded_model.load(ServeConfig(), model.prepared, device_of(70 << 30), Alone(), NoReports())
+        loaded_model.load(
+            ServeConfig(), model.prepared, device_of(70 << 30), RankGroup(), lambda message: None
+        )
 
 
 def test_norms_do_not_go_through_another_compiler(

@@ -59,15 +59,15 @@ def masks(number: int, vocab_size: int, epoch: int = 1) -> GrammarOutput:
 
 def test_steps_keep_their_order_and_masks_wait_beside_them():
     inbox = Inbox()
-    inbox.put([step(1), step(2, known=True), masks(1, 40)])
-    assert [inbox.next().step, inbox.next().step] == [1, 2]
-    assert inbox.next() is None
-    assert inbox.masks_of(2) is None
-    assert inbox.masks_of(1).step == 1
-    assert inbox.masks_of(1) is None
-    inbox.put([masks(2, 40), masks(3, 40)])
-    assert inbox.masks_of(2) is None  # of a step that had no use for them
-    assert inbox.masks_of(3).step == 3
+    inbox.add_messages([step(1), step(2, known=True), masks(1, 40)])
+    assert [inbox.pop_message().step, inbox.pop_message().step] == [1, 2]
+    assert inbox.pop_message() is None
+    assert inbox.pop_grammars(2) is None
+    assert inbox.pop_grammars(1).step == 1
+    assert inbox.pop_grammars(1) is None
+    inbox.add_messages([masks(2, 40), masks(3, 40)])
+    assert inbox.pop_grammars(2) is None  # of a step that had no use for them
+    assert inbox.pop_grammars(3).step == 3
 
 
 class Engine:

@@ -8,6 +8,7 @@ import pytest
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.worker.sampled_positions import last_positions
 from worker.input_batch import InputBatch, build_inputs
 from worker.sampling.logit_edits import RowEdits
 
@@ -75,8 +76,8 @@ def test_inputs_of_a_mixed_step(rows: InputBatch) -> None:
     assert inputs.seq_lens.tolist() == [5, 4]
     assert inputs.attention[0].slot_mapping.tolist() == [20, 21, 22, 23, 24, 11]
     assert inputs.attention[0].block_table.tolist() == [[5, 6], [2, 0]]
-    assert inputs.samples.tolist() == [False, True]
-    assert inputs.last_token.tolist() == [5]
+    assert inputs.sample_start.tolist() == [0, 0, 1]
+    assert inputs.sample_tokens.tolist() == [5]
 
 
 def test_each_group_has_its_own_blocks() -> None:
@@ -112,7 +113,7 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: InputBatch) -> None
     inputs = build_inputs(resumed, step_rows, rows)
     assert inputs.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert inputs.attention[0].block_table.tolist() == [[8, 9]]
-    assert inputs.samples.tolist() == [True]
+    assert inputs.sample_start.tolist() == [0, 1]
     assert rows.num_tokens[step_rows[0]] == 5
     assert rows.num_prompt_tokens[step_rows[0]] == 3
 
@@ -121,12 +122,14 @@ def test_a_late_token_is_filled_into_its_own_sequence_only() -> None:
     """A preempted sequence's row is given to another, which waits for a token in the same place."""
     rows = InputBatch(num_rows=1, max_model_len=32, block_size=BLOCK)
     at = rows.apply(step([new(1, [1, 2, 3], [2])]))
-    places = rows.append_pending(at)
+    first = last_positions(rows, at, [1])
+    indices = rows.append_pending(first)
     assert rows.apply(step([new(2, [5, 6, 7], [3])], preempted=[1])).tolist() == at.tolist()
-    assert rows.append_pending(at).tolist() == places.tolist()
-    rows.fill_in([1], at, places, np.array([40]))
+    second = last_positions(rows, at, [2])
+    assert rows.append_pending(second).tolist() == indices.tolist()
+    rows.resolve_pending(first, indices, np.array([40]))
     assert rows.last_is_pending(int(at[0]))
-    rows.fill_in([2], at, places, np.array([8]))
+    rows.resolve_pending(second, indices, np.array([8]))
     assert rows.token_ids[at[0], :4].tolist() == [5, 6, 7, 8]
 
 
@@ -163,7 +166,7 @@ def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: InputBatch) -> 
     dictated = step(cached=CachedRequestData([1], [3], [1], [None], [], [], [1], [17]))
     inputs = build_inputs(dictated, rows.apply(dictated), rows)
     assert inputs.token_ids.tolist() == [17]
-    assert inputs.samples.tolist() == [True]
+    assert inputs.sample_start.tolist() == [0, 1]
 
 
 def test_a_running_sequence_may_get_other_tokens_and_blocks(rows: InputBatch) -> None:
@@ -274,7 +277,7 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
                 expected_slots.append(block * BLOCK + position % BLOCK)
         assert inputs.token_ids.tolist() == expected_tokens
         assert inputs.attention[0].slot_mapping.tolist() == expected_slots
-        assert inputs.samples.all()
+        assert inputs.sample_tokens.tolist() == (inputs.query_start[1:] - 1).tolist()
         sampled = np.array([rng.randrange(1000) for _ in order])
         rows.append_sampled(step_rows, sampled)
         for seq_id, token in zip(order, sampled.tolist(), strict=True):

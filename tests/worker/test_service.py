@@ -33,9 +33,10 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
-from worker.async_runner import Done
+from worker.kv_connector.base import NO_CONNECTOR
 from worker.loader.formats import DenseFormat
-from worker.sampling.grammar_masks import MaskSource
+from worker.model_runner import FinishedStep, GrammarSource
+from worker.runner_builder import RunnerBuilder
 
 LIMIT_SECONDS = 20.0
 
@@ -137,7 +138,7 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     assert running.thread.is_alive(), "it has an engine, if one without work"
     running.supervisor.send(NewEngine(3, 3))
     running.thread.join(LIMIT_SECONDS)
-    assert [str(each) for each in running.errors] == ["no engine has come for 0.5 s"]
+    assert [str(each) for each in running.errors] == ["no engine has connected for 0.5 s"]
 
 
 def test_messages_of_another_epoch_are_dropped(running: Running) -> None:
@@ -250,12 +251,12 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
     first_heard = threading.Event()
 
     class Runner:
-        def launch(self, step: SchedulerOutput, masks: MaskSource) -> Done:
+        def launch(self, step: SchedulerOutput, get_grammars: GrammarSource) -> FinishedStep:
             assert step.step == 1 or first_heard.wait(LIMIT_SECONDS)
-            return Done(ModelRunnerOutput(step.epoch, step.step, [], []))
+            return FinishedStep(ModelRunnerOutput(step.epoch, step.step, [], []))
 
     pretend_to_load(monkeypatch)
-    monkeypatch.setattr(service.Worker, "_initialize", lambda *_: Runner())
+    monkeypatch.setattr(RunnerBuilder, "build_model_runner", lambda *_: (Runner(), NO_CONNECTOR))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
         def meet(epoch: int) -> Link:

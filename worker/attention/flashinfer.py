@@ -33,8 +33,8 @@ from worker.attention.flashinfer_group import (
 )
 from worker.attention.kv_store import KVStore, TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
-from worker.device.accelerator import Accelerator, Cuda
-from worker.device.staging import Staging
+from worker.device.accelerator import Accelerator
+from worker.device.transfers import Uploader
 from worker.kv_cache import KVCache
 from worker.layers.flashinfer_kernels import (
     VERSION,
@@ -59,7 +59,7 @@ def create_flashinfer(
     Raises ConfigError if heads, dtypes or the installed version are not supported.
     """
     refuse_unsupported(shape, dtype, kv_cache.dtype)
-    accelerator = Cuda(kv_cache.buffer.device)
+    accelerator = Accelerator(kv_cache.buffer.device)
     return FlashInferAttention(
         kv_cache,
         shape,
@@ -118,7 +118,7 @@ class FlashInferAttention:
         self._store = store
         self._rotate = FlashInferRotary(library, accelerator)
         self._cascade_from = options.cascade_from
-        self._staging = Staging(accelerator)
+        self._uploader = Uploader(accelerator)
         make = WrapperMaker(accelerator, library, shape, options)
         self._groups = [
             GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
@@ -180,7 +180,7 @@ class FlashInferAttention:
         """Copy all arrays of a step to the device at once; return the page indices there."""
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
         decodes = [group.decodes for group in pages.groups]
-        sent = self._staging.upload(
+        sent = self._uploader.upload(
             [group.slot_mapping for group in inputs]
             + [part.kv_indptr for part in decodes]
             + [part.last_page_len for part in decodes]

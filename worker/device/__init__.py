@@ -1,1 +1,1 @@
-"""What a worker computes on: CPU or CUDA device, its memory, and the way of arrays there."""
+"""The device of a worker, a CPU or a CUDA GPU: its memory, and copies to it and from it."""

@@ -1,115 +1,82 @@
-"""Memory, queue and graphs of an accelerator; the one that there is, CUDA, behind a Protocol.
+"""Memory, streams and graphs of a CUDA device.
 
-Work on it is queued: a call returns before anything has run, and only an event or a result
-on the host is waited for. Tests put a device in this place that runs on the CPU and refuses
-what would wait or race.
+Work on the device is queued: a call returns before anything has run, and the host waits only for
+an event or for a result. Tests replace both classes by a device on the CPU that refuses calls
+that would wait or race.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 
-class Event(Protocol):
-    """A place in the queue of an accelerator."""
-
-    def record(self) -> None:
-        """Stand for everything that has been queued so far."""
-        ...
-
-    def query(self) -> bool:
-        """Whether that has run; does not wait."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until that has run; at once where nothing was recorded."""
-        ...
-
-
-class Graph(Protocol):
-    """Work that was recorded once and is queued again as one."""
-
-    def replay(self) -> None:
-        """Queue it: the same kernels on the same addresses, whatever stands there now."""
-        ...
-
-
-class Accelerator(Protocol):
-    """Memory and queue of a device, used by one thread."""
-
-    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [size] of zeros on the device."""
-        ...
-
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 [num_bytes], that copies may still use after they are queued."""
-        ...
-
-    def event(self) -> Event:
-        """A new event of the current queue."""
-        ...
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host; waits for all that is queued."""
-        ...
-
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Record what `run` queues, without running it; the graph, and where its result will be.
-
-        `run` neither waits for the device nor reads memory of the host. Memory that it
-        takes stays taken as long as any graph lives; graphs may share it, so a result
-        stands only until another graph is replayed.
-        """
-        ...
-
-    def memory_taken(self) -> int:
-        """Bytes that this process holds on the device."""
-        ...
-
-    def num_multiprocessors(self) -> int:
-        """Parts of the device that each run blocks of a kernel."""
-        ...
-
-
-class Cuda:
-    """Accelerator: one CUDA device and its current stream."""
+class Accelerator:
+    """One CUDA device and its current stream, used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """As the Protocol says."""
+        """Return a tensor [size] of zeros on the device."""
         return torch.zeros(size, dtype=dtype, device=self._device)
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """As the Protocol says; page-locked."""
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return page-locked host memory, uint8 [num_bytes], for copies that are only queued."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def event(self) -> Event:
-        """As the Protocol says."""
-        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def event(self) -> torch.cuda.Event:
+        """Return a new event, to be recorded in the current stream."""
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the Protocol says."""
+        """Return a copy on the host; waits until all queued work has run."""
         return tensor.cpu()
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """As the Protocol says; all graphs share one pool of memory.
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Record the kernels that `run` launches, without running them; return graph and result.
 
-        What other threads do meanwhile is no part of it: NCCL has one that looks at events.
+        `run` neither waits for the device nor reads host memory. All graphs share one memory pool,
+        which stays allocated as long as any of them lives, so a result is valid only until
+        another graph is replayed.
         """
         graph = torch.cuda.CUDAGraph()
+        # NCCL has a thread that queries events meanwhile; that must not end the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph, result
 
     def memory_taken(self) -> int:
-        """As the Protocol says."""
+        """Return the bytes that this process holds on the device."""
         return torch.cuda.memory_reserved(self._device)
 
     def num_multiprocessors(self) -> int:
-        """As the Protocol says."""
+        """Return the number of streaming multiprocessors."""
         return torch.cuda.get_device_properties(self._device).multi_processor_count
+
+
+class CopyStream:
+    """A CUDA stream for copies between device and page-locked memory, beside the compute stream.
+
+    Copies wait for nothing except `wait_for_compute`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+
+    def wait_for_compute(self) -> None:
+        """Make later copies wait for all steps that are queued on the compute stream now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of bytes; returns at once."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def record_event(self) -> torch.cuda.Event:
+        """Return an event that is reached when all copies queued so far have run."""
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event

@@ -30,13 +30,13 @@ from worker.models.kernel_stack import make_stacks
 from worker.models.layer_stack import DecoderLayer
 from worker.models.rope import Rope
 from worker.models.spec import ModelSpec
-from worker.parallel.group import Alone, RankGroup
+from worker.parallel.group import RankGroup
 from worker.parallel.sharding import ModelShard, shard_model
 
 _READER_THREADS: Final = 2
 _LAYERS_AHEAD: Final = 4
 """Layers read ahead of the one that is built; bounds the memory beside the finished ones."""
-_ALONE: Final = Alone()
+_ALONE: Final = RankGroup()
 
 
 def load_model(

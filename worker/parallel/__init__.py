@@ -1,5 +1,1 @@
-"""Workers that share each layer of one model: who has which part, and how they meet.
-
-Owns the division of a model among ranks and the group through which they exchange what they
-have computed. Knows nothing of requests, files or KV pages.
-"""
+"""Tensor parallelism: how a model is divided among ranks, and how the ranks exchange tensors."""

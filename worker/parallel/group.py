@@ -1,103 +1,73 @@
-"""When a rank says that it waits: its device has not come to the end of a step for long.
+"""The ranks that compute one model together, as a layer of the model sees them.
 
-What is queued on a device may wait for other ranks, and the host cannot tell. So it says that it
-waits, which keeps it from being blamed unless all do; a rank whose host hangs says nothing.
+    join(epoch) ─▶ gather, gather, … ─▶ leave ─▶ join(next epoch) …
+
+All ranks receive the same steps, so they make the same calls in the same order. A call waits for
+the other ranks without a time limit: the supervisor finds a rank that hangs, and the end of a rank
+ends the calls of all others with GroupLostError. Start with `create_group`.
 """
 
-import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final
 
 import torch
 
 from proto.errors import TokendError
 
-LONG_WAIT_SECONDS = 1.0
-"""Much longer than ranks are apart, and shorter than what is called a hang."""
-
-
-class RankWaitReporter:
-    """Of one of so many ranks. on_long_wait: is called once for a step that takes long."""
-
-    def __init__(
-        self,
-        num_ranks: int,
-        on_long_wait: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._alone = num_ranks == 1
-        self._on_long_wait = on_long_wait
-        self._clock = clock
-        self._step: int | None = None
-        self._told = False
-        self._since = 0.0
-
-    def await_step(self, step: int | None) -> None:
-        """The oldest step that is not done now; None: there is none."""
-        if self._alone:
-            return
-        if step is None or step != self._step:
-            self._step, self._told, self._since = step, False, self._clock()
-        elif not self._told and self._clock() - self._since >= LONG_WAIT_SECONDS:
-            self._told = True
-            self._on_long_wait()
-
-
-# The ranks that compute one model together, as a layer sees them.
-#
-#     join(epoch) ─▶ gather, gather, … ─▶ leave ─▶ join(next epoch) …
-#
-# Every rank makes the same calls in the same order, since all get the same steps. A call waits
-# for the others without a limit of its own: who does not come is found by the supervisor, and
-# the end of a rank ends the calls of all others with GroupLostError.
+LONG_WAIT_SECONDS: Final = 1.0
+"""Wait for other ranks after which a rank reports that it waits, so that the supervisor does not
+take it for the one that hangs. Much longer than ranks are apart, much shorter than a hang."""
 
 
 class GroupLostError(TokendError):
-    """Another rank has left or has died, so nothing can be computed together any more.
+    """Another rank has left or died, so this rank cannot compute any more.
 
-    The echo of what happened elsewhere: whoever raises it is not to blame.
+    A consequence only: the rank that raises it did not cause the failure.
     """
 
 
-class RankGroup(Protocol):
-    """This rank among `size` ranks, counted from 0."""
+class RankGroup:
+    """This rank among `size` ranks, counted from 0.
 
-    @property
-    def rank(self) -> int: ...
+    The base class is a group of one rank that holds the whole model.
+    """
 
-    @property
-    def size(self) -> int: ...
-
-    def join(self, epoch: int, purpose: str = "steps") -> None:
-        """Meet the ranks of an epoch; raises GroupLostError when they do not come.
-
-        purpose: a name for each time that the same ranks meet in an epoch.
-        """
-        ...
-
-    def leave(self) -> None:
-        """Let go of the others, who may be waiting for us; nothing if that has happened."""
-        ...
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x, of one shape and dtype on every rank, to a new [size, *x.shape], by rank.
-
-        On an accelerator only queued, and may be part of a graph.
-        """
-        ...
-
-
-class Alone:
-    """One rank that has all of the model."""
-
-    rank = 0
-    size = 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
 
     def join(self, epoch: int, purpose: str = "steps") -> None:
-        """There is nobody to meet."""
+        """Connect to the other ranks of an epoch; raise GroupLostError if they do not come.
+
+        purpose: distinguishes several groups of the same ranks in one epoch.
+        """
 
     def leave(self) -> None:
-        """There is nobody to leave."""
+        """Disconnect, which ends pending calls of the other ranks. Later calls do nothing."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors x of all ranks, of equal shape and dtype, as [size, *x.shape].
+
+        On an accelerator the exchange is only queued, and may be part of a CUDA graph.
+        """
         return x[None]
+
+
+def create_group(
+    run_dir: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    on_long_wait: Callable[[], None],
+    is_interrupted: Callable[[], bool],
+) -> RankGroup:
+    """Return the group of `size` ranks of one daemon, not yet joined.
+
+    on_long_wait: called when the other ranks keep this one waiting for a second. is_interrupted:
+    returns whether to stop waiting for the other ranks in `join`.
+    """
+    if size == 1:
+        return RankGroup()
+    from worker.parallel.torch_group import TorchGroup  # torch.distributed takes time to import
+
+    return TorchGroup(run_dir, rank, size, device, on_long_wait, is_interrupted)

@@ -1,12 +1,11 @@
-"""A group of ranks over torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""A rank group over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Owns the process group of one epoch. The ranks find each other by a file in the daemon's private
-directory. Gloo's own connections, and those by which NCCL meets, are TCP on the loopback
-interface (docs/security.md).
+The ranks find each other by a file in the daemon's private directory. Gloo's connections, and the
+ones by which NCCL ranks meet, are TCP on the loopback interface (docs/security.md).
 
-    gloo   a call is waited for on the host, without a limit
-    NCCL   a call is queued, and what is queued behind it waits for it on the device; the host
-           goes on, hears of the others' end from the supervisor, and `leave` frees the device
+    gloo   the host waits for each exchange, without a time limit
+    NCCL   an exchange is queued, and later kernels wait for it on the device. The host goes on; it
+           learns from the supervisor that another rank has ended, and `leave` frees the device
 """
 
 import contextlib
@@ -21,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
-from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError
+from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 
-_WITHOUT_LIMIT: Final = timedelta(days=30)
-"""Of a call. A daemon may be stopped as a whole and go on: only the supervisor says who hangs."""
+_NO_LIMIT: Final = timedelta(days=30)
+"""Time limit of an exchange. The whole daemon may be stopped and continued, so only the supervisor
+decides that a rank hangs."""
 _LONG_WAIT: Final = timedelta(seconds=LONG_WAIT_SECONDS)
 _POLL_SECONDS: Final = 0.005
 _LOOPBACK: Final = "127.0.0.1"
@@ -32,16 +32,16 @@ _LOOPBACK_INTERFACE: Final = "lo"
 
 
 def rendezvous_path(run_dir: str, epoch: int, purpose: str = "steps") -> str:
-    """The file by which the ranks of an epoch find each other; never the same twice."""
+    """Return the file by which the ranks of an epoch find each other; a path is used once."""
     return os.path.join(run_dir, f"e{epoch}.{purpose}.ranks")
 
 
-class TorchGroup:
-    """A RankGroup.
+class TorchGroup(RankGroup):
+    """A rank group over a process group of torch, one for each `join`.
 
-    run_dir: the daemon's private directory. on_long_wait: is called when the others let a call
-    wait for LONG_WAIT_SECONDS, once a call. called_away: whether waiting for them to meet is
-    over, because something else is wanted of this rank.
+    run_dir: the daemon's private directory. on_long_wait: called once for each exchange that waits
+    for other ranks longer than LONG_WAIT_SECONDS. is_interrupted: returns whether `join` should
+    stop waiting, because the supervisor has sent a command.
     """
 
     def __init__(
@@ -51,53 +51,50 @@ class TorchGroup:
         size: int,
         device: torch.device,
         on_long_wait: Callable[[], None],
-        called_away: Callable[[], bool],
+        is_interrupted: Callable[[], bool],
     ) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._run_dir = run_dir
         self._device = device
         self._on_long_wait = on_long_wait
-        self._called_away = called_away
-        self._joined: list[Any] = []
+        self._is_interrupted = is_interrupted
+        self._process_group: Any = None
 
     def join(self, epoch: int, purpose: str = "steps") -> None:
-        """As the Protocol says; each time it is a process group of its own."""
         self.leave()
         try:
             path = rendezvous_path(self._run_dir, epoch, purpose)
             store = FileStore(path, self.size)
-            self._await_all(store)
-            self._joined = [self._process_group(store)]
+            self._await_ranks(store)
+            self._process_group = self._create_process_group(store)
         except RuntimeError as error:
-            raise self._lost(error) from error
-        self.gather(torch.zeros(1, device=self._device))  # nobody needs the file from here on
+            raise self._group_lost(error) from error
+        self.gather(torch.zeros(1, device=self._device))  # after this no rank needs the file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def leave(self) -> None:
-        for group in self._joined:
-            group.abort()
-        self._joined = []
+        if self._process_group is not None:
+            self._process_group.abort()
+        self._process_group = None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.new_empty((self.size, *x.shape))
-        # gloo wants the parts one below the other
-        flat = parts.view(self.size * x.shape[0], *x.shape[1:])
-        if not self._joined:
-            raise GroupLostError(f"worker {self.rank} has left the others")
-        (group,) = self._joined
+        shards = x.new_empty((self.size, *x.shape))
+        # gloo wants the shards concatenated along the first dimension
+        flat = shards.view(self.size * x.shape[0], *x.shape[1:])
+        if self._process_group is None:
+            raise GroupLostError(f"worker {self.rank} has left its rank group")
         try:
-            self._await(group._allgather_base(flat, x.contiguous()))
+            self._await_exchange(self._process_group._allgather_base(flat, x.contiguous()))
         except RuntimeError as error:
-            raise self._lost(error) from error
-        return parts
+            raise self._group_lost(error) from error
+        return shards
 
-    def _await(self, work: Any) -> None:
-        """Until a call has ended; raises RuntimeError where it failed.
+    def _await_exchange(self, work: Any) -> None:
+        """Wait for an exchange; raise RuntimeError if it failed.
 
-        NCCL's goes on in its place in the device's queue; with a limit it would be waited for on
-        the host, which a graph that is being recorded cannot be.
+        With NCCL only the device waits: a wait with a limit would block the host, which is
+        impossible while a graph is captured.
         """
         if self._device.type == "cuda":
             work.wait()
@@ -108,34 +105,35 @@ class TorchGroup:
             if work.is_completed():
                 raise
             self._on_long_wait()
-            work.wait(_WITHOUT_LIMIT)
+            work.wait(_NO_LIMIT)
 
-    def _await_all(self, store: FileStore) -> None:
-        """Until every rank is here: what comes then has no limit worth the name."""
+    def _await_ranks(self, store: FileStore) -> None:
+        """Wait until every rank has opened the file: later steps have no usable time limit."""
         store.add("here", 1)
         while (here := store.add("here", 0)) < self.size:
-            if self._called_away():
+            if self._is_interrupted():
                 raise GroupLostError(
-                    f"worker {self.rank}: {here} of {self.size} workers have met when it was over"
+                    f"worker {self.rank}: {here} of {self.size} workers had met when the "
+                    "supervisor interrupted"
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _process_group(self, store: FileStore) -> Any:
+    def _create_process_group(self, store: FileStore) -> Any:
         if self._device.type == "cuda":
-            # Where the ranks of one machine meet is nobody else's business.
+            # Ranks of one machine must not be reachable from other machines.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
             nccl: Any = dist.ProcessGroupNCCL
             nccl_options = nccl.Options()
-            nccl_options._timeout = _WITHOUT_LIMIT
+            nccl_options._timeout = _NO_LIMIT
             return nccl(store, self.rank, self.size, nccl_options)
-        gloo: Any = ProcessGroupGloo  # whose stubs know no options
+        gloo: Any = ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()
-        options._timeout = _WITHOUT_LIMIT
+        options._timeout = _NO_LIMIT
         options._threads = 1
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         return gloo(store, self.rank, self.size, options)
 
-    def _lost(self, error: RuntimeError) -> GroupLostError:
-        # [file:line] what happened. What it may mean, and wishes of good luck.
+    def _group_lost(self, error: RuntimeError) -> GroupLostError:
+        # torch's text: "[file:line] what happened. Possible reasons and advice."
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
-        return GroupLostError(f"worker {self.rank} has lost the others: {reason}")
+        return GroupLostError(f"worker {self.rank} has lost its rank group: {reason}")

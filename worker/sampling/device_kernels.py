@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling.grammar_masks import WORD_BITS
+from worker.sampling.logit_edits import WORD_BITS
 from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
 
 SEEN: Final = 1 << 30

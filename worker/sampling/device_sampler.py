@@ -1,25 +1,25 @@
 """From the logits of a step to its tokens and log-probabilities, all of it on an accelerator.
 
     logits ─▶ listed edits ─▶ penalties, masks ─▶ filters, draw ─▶ tokens ─▶ counts
-       └──────────────── of the rows that ask ─────────────────────┴──▶ log-probabilities
+       └───────────── of the rows that request them ───────────────┴──▶ log-probabilities
 
-The order of work is that of sampler.py. Nothing here waits for the device.
+The stages are those of sampler.py, with the same results. Nothing here waits for the device. Start
+with `DeviceSampler.sample`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.engine_io import LogprobsArrays
 from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
 from worker.device.accelerator import Accelerator
-from worker.device.placement import OnDevice, Placement
-from worker.input_batch import NO_LOGPROBS, InputBatch
+from worker.device.transfers import DevicePlacement, Placement
+from worker.input_batch import NO_LOGPROBS, InputBatch, SampledPositions
 from worker.sampling.device_kernels import (
     ANY_TOKEN,
     NONE,
@@ -28,61 +28,63 @@ from worker.sampling.device_kernels import (
     RowEditArrays,
     TritonEdits,
 )
-from worker.sampling.grammar_masks import WORD_BITS, row_masks
-from worker.sampling.logit_edits import NEVER, RowEdits
+from worker.sampling.logit_edits import (
+    NEVER,
+    WORD_BITS,
+    Ids,
+    RowEdits,
+    Values,
+    grammar_masks,
+)
+from worker.sampling.logprobs import queue_logprobs
 from worker.sampling.row_params import (
     FILTERS,
     RowParams,
     needs_filter,
     neutral_params,
-    widened,
+    torch_columns,
 )
-from worker.sampling.torch_backend import (
-    FilterPlan,
-    filter_logits,
-    order_keys,
-    token_ids_of,
-    token_ranks,
-)
+from worker.sampling.torch_backend import FilterPlan, filter_logits
 
 KeyedDraw = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
-"""TritonDraw: logits, temperature, seed, choice and position of N rows → token ids."""
-
-Ids = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float32]
+"""The type of TritonDraw: logits, temperature, seed, choice and position of N rows → token ids."""
 NEUTRAL = (1.0, 0.0, 0.0)
-"""Penalties that change nothing: repetition, frequency, presence."""
+"""Penalties without effect: repetition, frequency, presence."""
 
 
 @dataclass(frozen=True, slots=True)
-class PenalisedRow:
-    """A row with penalties.
+class PenalisedPosition:
+    """A sampled position of a row with penalties.
 
-    number: index in `BatchLogitEdits.at`. num_outputs: pending ones included.
+    number: index in `BatchLogitEdits.at`. row: of the batch. edits: with all tokens before the
+    position. num_outputs: outputs before the position, pending ones included. num_drafts: how many
+    of them are drafts.
     """
 
     number: int
     row: int
     edits: RowEdits
     num_outputs: int
+    num_drafts: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLogitEdits:
-    """Edits of the logits of N sequences, as arrays to be sent to a device.
+    """Logit edits of N sampled positions, as arrays to be sent to a device.
 
     listed: index, value, source and needed of `ListedEdits`.
-    at, masks, rules, words: as in `RowEditArrays`, at is rows. penalised: by ascending number.
+    at: int64 [R], the positions with penalties or masks. masks, rules, words: as in
+    `RowEditArrays`. penalised: by ascending number.
     """
 
     listed: tuple[Ids, Values, Ids, Ids]
-    at: npt.NDArray[np.int64]
-    masks: npt.NDArray[np.int64]
+    at: Ids
+    masks: Ids
     rules: npt.NDArray[np.float32]
     words: npt.NDArray[np.int32]
-    penalised: tuple[PenalisedRow, ...]
+    penalised: tuple[PenalisedPosition, ...]
 
     def __bool__(self) -> bool:
         return bool(len(self.listed[0]) or len(self.at))
@@ -90,29 +92,43 @@ class BatchLogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequests:
-    """The W of N sequences that asked for log-probabilities.
+    """The W of N sampled positions whose sequences request log-probabilities.
 
-    at: int64 [W], indices of them. num_logprobs: int32 [W]; position: uint32 [W], of the output.
-    named: token ids of each, in place of the best ones where there are some.
+    at: int64 [W], their indices. num_logprobs: int32 [W]. position: uint32 [W], output index.
+    named: [W], token ids that replace the best ones; empty for the best ones.
     """
 
-    at: npt.NDArray[np.int64]
+    at: Ids
     num_logprobs: npt.NDArray[np.int32]
     position: npt.NDArray[np.uint32]
     named: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, batch: InputBatch, positions: SampledPositions) -> "LogprobRequests":
+        """Collect the requests of sampled positions."""
+        num_logprobs = batch.num_logprobs[positions.rows]
+        at = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+        return cls(
+            at,
+            num_logprobs[at],
+            positions.output_index[at].astype(np.uint32),
+            tuple(
+                batch.params(positions.seq_ids[index]).logprob_token_ids for index in at.tolist()
+            ),
+        )
 
     def __bool__(self) -> bool:
         return bool(len(self.at))
 
 
-class _EditList:
-    """Collects ListedEdits."""
+@dataclass(slots=True)
+class _ListedEditBuilder:
+    """Collects the arrays of ListedEdits."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._parts: list[tuple[Ids, Values, Ids, Ids]] = []
+    vocab_size: int
+    parts: list[tuple[Ids, Values, Ids, Ids]] = field(default_factory=list)
 
-    def add(
+    def add_edits(
         self,
         at: int,
         token_ids: Sequence[int] | Ids,
@@ -120,46 +136,47 @@ class _EditList:
         source: int = 0,
         needed: int | Sequence[int] = ANY_TOKEN,
     ) -> None:
-        """Add to tokens of the sequence with this index."""
-        index = at * self._vocab_size + np.asarray(token_ids, dtype=np.int64)
+        """Add values to the logits of tokens, in row `at` of the logits."""
+        index = at * self.vocab_size + np.asarray(token_ids, dtype=np.int64)
         others = (
             np.asarray(values, dtype=np.float32),
             np.int64(source),
             np.asarray(needed, dtype=np.int64),
         )
-        self._parts.append((index, *(np.broadcast_to(array, index.shape) for array in others)))  # type: ignore[arg-type]
+        self.parts.append((index, *(np.broadcast_to(array, index.shape) for array in others)))  # type: ignore[arg-type]
+
+    def add_row_edits(self, at: int, row: int, edits: RowEdits, is_pending: bool) -> None:
+        """Add biases and forbidden tokens. is_pending: the row's last token is not known yet."""
+        if len(edits.bias_ids):
+            self.add_edits(at, edits.bias_ids, edits.bias_values)
+        if forbidden := edits.forbidden_always if is_pending else edits.forbidden:
+            self.add_edits(at, forbidden, float(NEVER))
+        if is_pending and (pairs := edits.forbidden_after()):
+            token_ids, needed = zip(*pairs, strict=True)
+            self.add_edits(at, token_ids, float(NEVER), row, needed)
 
     def arrays(self) -> tuple[Ids, Values, Ids, Ids]:
-        if not self._parts:
-            nothing = np.empty(0, dtype=np.int64)
-            return nothing, np.empty(0, dtype=np.float32), nothing, nothing
-        index, value, source, needed = map(np.concatenate, zip(*self._parts, strict=True))
+        if not self.parts:
+            empty = np.empty(0, dtype=np.int64)
+            return empty, np.empty(0, dtype=np.float32), empty, empty
+        index, value, source, needed = map(np.concatenate, zip(*self.parts, strict=True))
         return index, value, source, needed
 
 
 def batch_logit_edits(
-    batch: InputBatch,
-    at: npt.NDArray[np.int64],
-    seq_ids: Sequence[int],
-    grammars: GrammarOutput,
-    vocab_size: int,
+    batch: InputBatch, positions: SampledPositions, grammars: GrammarOutput, vocab_size: int
 ) -> BatchLogitEdits:
-    """Collect the edits of the rows `at` [N] with these seq_ids. A row's last token may be pending.
-
-    grammars: masks of some of the rows.
-    """
-    listing = _EditList(vocab_size)
-    num_outputs = batch.num_outputs(at)
-    for index in np.flatnonzero(num_outputs < batch.min_output[at]).tolist():
-        listing.add(index, sorted(batch.params(seq_ids[index]).stop_ids), float(NEVER))
-    masks = row_masks(grammars, seq_ids)
-    words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
+    """Collect the logit edits of sampled positions; the last token of a row may be pending."""
+    listed = _ListedEditBuilder(vocab_size)
+    for index in np.flatnonzero(batch.before_min_tokens(positions)).tolist():
+        stop_ids = batch.params(positions.seq_ids[index]).stop_ids
+        listed.add_edits(index, sorted(stop_ids), float(NEVER))
+    words = dict(grammar_masks(grammars, positions.seq_ids))
     rules = dict.fromkeys(words, NEUTRAL)
     penalised: dict[int, RowEdits] = {}
-    for index, row in enumerate(at.tolist()) if batch.edits else ():
-        if (edits := batch.edits.get(row)) is None:
-            continue
-        _list_edits(listing, index, row, edits, batch.last_is_pending(row))
+    for index, edits in batch.edits_of(positions):
+        row = int(positions.rows[index])
+        listed.add_row_edits(index, row, edits, batch.last_is_pending(row))
         if edits.allowed is not None:
             allowed = edits.allowed_words(vocab_size)
             words[index] = words[index] & allowed if index in words else allowed
@@ -170,7 +187,7 @@ def batch_logit_edits(
     number_of = {index: number for number, index in enumerate(rules)}
     word_row = {index: number for number, index in enumerate(words)}
     return BatchLogitEdits(
-        listing.arrays(),
+        listed.arrays(),
         np.array(list(rules), dtype=np.int64),
         np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
         np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
@@ -178,34 +195,15 @@ def batch_logit_edits(
         .reshape(-1, -(-vocab_size // WORD_BITS))
         .view(np.int32),
         tuple(
-            PenalisedRow(number_of[index], int(at[index]), edits, int(num_outputs[index]))
+            PenalisedPosition(
+                number_of[index],
+                int(positions.rows[index]),
+                edits,
+                int(positions.output_index[index]),
+                len(positions.drafts.get(index, ())),
+            )
             for index, edits in penalised.items()
         ),
-    )
-
-
-def _list_edits(listing: _EditList, at: int, row: int, edits: RowEdits, pending: bool) -> None:
-    """List biases and forbidden tokens; pending: the row's last token is not known yet."""
-    if len(edits.bias_ids):
-        listing.add(at, edits.bias_ids, edits.bias_values)
-    if forbidden := edits.forbidden_always if pending else edits.forbidden:
-        listing.add(at, forbidden, float(NEVER))
-    if pending and (pairs := edits.forbidden_after()):
-        token_ids, needed = zip(*pairs, strict=True)
-        listing.add(at, token_ids, float(NEVER), row, needed)
-
-
-def logprob_requests(
-    batch: InputBatch, at: npt.NDArray[np.int64], seq_ids: Sequence[int]
-) -> LogprobRequests:
-    """Collect the requests of the rows `at` [N] with these seq_ids."""
-    asking = np.flatnonzero(batch.num_logprobs[at] != NO_LOGPROBS)
-    some = at[asking]
-    return LogprobRequests(
-        asking,
-        batch.num_logprobs[some],
-        batch.num_outputs(some).astype(np.uint32),
-        tuple(batch.params(seq_ids[index]).logprob_token_ids for index in asking.tolist()),
     )
 
 
@@ -217,16 +215,17 @@ class _Slot:
 
 
 class DeviceCounts:
-    """How often rows with penalties have produced each token, counted on the device.
+    """How often rows with penalties have output each token, counted on the device.
 
-        host      row 7: prompt and outputs ──once──▶ slot 0    then each sampled token is
-                  row 2: prompt and outputs ──once──▶ slot 1    counted on the device
+        host      row 7: prompt and outputs ──once──▶ slot 0    then the device counts each
+                  row 2: prompt and outputs ──once──▶ slot 1    sampled token
 
-    Owns the counts and which row has which slot. Counts of a row are sent again when they fell
-    behind, because the host has sampled for the row or it belongs to another sequence now. There
-    is a slot for every row, so that no step takes memory that the measured largest step did not.
+    Owns the counts and the slot of each row. Counts are sent again if they are stale: the host has
+    sampled for the row, or the row belongs to another sequence. There is a slot for every row, so
+    that no step takes memory that the measured largest step did not. A position behind drafts takes
+    a free slot for one step.
 
-    edits_of: returns the edits of a row as they are now.
+    edits_of: returns the present edits of a row.
     """
 
     def __init__(
@@ -236,146 +235,84 @@ class DeviceCounts:
         num_rows: int,
         edits_of: Callable[[int], RowEdits | None],
     ) -> None:
-        self._accelerator = accelerator
-        self._placement = OnDevice(accelerator)
+        self._placement = DevicePlacement(accelerator)
         self._vocab_size = vocab_size
         self._edits_of = edits_of
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        """By row and number of drafts."""
         self._free = list(range(num_rows))
         counts = accelerator.zeros(num_rows * vocab_size, torch.int32)
         self.counts = counts.view(num_rows, vocab_size)
         """int32 [rows, V], as in `TritonEdits.edit_rows`."""
 
-    def slots_of(
-        self, rows: Sequence[int], edits: Sequence[RowEdits], num_outputs: Sequence[int]
-    ) -> npt.NDArray[np.int64]:
-        """Return the slots int64 [n] of rows with so many outputs, with all of these counted."""
+    def slots_of(self, positions: Sequence[PenalisedPosition]) -> Ids:
+        """Return the slot of each position, int64 [n], with all outputs before it counted."""
         stale = []
-        for row, edit, count in zip(rows, edits, num_outputs, strict=True):
-            slot = self._slots.get(row)
-            if slot is None or slot.edits is not edit:
-                self._slots[row] = _Slot(self._slot_for(row), edit, count)
-                stale.append(row)
-            elif slot.num_outputs != count:
-                slot.num_outputs = count
-                stale.append(row)
+        for position in positions:
+            key = position.row, position.num_drafts
+            slot = self._slots.get(key)
+            if slot is None or slot.edits is not position.edits:
+                slot = _Slot(self._slot_number(key), position.edits, position.num_outputs)
+                self._slots[key] = slot
+                stale.append(slot)
+            elif slot.num_outputs != position.num_outputs:
+                slot.num_outputs = position.num_outputs
+                stale.append(slot)
         if stale:
-            self._send(stale)
-        return np.array([self._slots[row].number for row in rows], dtype=np.int64)
+            self._send_counts(stale)
+        return np.array(
+            [self._slots[position.row, position.num_drafts].number for position in positions],
+            dtype=np.int64,
+        )
 
-    def add(self, rows: Sequence[int], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one more output of each row; slots and token_ids: int64 [n] on the device."""
-        for row in rows:
-            self._slots[row].num_outputs += 1
+    def row_slots(self, positions: Sequence[PenalisedPosition]) -> Ids:
+        """Return the slot of the row of each position, int64 [n], where its output is counted."""
+        return np.array([self._slots[position.row, 0].number for position in positions], np.int64)
+
+    def count_outputs(
+        self, positions: Sequence[PenalisedPosition], slots: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """Count one more output of each position's row; free the slots of drafts.
+
+        slots: `row_slots`. token_ids: int64 [n]. Both are on the device.
+        """
+        for position in positions:
+            self._slots[position.row, 0].num_outputs += 1
+            if position.num_drafts:
+                self._free.append(self._slots.pop((position.row, position.num_drafts)).number)
         one = torch.ones_like(token_ids, dtype=torch.int32)
         self.counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, one)
 
-    def _slot_for(self, row: int) -> int:
-        """Return the number of the row's slot, or of a free one."""
-        if row in self._slots:
-            return self._slots[row].number
+    def _slot_number(self, key: tuple[int, int]) -> int:
+        """Return the present slot of the key, or a free one."""
+        if key in self._slots:
+            return self._slots[key].number
         if not self._free:
             self._free_stale_slots()
         return self._free.pop()
 
     def _free_stale_slots(self) -> None:
-        """Free the slots of rows that have been released or belong to another sequence."""
-        stale = [row for row, slot in self._slots.items() if self._edits_of(row) is not slot.edits]
-        self._free += [self._slots.pop(row).number for row in stale]
+        """Free the slots of rows that were released or belong to another sequence."""
+        stale = [
+            (row, num_drafts)
+            for (row, num_drafts), slot in self._slots.items()
+            if num_drafts == 0 and self._edits_of(row) is not slot.edits
+        ]
+        self._free += [self._slots.pop(key).number for key in stale]
 
-    def _send(self, rows: Sequence[int]) -> None:
-        """Send the host's counts of rows, which have no pending tokens."""
-        slots = [self._slots[row] for row in rows]
+    def _send_counts(self, slots: Sequence[_Slot]) -> None:
+        """Send the host's counts of slots; their rows have no pending tokens."""
         assert all(slot.edits.counts.counts.sum() == slot.num_outputs for slot in slots)
         indices = [slot.number * self._vocab_size + slot.edits.counts.ids for slot in slots]
-        counts = [self._entries(slot.edits) for slot in slots]
+        entries = [slot.edits.counts.counts.astype(np.int32) + np.int32(SEEN) for slot in slots]
         for slot in slots:
             self.counts[slot.number].zero_()
-        index, count = self._placement.send([np.concatenate(indices), np.concatenate(counts)])
-        self.counts.view(-1).index_copy_(0, index, count)
-
-    def _entries(self, edits: RowEdits) -> npt.NDArray[np.int32]:
-        """Return the entries of `counts` for the tokens that were seen."""
-        outputs: npt.NDArray[np.int32] = edits.counts.counts.astype(np.int32)
-        return outputs + np.int32(SEEN)
-
-
-CHUNK_BYTES: Final = 64 << 20
-"""Most bytes of float32 logits in one chunk of rows."""
-
-
-def queue_logprobs(
-    logits: torch.Tensor,
-    at: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_best: int,
-    named: torch.Tensor,
-) -> list[torch.Tensor]:
-    """Queue what logprobs.py defines; return tensors on the device without waiting for it.
-
-    Ids int32 and log-probabilities float32 [W, 1 + num_best + M], ranks int32 [W]. Columns are
-    the chosen token, the best ones in order, the named ones.
-    logits: [N, V] of any floating dtype, as they come from the model. at: int64 [W], the rows
-    that ask. token_ids: int64 [N], chosen. named: int64 [W, M].
-    """
-    rows_at_once = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
-    parts = [
-        _columns(logits, rows, token_ids, num_best, ids)
-        for rows, ids in zip(
-            torch.split(at, rows_at_once), torch.split(named, rows_at_once), strict=True
-        )
-    ]
-    return [torch.cat(chunks) for chunks in zip(*parts, strict=True)]
-
-
-def pack_logprobs(
-    found: Sequence[npt.NDArray[Any]],
-    num_logprobs: npt.NDArray[np.int32],
-    positions: npt.NDArray[np.uint32],
-    named: Sequence[Sequence[int]],
-) -> list[LogprobsArrays]:
-    """Return one LogprobsArrays a row of what `queue_logprobs` gave, flat and on the host."""
-    num_rows = len(num_logprobs)
-    ids, values = (array.reshape(num_rows, -1) for array in found[:2])
-    num_best = ids.shape[1] - 1 - max(map(len, named))
-    packed = []
-    for row, (count, at, names) in enumerate(
-        zip(num_logprobs.tolist(), positions.tolist(), named, strict=True)
-    ):
-        columns = [*range(count + 1)]
-        if names:
-            columns = [0, *range(1 + num_best, 1 + num_best + len(names))]
-        packed.append(
-            LogprobsArrays(
-                first_position=at,
-                width=len(columns),
-                token_ids=ids[row, columns].astype("<i4").tobytes(),
-                logprobs=values[row, columns].astype("<f4").tobytes(),
-                ranks=found[2][row : row + 1].astype("<i4").tobytes(),
-            )
-        )
-    return packed
-
-
-def _columns(
-    logits: torch.Tensor,
-    at: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_best: int,
-    named: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    raw = logits.index_select(0, at).float()
-    chosen = token_ids.index_select(0, at)[:, None]
-    columns = [chosen]
-    if num_best:
-        columns.append(token_ids_of(order_keys(raw).topk(num_best, dim=1).values))
-    ids = torch.cat((*columns, named), dim=1)
-    values = raw.log_softmax(dim=1).gather(1, ids)
-    return ids.to(torch.int32), values, token_ranks(raw, chosen).to(torch.int32)
+        index, entry = self._placement.to_device([np.concatenate(indices), np.concatenate(entries)])
+        self.counts.view(-1).index_copy_(0, index, entry)
 
 
 def largest_params(num_rows: int) -> RowParams:
-    """Return records of rows that take the most memory: every filter, and a top-p without top-k."""
+    """Return parameters of rows that take the most memory: every filter, top-p without top-k."""
     params = neutral_params(num_rows)
     params["top_p"], params["min_p"] = 0.5, 0.1
     return params
@@ -388,8 +325,8 @@ class DeviceDraw:
         self._placement = placement
         self._draw = draw
 
-    def tokens(self, logits: torch.Tensor, params: RowParams) -> torch.Tensor:
-        """Return int64 [N] for logits [N, V] of any floating dtype, which stay as they are.
+    def draw_tokens(self, logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+        """Return tokens int64 [N] for logits [N, V] of any floating dtype, which are not changed.
 
         params: records [N]; a temperature below GREEDY_TEMPERATURE takes the best token.
         """
@@ -399,13 +336,13 @@ class DeviceDraw:
             return logits.argmax(dim=1)
         filtered = (random & needs_filter(params)).nonzero()[0]
         some = params[filtered]
-        sent = self._placement.send(
+        sent = self._placement.to_device(
             [
                 np.where(random, temperature, np.float32(0)),
-                *widened(params, ("seed", "choice", "position")),
+                *torch_columns(params, ("seed", "choice", "position")),
                 filtered,
                 some["temperature"].copy(),
-                *widened(some, FILTERS),
+                *torch_columns(some, FILTERS),
             ]
         )
         keys, (index, *filters) = sent[:4], sent[4:]
@@ -436,79 +373,71 @@ class DeviceSampler:
         self._last = last
         self._vocab_size = vocab_size
         self._edits = edits
-        self._drawing = DeviceDraw(OnDevice(accelerator), draw)
+        self._drawing = DeviceDraw(DevicePlacement(accelerator), draw)
         self._counts = DeviceCounts(accelerator, vocab_size, len(batch.num_tokens), batch.edits.get)
-        self._sent_edits = OnDevice(accelerator)
-        self._sent_logprobs = OnDevice(accelerator)
-
-    def logprobs_of(self, at: Ids, seq_ids: Sequence[int]) -> LogprobRequests:
-        """Collect the logprob requests of the rows `at` [N], before they get another token."""
-        return logprob_requests(self._batch, at, seq_ids)
+        self._sent_edits = DevicePlacement(accelerator)
+        self._sent_logprobs = DevicePlacement(accelerator)
 
     def sample(
         self,
         logits: torch.Tensor,
-        at: Ids,
-        seq_ids: Sequence[int],
+        positions: SampledPositions,
         grammars: GrammarOutput,
         logprobs: LogprobRequests,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return tokens int64 [N] for logits [N, V], which stay, and `queue_logprobs` of them.
+        """Return tokens int64 [N] for logits [N, V], which are not changed, and log-probabilities.
 
-        at: int64 [N], rows of the sequences, each with at most one token that is not known.
+        The latter are the tensors of `queue_logprobs`, or nothing if `logprobs` is empty. A row has
+        at most one token that the host does not know.
         """
-        edits = batch_logit_edits(self._batch, at, seq_ids, grammars, self._vocab_size)
+        edits = batch_logit_edits(self._batch, positions, grammars, self._vocab_size)
         edited = logits
-        penalised = [row.row for row in edits.penalised]
-        slots = self._counts.slots_of(
-            penalised,
-            [row.edits for row in edits.penalised],
-            [row.num_outputs for row in edits.penalised],
-        )
+        slots = self._counts.slots_of(edits.penalised)
         if edits:
-            edited, counted, device_slots = self._edit(logits, edits, slots)
-        token_ids = self._drawing.tokens(edited, self._batch.params_of_step(at))
-        if penalised:
-            self._counts.add(penalised, device_slots, token_ids.index_select(0, counted))
-        return token_ids, self._logprobs(logits, token_ids, logprobs) if logprobs else []
+            edited, counted, row_slots = self._edit(logits, edits, slots)
+        token_ids = self._drawing.draw_tokens(edited, self._batch.params_of(positions))
+        if edits.penalised:
+            self._counts.count_outputs(
+                edits.penalised, row_slots, token_ids.index_select(0, counted)
+            )
+        return token_ids, self._queue_logprobs(logits, token_ids, logprobs) if logprobs else []
 
     def _edit(
         self, logits: torch.Tensor, edits: BatchLogitEdits, slots: Ids
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return edited logits float32 [N, V], and indices and slots of penalised rows."""
+        """Return edited logits float32 [N, V], the penalised positions, and their rows' slots."""
         slot_of_edit = np.full(len(edits.at), NONE, dtype=np.int64)
-        numbers = [row.number for row in edits.penalised]
+        numbers = [position.number for position in edits.penalised]
         slot_of_edit[numbers] = slots
-        sent = self._sent_edits.send(
-            [
-                *edits.listed,
-                edits.at,
-                slot_of_edit,
-                edits.masks,
-                edits.rules,
-                edits.words,
-                edits.at[numbers],
-                slots,
-            ]
-        )
-        listed, (at, slot_of, masks, rules, words, counted, device_slots) = sent[:4], sent[4:]
+        arrays: list[npt.NDArray[Any]] = [
+            *edits.listed,
+            edits.at,
+            slot_of_edit,
+            edits.masks,
+            edits.rules,
+            edits.words,
+            edits.at[numbers],
+            self._counts.row_slots(edits.penalised),
+        ]
+        sent = self._sent_edits.to_device(arrays)
+        listed, (at, slot_of, masks, rules, words, counted, row_slots) = sent[:4], sent[4:]
         wide = logits.to(torch.float32, copy=True).contiguous()
         if len(edits.listed[0]):
             self._edits.add_listed(wide, ListedEdits(*listed), self._last)
         if len(edits.at):
-            arrays = RowEditArrays(
+            row_edits = RowEditArrays(
                 at, slot_of, masks, rules.view(-1, 3), words.view(-1, edits.words.shape[1])
             )
-            self._edits.edit_rows(wide, arrays, self._counts.counts)
-        return wide, counted, device_slots
+            self._edits.edit_rows(wide, row_edits, self._counts.counts)
+        return wide, counted, row_slots
 
-    def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, wanted: LogprobRequests
+    def _queue_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, requests: LogprobRequests
     ) -> list[torch.Tensor]:
-        width = max(map(len, wanted.named))
-        named = np.zeros((len(wanted.at), width), dtype=np.int64)
-        for row, ids in enumerate(wanted.named):
+        width = max(map(len, requests.named))
+        named = np.zeros((len(requests.at), width), dtype=np.int64)
+        for row, ids in enumerate(requests.named):
             named[row, : len(ids)] = ids
-        at, names = self._sent_logprobs.send([wanted.at, named])
-        num_best = int(wanted.num_logprobs.max())
-        return queue_logprobs(logits, at, token_ids, num_best, names.view(named.shape))
+        rows, names = self._sent_logprobs.to_device([requests.at, named])
+        num_best = int(requests.num_logprobs.max())
+        return queue_logprobs(logits, rows, token_ids, num_best, names.view(named.shape))

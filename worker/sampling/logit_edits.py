@@ -1,16 +1,17 @@
-"""Edits of logits that requests ask for: allowed tokens, bad words, biases, penalties.
+"""Edits of logits that requests ask for: allowed tokens, bad words, biases, penalties, grammars.
 
-The cost is that of the tokens that are named or were output; rows without edits cost nothing.
-The order is
+The cost depends on the number of tokens that are named or were output; rows without edits cost
+nothing. The order is
 
-    allowed     −inf for all but the allowed tokens
+    allowed     −inf for all tokens except the allowed ones
     forbidden   −inf for tokens that would complete a bad word
-    bias        is added
-    penalties   repetition: a logit above 0 is divided, one below multiplied;
+    bias        logit_bias is added
+    penalties   repetition: a logit above 0 is divided, one below 0 multiplied;
                 then − frequency · count − presence · (count > 0)
+    grammar     −inf for tokens that the grammar mask rules out
 
-which is that of vLLM's sampler: bias counts before penalties, and neither brings back a
-token that is forbidden.
+as in vLLM's sampler: biases count before penalties, and neither of them makes a forbidden token
+possible again. Start with `RowEdits`; `edit_logits` is the reference in numpy.
 """
 
 import ctypes
@@ -23,61 +24,14 @@ import numpy.typing as npt
 import torch
 
 from proto.logit_edits import LogitEdits
+from proto.scheduler_output import GrammarOutput
 from worker.kernels import Edits
-from worker.sampling.grammar_masks import WORD_BITS
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
+WORD_BITS: Final = 32
+"""Tokens in a word of a mask; bit i of word j allows token 32 j + i."""
 _EVERY_TOKEN: Final = -1
-_NO_IDS: Final = np.empty(0, dtype=np.int64)
-_NO_VALUES: Final = np.empty(0, dtype=np.float32)
-
-
-class EditsView:
-    """The edits of one row as the kernels read them: TokendEdits of csrc/edits.h.
-
-    Owns the struct and keeps alive what it points to. Made once for each sequence.
-
-    allowed: int64 [A], or None for every token. bias_ids int64 [B], bias_values float32 [B].
-    rules: repetition, frequency and presence penalty.
-    """
-
-    def __init__(
-        self,
-        allowed: Ids | None,
-        bias_ids: Ids,
-        bias_values: Values,
-        rules: tuple[float, float, float],
-    ) -> None:
-        self._constant = (allowed, bias_ids, bias_values)
-        self._count_ids, self._counts, self._forbidden = _NO_IDS, _NO_VALUES, _NO_IDS
-        repetition, frequency, presence = rules
-        self._fields = Edits(
-            num_allowed=_EVERY_TOKEN if allowed is None else len(allowed),
-            allowed=None if allowed is None else allowed.ctypes.data,
-            num_biases=len(bias_ids),
-            bias_ids=bias_ids.ctypes.data,
-            bias_values=bias_values.ctypes.data,
-            repetition=repetition,
-            frequency=frequency,
-            presence=presence,
-        )
-        self.address = ctypes.addressof(self._fields)
-
-    def set_counts(self, ids: Ids, counts: Values, size: int) -> None:
-        """Set the tokens that penalties apply to: the first `size` of these."""
-        if ids is not self._count_ids:
-            self._count_ids, self._counts = ids, counts
-            self._fields.count_ids = ids.ctypes.data
-            self._fields.counts = counts.ctypes.data
-        self._fields.num_counts = size
-
-    def set_forbidden(self, token_ids: Sequence[int]) -> None:
-        """Set the tokens that cannot be chosen now."""
-        self._fields.num_forbidden = len(token_ids)
-        if token_ids:
-            self._forbidden = np.array(token_ids, dtype=np.int64)
-            self._fields.forbidden = self._forbidden.ctypes.data
 
 
 class TokenCounts:
@@ -102,8 +56,8 @@ class TokenCounts:
             self._ids[index] = token_id
         self._counts[: len(distinct)] = counts
 
-    def add(self, token_id: int) -> None:
-        """Append an output."""
+    def count_output(self, token_id: int) -> None:
+        """Count one more output token."""
         index = self._index_of.setdefault(token_id, len(self._index_of))
         if index == len(self._ids):
             self._reserve(2 * index + 8)
@@ -116,13 +70,14 @@ class TokenCounts:
         return self._ids[: len(self._index_of)]
 
     @property
-    def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of them is among the outputs, float32 [D]."""
+    def counts(self) -> Values:
+        """How often each distinct token is among the outputs, float32 [D]."""
         return self._counts[: len(self._index_of)]
 
-    def show(self, view: EditsView) -> None:
-        """Point a view at the current counts."""
-        view.set_counts(self._ids, self._counts, len(self._index_of))
+    @property
+    def buffers(self) -> tuple[Ids, Values]:
+        """The memory of `ids` and `counts`, which may be longer; replaced when it is too short."""
+        return self._ids, self._counts
 
     def _reserve(self, size: int) -> None:
         ids, counts = np.empty(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
@@ -132,7 +87,7 @@ class TokenCounts:
 
 
 class BadWords:
-    """Sequences of tokens that must not occur in the outputs.
+    """Token sequences that must not occur in the outputs.
 
     bad word a b c, outputs … a b   →   c is forbidden now
     """
@@ -151,15 +106,15 @@ class BadWords:
         self._tail = list(outputs[len(outputs) - min(longest, len(outputs)) :])
         self._longest = longest
 
-    def add(self, token_id: int) -> None:
-        """Append an output."""
+    def append(self, token_id: int) -> None:
+        """Append an output token."""
         if self._longest:
             self._tail.append(token_id)
             del self._tail[: -self._longest]
 
     @property
     def forbidden(self) -> list[int]:
-        """Tokens that would complete a bad word now, perhaps with duplicates."""
+        """Tokens that would complete a bad word if they came next, perhaps with duplicates."""
         found: list[int] = []
         for length in self._lengths:
             if length <= len(self._tail):
@@ -167,7 +122,7 @@ class BadWords:
         return found
 
     def forbidden_after(self) -> list[tuple[int, int]]:
-        """Return (token, output) pairs: the token is forbidden if the pending output is that one.
+        """Return (token, output) pairs: the token is forbidden if the pending output is `output`.
 
         bad word a b c, outputs … a ?   →   c is forbidden if ? is b
         """
@@ -180,24 +135,26 @@ class BadWords:
 
     @property
     def always(self) -> list[int]:
-        """Bad words of one token."""
+        """Bad words of a single token, which are always forbidden."""
         return self._ends.get((), [])
 
 
 class RowEdits:
-    """The edits of one sequence, and the tokens they depend on.
+    """The logit edits of one sequence, which follow from its prompt and outputs alone.
 
-    All of it follows from prompt and outputs, so it is the same after a preemption or in another
-    process. Made only for sequences with edits.
+    Exists only for sequences with edits.
     allowed: int64 [A], the only tokens that can be chosen, or None for all.
     bias_ids int64 [B], bias_values float32 [B].
-    repetition, frequency, presence: penalties. counts: the tokens they apply to, if `penalises`.
+    repetition, frequency, presence: penalties. penalises: whether any of them has an effect.
+    counts: the tokens that penalties apply to.
     """
 
     __slots__ = (
         "_allowed_words",
         "_bad_words",
-        "_view",
+        "_count_buffers",
+        "_fields",
+        "_forbidden",
         "allowed",
         "bias_ids",
         "bias_values",
@@ -209,7 +166,7 @@ class RowEdits:
     )
 
     def __init__(self, edits: LogitEdits, prompt: Sequence[int], outputs: Sequence[int]) -> None:
-        self.allowed = None
+        self.allowed: Ids | None = None
         if edits.allowed_token_ids is not None:
             self.allowed = np.array(edits.allowed_token_ids, dtype=np.int64)
         self.bias_ids = np.array(edits.bias_token_ids, dtype=np.int64)
@@ -222,27 +179,37 @@ class RowEdits:
         self.counts = TokenCounts(seen, outputs if edits.penalises else ())
         self._bad_words = BadWords(edits.bad_words, outputs)
         self._allowed_words: npt.NDArray[np.uint32] | None = None
-        rules = (self.repetition, self.frequency, self.presence)
-        self._view = EditsView(self.allowed, self.bias_ids, self.bias_values, rules)
+        self._forbidden = np.empty(0, dtype=np.int64)
+        self._count_buffers: tuple[Ids, Values] | None = None
+        self._fields = Edits(
+            num_allowed=_EVERY_TOKEN if self.allowed is None else len(self.allowed),
+            allowed=None if self.allowed is None else self.allowed.ctypes.data,
+            num_biases=len(self.bias_ids),
+            bias_ids=self.bias_ids.ctypes.data,
+            bias_values=self.bias_values.ctypes.data,
+            repetition=self.repetition,
+            frequency=self.frequency,
+            presence=self.presence,
+        )
 
     def append(self, token_id: int) -> None:
-        """Append an output of the sequence."""
+        """Append an output token of the sequence."""
         if self.penalises:
-            self.counts.add(token_id)
-        self._bad_words.add(token_id)
+            self.counts.count_output(token_id)
+        self._bad_words.append(token_id)
 
     @property
     def forbidden(self) -> list[int]:
-        """Tokens that cannot be chosen now."""
+        """Tokens that bad words forbid now."""
         return self._bad_words.forbidden
 
     @property
     def forbidden_always(self) -> list[int]:
-        """Those of them that do not depend on outputs."""
+        """Tokens that bad words forbid whatever the outputs are."""
         return self._bad_words.always
 
     def forbidden_after(self) -> list[tuple[int, int]]:
-        """Return the (token, output) pairs that depend on an output not known yet."""
+        """Return what `BadWords.forbidden_after` returns."""
         return self._bad_words.forbidden_after()
 
     def allowed_words(self, vocab_size: int) -> npt.NDArray[np.uint32]:
@@ -255,13 +222,22 @@ class RowEdits:
         return self._allowed_words
 
     def address(self, suppressed: Sequence[int] = ()) -> int:
-        """Return the address of a TokendEdits with the current edits, valid until the next call.
+        """Return the address of a TokendEdits (csrc/edits.h), valid until the next call.
 
-        suppressed: tokens that cannot be chosen yet, beside those of the bad words.
+        suppressed: tokens to forbid beside those of the bad words.
         """
-        self.counts.show(self._view)
-        self._view.set_forbidden([*self.forbidden, *suppressed])
-        return self._view.address
+        ids, counts = self.counts.buffers
+        if self._count_buffers is None or ids is not self._count_buffers[0]:
+            self._count_buffers = ids, counts  # kept alive, as the struct points to their memory
+            self._fields.count_ids = ids.ctypes.data
+            self._fields.counts = counts.ctypes.data
+        self._fields.num_counts = len(self.counts.ids)
+        forbidden = [*self.forbidden, *suppressed]
+        self._fields.num_forbidden = len(forbidden)
+        if forbidden:
+            self._forbidden = np.array(forbidden, dtype=np.int64)
+            self._fields.forbidden = self._forbidden.ctypes.data
+        return ctypes.addressof(self._fields)
 
 
 EditsByRow = Sequence[tuple[int, RowEdits]]
@@ -269,7 +245,7 @@ NEVER = np.float32("-inf")
 
 
 def edit_logits(logits: torch.Tensor, edits: EditsByRow) -> None:
-    """Make edits, (row, edits) pairs, in logits float32 [N, V], contiguous and on the host."""
+    """Apply edits, (row, edits) pairs, to logits float32 [N, V], contiguous and on the host."""
     array = logits.numpy()
     for row, edit in edits:
         if edit.allowed is not None:
@@ -289,19 +265,53 @@ def edit_logits(logits: torch.Tensor, edits: EditsByRow) -> None:
 
 
 def _keep_only(logits: Values, allowed: Ids) -> None:
-    """Forbid all tokens but these; logits: [V]."""
+    """Forbid all tokens except `allowed` in logits [V]."""
     kept = logits[allowed]
     logits.fill(NEVER)
     logits[allowed] = kept
 
 
 def _penalise(flat: Values, width: int, edits: EditsByRow) -> None:
-    """Make penalties in flat [N * V], rows of `width` logits."""
+    """Apply penalties to flat [N * V], rows of `width` logits."""
     indices = np.concatenate([row * width + edit.counts.ids for row, edit in edits])
     counts = np.concatenate([edit.counts.counts for _, edit in edits])
     lengths = [len(edit.counts.ids) for _, edit in edits]
-    rules = np.array([(e.repetition, e.frequency, e.presence) for _, e in edits], dtype=np.float32)
-    repetition, frequency, presence = np.repeat(rules, lengths, axis=0).T
+    penalties = np.array(
+        [(edit.repetition, edit.frequency, edit.presence) for _, edit in edits], dtype=np.float32
+    )
+    repetition, frequency, presence = np.repeat(penalties, lengths, axis=0).T
     logits = flat[indices]
     logits = np.where(logits > 0, logits / repetition, logits * repetition)
     flat[indices] = logits - frequency * counts - presence * (counts > 0)
+
+
+RowMask = tuple[int, npt.NDArray[np.uint32]]
+"""A row of the logits and its grammar mask, uint32 [W]."""
+
+
+def grammar_masks(grammars: GrammarOutput, seq_ids: Sequence[int]) -> list[RowMask]:
+    """Return the masks of the rows of logits that a grammar constrains.
+
+    seq_ids: [N], sequence of each row of the logits. A sequence with several rows has a mask for
+    each of them in `grammars`, in the same order.
+    """
+    if not grammars.seq_ids:
+        return []
+    words = np.frombuffer(grammars.masks, dtype="<u4").reshape(len(grammars.seq_ids), -1)
+    masks_of: defaultdict[int, list[int]] = defaultdict(list)
+    for index, seq_id in enumerate(grammars.seq_ids):
+        masks_of[seq_id].insert(0, index)
+    return [
+        (row, words[masks_of[seq_id].pop()])
+        for row, seq_id in enumerate(seq_ids)
+        if masks_of.get(seq_id)
+    ]
+
+
+def apply_grammar_masks(logits: torch.Tensor, masks: Sequence[RowMask]) -> None:
+    """Write −inf over the tokens that a mask rules out, in rows of logits float32 [N, V]."""
+    vocab_size = logits.shape[1]
+    for row, words in masks:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+        forbidden = torch.from_numpy(bits == 0)
+        logits[row].masked_fill_(forbidden.to(logits.device), float("-inf"))

@@ -56,7 +56,7 @@ def needs_filter(params: RowParams) -> npt.NDArray[np.bool_]:
     return found
 
 
-def widened(params: RowParams, names: Iterable[str]) -> list[npt.NDArray[Any]]:
+def torch_columns(params: RowParams, names: Iterable[str]) -> list[npt.NDArray[Any]]:
     """Return the fields as arrays [N] of the types torch computes with: int64 or float64."""
     columns = [params[name] for name in names]
     return [

@@ -1,24 +1,24 @@
 """From the logits of a step to its tokens, on the host.
 
-Order of work, and what each stage does:
+Start with `StepSampler.sample_step`. The stages, in order:
 
-    raw logprobs   kept of the model's logits, only for rows that ask
+    raw logprobs   kept from the model's logits, only for rows that request them
     forbidden      −inf for all but allowed_token_ids, for tokens that would complete a bad
                    word, and for stop tokens before min_tokens
     bias           logit_bias is added
     penalties      repetition, then frequency and presence, see logit_edits.py
-    grammars       −inf for what a grammar does not allow, only in constrained rows
+    grammars       −inf for tokens that a grammar mask rules out, only in constrained rows
     greedy rows    argmax, lowest id among equals
     temperature    logits / T
     filters        min-p, then top-k, then top-p, only for rows that have one
     draw           Gumbel-max keyed by (seed, choice, position)
 
-Most rows want the best token and nothing else. It is found in the same pass that looks for NaN.
+Most rows need only their best token. It is found in the same pass that looks for NaN.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,12 +30,22 @@ from proto.logit_edits import LogitEdits
 from proto.model_runner_output import RowLogprobs
 from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
-from worker.input_batch import NO_LOGPROBS, InputBatch, StepInputs
+from worker.input_batch import NO_LOGPROBS, InputBatch, SampledPositions, StepInputs
 from worker.kernels import KernelsUnavailableError, load_kernels
 from worker.sampling.cpu_kernels import KernelBackend, RowChange, SamplingBackend
-from worker.sampling.grammar_masks import NO_ROW_MASKS, RowMasks, row_masks, rule_out
-from worker.sampling.logit_edits import RowEdits
-from worker.sampling.logprobs import best_continuations, named_logprobs, row_logprobs
+from worker.sampling.logit_edits import (
+    EditsByRow,
+    RowEdits,
+    RowMask,
+    apply_grammar_masks,
+    grammar_masks,
+)
+from worker.sampling.logprobs import (
+    best_continuations,
+    logprobs_of_sequences,
+    named_logprobs,
+    row_logprobs,
+)
 from worker.sampling.row_params import RowParams, needs_filter
 from worker.sampling.torch_backend import TorchBackend
 
@@ -44,51 +54,50 @@ logger = logging.getLogger("tokend.sample")
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What N rows ask of the sampler.
+    """The sampling parameters of N rows of logits.
 
     params: records [N]; a temperature below GREEDY_TEMPERATURE makes the row greedy.
-    num_logprobs: int32 [N], alternatives beside the chosen token, -1 for no logprobs.
-    suppressed: (row, int64 token ids) pairs; those ids cannot be chosen.
-    edits: (row, edits of its logits) pairs, of the rows that have some.
-    named: (row, int64 token ids) pairs; logprobs of these in place of the best ones.
+    num_logprobs: int32 [N], alternatives beside the sampled token, NO_LOGPROBS for none.
+    suppressed: (row, int64 token ids) pairs; these tokens cannot be chosen.
+    edits: (row, logit edits) pairs, for rows that have some.
+    named: (row, int64 token ids) pairs; logprobs of these tokens instead of the best ones.
     masks: of the rows constrained by a grammar.
     """
 
     params: RowParams
     num_logprobs: npt.NDArray[np.int32]
-    suppressed: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
-    edits: tuple[tuple[int, RowEdits], ...] = ()
-    named: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
-    masks: RowMasks = NO_ROW_MASKS
+    suppressed: Sequence[tuple[int, npt.NDArray[np.int64]]] = ()
+    edits: EditsByRow = ()
+    named: Sequence[tuple[int, npt.NDArray[np.int64]]] = ()
+    masks: Sequence[RowMask] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """token_ids: int64 [N]. logprobs: one entry a row, None for rows that did not ask."""
+class SamplerOutput(NamedTuple):
+    """Sampled tokens, int64 [N], and [N] log-probabilities or None."""
 
     token_ids: npt.NDArray[np.int64]
-    logprobs: tuple[LogprobsArrays | None, ...]
+    logprobs: list[LogprobsArrays | None]
 
 
 class Sampler:
-    """Draws one token for each row of a batch of logits; keeps nothing between steps."""
+    """Samples one token for each row of a batch of logits; has no state between steps."""
 
     def __init__(self, backend: SamplingBackend) -> None:
         self.backend = backend
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Return a token for each row of logits, float32 [N, V], which are overwritten."""
-        wanted = np.flatnonzero(batch.num_logprobs >= 0)
-        raw = logits[torch.from_numpy(wanted)] if len(wanted) else logits[:0]
+        with_logprobs = np.flatnonzero(batch.num_logprobs != NO_LOGPROBS)
+        raw = logits[torch.from_numpy(with_logprobs)] if len(with_logprobs) else logits[:0]
         for row, token_ids in batch.suppressed:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
         if batch.edits:
             self.backend.edit(logits, batch.edits)
-        rule_out(logits, batch.masks)
-        chosen = self._choose(logits, batch.params)
-        return Sampled(chosen, _logprobs(raw, wanted, chosen, batch))
+        apply_grammar_masks(logits, batch.masks)
+        tokens = self._choose_tokens(logits, batch.params)
+        return SamplerOutput(tokens, _spread_logprobs(raw, with_logprobs, tokens, batch))
 
-    def _choose(self, logits: torch.Tensor, params: RowParams) -> npt.NDArray[np.int64]:
+    def _choose_tokens(self, logits: torch.Tensor, params: RowParams) -> npt.NDArray[np.int64]:
         random = params["temperature"] >= GREEDY_TEMPERATURE
         if not random.any():
             return self.backend.best(logits).token_ids
@@ -105,7 +114,7 @@ class Sampler:
 
 
 def create_sampler() -> Sampler:
-    """Return a sampler on the compiled kernels, or on torch where there are none."""
+    """Return a sampler on the compiled kernels, or on torch if they are not available."""
     try:
         return Sampler(KernelBackend(load_kernels()))
     except KernelsUnavailableError as reason:
@@ -113,33 +122,40 @@ def create_sampler() -> Sampler:
         return Sampler(TorchBackend())
 
 
-def _logprobs(
+def _spread_logprobs(
     raw: torch.Tensor,
-    wanted: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
     token_ids: npt.NDArray[np.int64],
     batch: SamplingBatch,
-) -> tuple[LogprobsArrays | None, ...]:
-    """Spread the log-probabilities of the `wanted` rows, raw [W, V], over all rows."""
+) -> list[LogprobsArrays | None]:
+    """Return [N] log-probabilities of the sampled tokens, None for rows other than `rows`.
+
+    raw: logits float32 [W, V] of the `rows` int64 [W].
+    """
     spread: list[LogprobsArrays | None] = [None] * len(token_ids)
-    if len(wanted):
+    if len(rows):
         position = batch.params["position"]
-        packed = row_logprobs(raw, token_ids[wanted], batch.num_logprobs[wanted], position[wanted])
-        for row, arrays in zip(wanted.tolist(), packed, strict=True):
+        packed = row_logprobs(raw, token_ids[rows], batch.num_logprobs[rows], position[rows])
+        for row, arrays in zip(rows.tolist(), packed, strict=True):
             spread[row] = arrays
-        index_of = {row: index for index, row in enumerate(wanted.tolist())}
+        index_of = {row: index for index, row in enumerate(rows.tolist())}
         for row, named in batch.named:
             spread[row] = named_logprobs(
                 raw[index_of[row]], int(token_ids[row]), named, int(position[row])
             )
-    return tuple(spread)
+    return spread
 
 
-class Chosen(NamedTuple):
-    """tokens: of each sequence of the step. The others: only of sequences that ask."""
+@dataclass(slots=True)
+class StepSamplerOutput:
+    """The sampled tokens of each of S sequences, and results of sequences that request more.
+
+    logprobs, candidates: one entry a sequence.
+    """
 
     tokens: list[list[int]]
-    logprobs: list[RowLogprobs]
-    candidates: list[RowLogprobs]
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    candidates: list[RowLogprobs] = field(default_factory=list)
 
 
 class StepSampler:
@@ -151,172 +167,141 @@ class StepSampler:
         self._empty_edits: list[RowEdits] = []
         """For greedy rows that only have suppressed tokens; each row of a step needs its own."""
 
-    def choose(
+    def sample_step(
         self,
         inputs: StepInputs,
-        seq_ids: list[int],
+        seq_ids: Sequence[int],
         logits: torch.Tensor,
         nonfinite: npt.NDArray[np.bool_],
-        grammars: Callable[[], GrammarOutput],
-    ) -> Chosen:
-        """Draw a token for each sequence that is complete; append it to its row.
+        get_grammars: Callable[[], GrammarOutput],
+    ) -> StepSamplerOutput:
+        """Sample each sampled position of the step; append the tokens to their rows.
 
-        Rows of a beam search have candidates instead.
-        seq_ids: of the step's sequences. logits: [N, V] of the N that sample, in any floating
-        dtype, on the host. grammars: waits for the masks of the step.
-        nonfinite: bool [S], set here for sequences whose logits are. Such a sequence samples
-        nothing, but its row gets a token all the same: a step may be waiting for it.
+        Beams report candidates instead.
+        seq_ids: [S]. logits: [N, V] of the N sampled positions, of any floating dtype, on the
+        host. get_grammars: waits for the grammar masks of the step.
+        nonfinite: bool [S], set here for sequences with nonfinite logits. They have no tokens in
+        the output, but their rows get some, because a later step may be planned on them.
         """
-        sequences = inputs.samples.nonzero()[0]
-        rows = inputs.rows[sequences]
-        best = self._sampler.backend.best(logits, self._greedy_changes(rows, seq_ids, sequences))
-        nonfinite[sequences] |= best.nonfinite
-        masks = grammars()
-        greedy = self._batch.greedy[rows] & ~_has_mask(masks, seq_ids, sequences)
+        positions = self._batch.sampled_positions(inputs, seq_ids)
+        best = self._sampler.backend.best(logits, self._greedy_changes(positions))
+        nonfinite[positions.sequences[best.nonfinite]] = True
+        grammars = get_grammars()
+        greedy = self._batch.greedy[positions.rows] & ~_has_mask(grammars, positions)
+        output = StepSamplerOutput([[] for _ in seq_ids])
         if greedy.all():
-            return Chosen(self._append(inputs, sequences, best.token_ids, nonfinite), [], [])
-        if not greedy.any():
-            return self._sample(inputs, logits.float(), seq_ids, sequences, nonfinite, masks)
-        chosen = self._append(inputs, sequences[greedy], best.token_ids[greedy], nonfinite)
-        others = self._sample(
-            inputs,
-            logits[torch.from_numpy(~greedy)].float(),
-            seq_ids,
-            sequences[~greedy],
-            nonfinite,
-            masks,
-        )
-        tokens = [a or b for a, b in zip(chosen, others.tokens, strict=True)]
-        return Chosen(tokens, others.logprobs, others.candidates)
+            self._append_tokens(positions, best.token_ids, nonfinite, output)
+        elif not greedy.any():
+            self._sample_positions(positions, logits.float(), nonfinite, grammars, output)
+        else:
+            self._append_tokens(positions.select(greedy), best.token_ids[greedy], nonfinite, output)
+            others = logits[torch.from_numpy(~greedy)].float()
+            self._sample_positions(positions.select(~greedy), others, nonfinite, grammars, output)
+        return output
 
-    def _greedy_changes(
-        self, rows: npt.NDArray[np.int64], seq_ids: list[int], sequences: npt.NDArray[np.int64]
-    ) -> list[RowChange]:
-        """Edits of the greedy ones among the rows [N] of `sequences` [N]."""
+    def _greedy_changes(self, positions: SampledPositions) -> list[RowChange]:
+        """Return the logit edits of the greedy ones among the positions."""
         batch = self._batch
-        early = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] < batch.min_output[rows]
+        early = batch.before_min_tokens(positions)
         if not batch.edits and not early.any():
             return []
-        found: list[RowChange] = []
-        for index, (row, greedy, is_early) in enumerate(
-            zip(rows.tolist(), batch.greedy[rows].tolist(), early.tolist(), strict=True)
+        edits = dict(batch.edits_of(positions))
+        changes: list[RowChange] = []
+        for index, (greedy, is_early) in enumerate(
+            zip(batch.greedy[positions.rows].tolist(), early.tolist(), strict=True)
         ):
-            if greedy and (is_early or row in batch.edits):
-                stop_ids = batch.params(seq_ids[sequences[index]]).stop_ids if is_early else ()
-                edits = batch.edits.get(row) or self._empty(len(found))
-                found.append(RowChange(index, edits, tuple(stop_ids)))
-        return found
+            if greedy and (is_early or index in edits):
+                stop_ids = batch.params(positions.seq_ids[index]).stop_ids if is_early else ()
+                row_edits = edits.get(index) or self._empty(len(changes))
+                changes.append(RowChange(index, row_edits, tuple(stop_ids)))
+        return changes
 
     def _empty(self, number: int) -> RowEdits:
         while len(self._empty_edits) <= number:
             self._empty_edits.append(RowEdits(LogitEdits(), (), ()))
         return self._empty_edits[number]
 
-    def _append(
+    def _append_tokens(
         self,
-        inputs: StepInputs,
-        sequences: npt.NDArray[np.int64],
+        positions: SampledPositions,
         token_ids: npt.NDArray[np.int64],
         nonfinite: npt.NDArray[np.bool_],
-    ) -> list[list[int]]:
-        """Append tokens to the rows of `sequences`; return the tokens of all the step's."""
-        self._batch.append_sampled(inputs.rows[sequences], token_ids)
-        tokens: list[list[int]] = [[] for _ in nonfinite]
-        sound = ~nonfinite[sequences]
+        output: StepSamplerOutput,
+    ) -> None:
+        """Append tokens [N] to their rows, and to the output unless they are nonfinite."""
+        self._batch.append_sampled(positions.rows, token_ids)
+        finite = ~nonfinite[positions.sequences]
         for sequence, token_id in zip(
-            sequences[sound].tolist(), token_ids[sound].tolist(), strict=True
+            positions.sequences[finite].tolist(), token_ids[finite].tolist(), strict=True
         ):
-            tokens[sequence].append(token_id)
-        return tokens
+            output.tokens[sequence].append(token_id)
 
-    def _sample(
+    def _sample_positions(
         self,
-        inputs: StepInputs,
+        positions: SampledPositions,
         logits: torch.Tensor,
-        seq_ids: list[int],
-        sequences: npt.NDArray[np.int64],
         nonfinite: npt.NDArray[np.bool_],
         grammars: GrammarOutput,
-    ) -> Chosen:
-        """Sample rows that want more than their best token; overwrites logits float32 [N, V]."""
+        output: StepSamplerOutput,
+    ) -> None:
+        """Sample positions that need more than their best token; overwrites logits [N, V]."""
         if nonfinite.any():
-            logits[torch.from_numpy(nonfinite[sequences])] = 0.0
-        candidates: list[RowLogprobs] = []
-        beams = self._batch.num_candidates[inputs.rows[sequences]] > 0
+            logits[torch.from_numpy(nonfinite[positions.sequences])] = 0.0
+        beams = self._batch.num_candidates[positions.rows] > 0
         if beams.any():
-            found = sequences[beams]
-            best = self._candidates(
-                logits[torch.from_numpy(beams)], inputs.rows[found], [seq_ids[i] for i in found]
+            chosen = positions.select(beams)
+            candidates = best_continuations(
+                logits[torch.from_numpy(beams)],
+                self._batch.num_candidates[chosen.rows],
+                chosen.output_index.astype(np.uint32),
+                self._suppressed(chosen),
             )
-            logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
-            candidates = list(map(RowLogprobs, [seq_ids[i] for i in found], best))
-        if len(sequences) == 0:
-            return Chosen([[] for _ in seq_ids], [], candidates)
-        result = self._sampler.sample(
-            logits,
-            self._sampling_batch(inputs.rows[sequences], [seq_ids[i] for i in sequences], grammars),
-        )
-        tokens = self._append(inputs, sequences, result.token_ids, nonfinite)
-        logprobs = [
-            RowLogprobs(seq_ids[sequence], arrays)
-            for sequence, arrays in zip(sequences, result.logprobs, strict=True)
+            output.candidates += map(RowLogprobs, chosen.seq_ids, candidates)
+            positions, logits = positions.select(~beams), logits[torch.from_numpy(~beams)]
+        if len(positions) == 0:
+            return
+        sampled = self._sampler.sample(logits, self._sampling_batch(positions, grammars))
+        self._append_tokens(positions, sampled.token_ids, nonfinite, output)
+        output.logprobs += logprobs_of_sequences(
+            (seq_id, arrays)
+            for seq_id, sequence, arrays in zip(
+                positions.seq_ids, positions.sequences.tolist(), sampled.logprobs, strict=True
+            )
             if arrays is not None and not nonfinite[sequence]
-        ]
-        return Chosen(tokens, logprobs, candidates)
-
-    def _candidates(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], seq_ids: list[int]
-    ) -> list[LogprobsArrays]:
-        """Best next tokens of rows of a beam search."""
-        position = self._batch.num_outputs(rows)
-        return best_continuations(
-            logits,
-            self._batch.num_candidates[rows],
-            position.astype(np.uint32),
-            self._suppressed(rows, position, seq_ids),
         )
 
     def _sampling_batch(
-        self, rows: npt.NDArray[np.int64], seq_ids: list[int], grammars: GrammarOutput
+        self, positions: SampledPositions, grammars: GrammarOutput
     ) -> SamplingBatch:
-        params = self._batch.params_of_step(rows)
+        num_logprobs = self._batch.num_logprobs[positions.rows]
         return SamplingBatch(
-            params,
-            num_logprobs=self._batch.num_logprobs[rows],
-            suppressed=self._suppressed(rows, self._batch.num_outputs(rows), seq_ids),
-            edits=self._edits(rows),
-            named=self._named(rows, seq_ids),
-            masks=row_masks(grammars, seq_ids),
+            self._batch.params_of(positions),
+            num_logprobs,
+            suppressed=self._suppressed(positions),
+            edits=self._batch.edits_of(positions),
+            named=[
+                (index, np.array(token_ids, dtype=np.int64))
+                for index in np.flatnonzero(num_logprobs != NO_LOGPROBS).tolist()
+                if (token_ids := self._batch.params(positions.seq_ids[index]).logprob_token_ids)
+            ],
+            masks=grammar_masks(grammars, positions.seq_ids),
         )
 
-    def _suppressed(
-        self, rows: npt.NDArray[np.int64], position: npt.NDArray[np.int32], seq_ids: list[int]
-    ) -> tuple[tuple[int, npt.NDArray[np.int64]], ...]:
-        """Stop tokens of the rows that have fewer outputs than min_tokens, for SamplingBatch."""
-        batch = self._batch
-        return tuple(
-            (int(index), np.array(sorted(batch.params(seq_ids[index]).stop_ids), dtype=np.int64))
-            for index in np.flatnonzero(position < batch.min_output[rows])
-        )
-
-    def _edits(self, rows: npt.NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
-        edits = self._batch.edits
-        if not edits:
-            return ()
-        return tuple((index, edits[row]) for index, row in enumerate(rows.tolist()) if row in edits)
-
-    def _named(
-        self, rows: npt.NDArray[np.int64], seq_ids: list[int]
-    ) -> tuple[tuple[int, npt.NDArray[np.int64]], ...]:
-        """Token ids of logprob_token_ids, for SamplingBatch."""
-        asking = np.flatnonzero(self._batch.num_logprobs[rows] != NO_LOGPROBS).tolist()
-        named = [(index, self._batch.params(seq_ids[index]).logprob_token_ids) for index in asking]
-        return tuple((index, np.array(ids, dtype=np.int64)) for index, ids in named if ids)
+    def _suppressed(self, positions: SampledPositions) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """Return (index, stop tokens) of the positions before min_tokens."""
+        return [
+            (
+                index,
+                np.array(
+                    sorted(self._batch.params(positions.seq_ids[index]).stop_ids), dtype=np.int64
+                ),
+            )
+            for index in np.flatnonzero(self._batch.before_min_tokens(positions)).tolist()
+        ]
 
 
-def _has_mask(
-    grammars: GrammarOutput, seq_ids: Sequence[int], sequences: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """Bool [N]: which of the sequences that sample are constrained by a grammar."""
+def _has_mask(grammars: GrammarOutput, positions: SampledPositions) -> npt.NDArray[np.bool_]:
+    """Return the positions, bool [N], whose sequences are constrained by a grammar."""
     masked = set(grammars.seq_ids)
-    return np.fromiter((seq_ids[i] in masked for i in sequences), np.bool_, len(sequences))
+    has_mask = (seq_id in masked for seq_id in positions.seq_ids)
+    return np.fromiter(has_mask, np.bool_, len(positions))

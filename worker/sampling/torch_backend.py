@@ -15,7 +15,7 @@ import torch
 
 from worker.sampling.cpu_kernels import Best, RowChange
 from worker.sampling.logit_edits import NEVER, EditsByRow, edit_logits
-from worker.sampling.row_params import FILTERS, RowParams, widened
+from worker.sampling.row_params import FILTERS, RowParams, torch_columns
 
 ROUNDS: Final = 10
 """Of Philox. Algorithm and constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As
@@ -156,7 +156,7 @@ def filter_logits(
     The order is min-p, top-k, top-p; each sees the distribution that the one before it left. The
     best token always stays. No vocabulary is sorted: a top-p looks through as many of the best
     tokens as the largest top-k, where every row with a top-p has one; else see `_nucleus`.
-    temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `widened` gives them,
+    temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `torch_columns` gives them,
     top_k int64 [N], top_p and min_p float64 [N].
     """
     scaled = logits / temperature[:, None]
@@ -245,7 +245,7 @@ class TorchBackend:
     def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
         index = torch.from_numpy(rows)
         some = logits[index]
-        columns = [params["temperature"].copy(), *widened(params, FILTERS)]
+        columns = [params["temperature"].copy(), *torch_columns(params, FILTERS)]
         plan = FilterPlan.of(params, logits.shape[1])
         logits[index] = filter_logits(some, plan, *map(torch.from_numpy, columns))
 

@@ -10,18 +10,17 @@ import torch
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
 from tests.fakes.fake_graph import CaptureError
-from worker.device.results import Results
-from worker.device.staging import Staging
+from worker.device.transfers import Downloader, Uploader
 
 
 def filled_too_early(device: FakeDevice) -> None:
-    memory, target = device.staging(4), device.zeros(4, torch.uint8)
+    memory, target = device.pinned(4), device.zeros(4, torch.uint8)
     target.copy_(memory, non_blocking=True)
     target.copy_(memory, non_blocking=True)
 
 
 def written_too_early(device: FakeDevice) -> None:
-    memory, target, event = device.staging(4), device.zeros(4, torch.uint8), device.event()
+    memory, target, event = device.pinned(4), device.zeros(4, torch.uint8), device.event()
     target.copy_(memory, non_blocking=True)
     event.record()
     memory[0] = 1
@@ -30,19 +29,19 @@ def written_too_early(device: FakeDevice) -> None:
 
 def read_too_early(device: FakeDevice) -> None:
     """Not refused, but rubbish: the copy has not run."""
-    memory, source = device.staging(4), device.zeros(4, torch.uint8)
+    memory, source = device.pinned(4), device.zeros(4, torch.uint8)
     memory.copy_(source, non_blocking=True)
     if memory.any():
         raise DeviceError("not what was copied")
 
 
-def unchecked_staging(device: FakeDevice) -> None:
-    staging = Staging(device)
-    for turn in staging._turns:
-        turn.copied = device.event()  # never recorded
-        turn.copied.record = lambda: None  # type: ignore[method-assign]
+def unchecked_uploads(device: FakeDevice) -> None:
+    uploader = Uploader(device)
+    for buffer in uploader._buffers:
+        buffer.copied = device.event()  # never recorded
+        buffer.copied.record = lambda: None  # type: ignore[method-assign]
     for _ in range(3):
-        staging.upload([np.arange(4)])
+        uploader.upload([np.arange(4)])
 
 
 WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
@@ -65,7 +64,7 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
     ),
     "filled too early": filled_too_early,
     "written too early": written_too_early,
-    "staging without events": unchecked_staging,
+    "uploads without events": unchecked_uploads,
     "pageable memory, to the host": lambda device: torch.zeros(2, dtype=torch.uint8).copy_(
         device.zeros(2, torch.uint8), non_blocking=True
     ),
@@ -99,11 +98,11 @@ def test_numbers_of_the_host_are_put_on_the_device_while_loading_alone(
 
 def test_a_result_arrives_with_its_event() -> None:
     device = FakeDevice()
-    results = Results(device)
+    downloader = Downloader(device)
     sent = [torch.arange(5), torch.tensor([0.5]), torch.tensor([True, False])]
-    downloads = [results.send([device.adopt(each) for each in sent]) for _ in range(3)]
+    downloads = [downloader.start_download([device.adopt(each) for each in sent]) for _ in range(3)]
     for download in downloads:
-        assert not download.ready()
+        assert not download.is_ready()
         found = download.arrays()
         assert [each.tolist() for each in found] == [each.tolist() for each in sent]
         assert [each.dtype for each in found] == [each.numpy().dtype for each in sent]
@@ -145,12 +144,12 @@ def test_a_tensor_in_the_place_of_another_is_not_seen() -> None:
 
 NOT_CAPTURED: dict[str, Callable[[FakeDevice, torch.Tensor], Any]] = {
     "memory that lasts": lambda device, given: device.zeros(2, torch.int64),
-    "page-locked memory": lambda device, given: device.staging(2),
+    "page-locked memory": lambda device, given: device.pinned(2),
     "a number on the host": lambda device, given: on_host(given)[0].item(),
     "a wait": lambda device, given: device.event().synchronize(),
     "a look": lambda device, given: device.event().query(),
     "a result": lambda device, given: device.fetch(given),
-    "a copy from the host": lambda device, given: Staging(device).upload([np.arange(2)]),
+    "a copy from the host": lambda device, given: Uploader(device).upload([np.arange(2)]),
     "another capture": lambda device, given: device.capture(lambda: given + 1),
 }
 

@@ -140,11 +140,11 @@ def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> N
     fakes = Fakes(step, capturing(4, 8))
     padded = pad_decodes(step.inputs, 4)
 
-    def widened(tokens: torch.Tensor) -> torch.Tensor:
+    def torch_columns(tokens: torch.Tensor) -> torch.Tensor:
         return torch.cat((tokens, torch.zeros_like(tokens[:1])))
 
     fakes.backend.plan(step.of_all_groups(padded))
-    parts = map(widened, (step.query, step.key, step.value, step.rotation))
+    parts = map(torch_columns, (step.query, step.key, step.value, step.rotation))
     result = fakes.backend.run(LAYER, *parts)
     assert torch.equal(result[:3], plain.run(Fakes(plain).backend))
     assert not result[3].any()

@@ -29,7 +29,7 @@ from worker.attention.flashinfer import FlashInferAttention, load_library
 from worker.attention.flashinfer_group import Options
 from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import pad_decodes
-from worker.device.accelerator import Cuda
+from worker.device.accelerator import Accelerator
 
 CUDA = torch.device("cuda", 0)
 LONG_SLEEP = 50_000_000
@@ -40,7 +40,7 @@ class Gpu:
     """The device, its library and its kernel for K and V."""
 
     def __init__(self) -> None:
-        self.accelerator: Any = Cuda(CUDA)
+        self.accelerator: Any = Accelerator(CUDA)
         self.library: Any = load_library()
         self.store: Any = TritonStore()
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from worker.attention.flashinfer import load_library
-from worker.device.accelerator import Cuda
+from worker.device.accelerator import Accelerator
 from worker.layers.flashinfer_kernels import FlashInferGate, FlashInferNorm, FlashInferRotary
 from worker.layers.rotary import rotate
 from worker.layers.scratch import RowBuffer
@@ -52,6 +52,6 @@ def test_rotations(head_dim: int) -> None:
     before = fused.clone()
     angles = torch.randn(6, head_dim // 2, device=CUDA)
     rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
-    FlashInferRotary(load_library(), Cuda(CUDA))(fused[:, :4], fused[:, 4:6], rotation)
+    FlashInferRotary(load_library(), Accelerator(CUDA))(fused[:, :4], fused[:, 4:6], rotation)
     assert near(fused[:, :6], rotate(before.double(), rotation.double())[:, :6])
     assert torch.equal(fused[:, 6], before[:, 6])

@@ -27,7 +27,7 @@ from worker.models.layer_stack import EagerLayers
 from worker.models.parts import ForwardContext, Shard, WeightSpec, divide_evenly, projection
 from worker.models.registry import spec_from_config
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.parallel.group import Alone, RankGroup
+from worker.parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from worker.loader.weights import LayerReader
@@ -244,7 +244,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
 
 
 def load(prepared: PreparedModel, spec: ModelSpec, group: RankGroup | None = None) -> Decoder:
-    group = group or Alone()
+    group = group or RankGroup()
     return load_model(prepared, spec, torch.float32, CPU, lambda fraction: None, group=group)
 
 

@@ -33,15 +33,14 @@ from tests.worker.test_cuda_runner import (
     serve,
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
-from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
+from worker.async_runner import AsyncModelRunner, PendingStep, Runner
 from worker.attention.reference import ReferenceAttention
-from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
-from worker.model_runner import NO_MASKS, ModelRunner
+from worker.model_runner import GrammarSource, ModelRunner, SyncModelRunner, no_grammars
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.sampling.grammar_masks import MaskSource
+from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
@@ -67,15 +66,12 @@ class Together:
         with self._cudas[rank], torch.inference_mode():
             return work(rank)
 
-    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
+    def launch(self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars) -> "Answers":
         # masks are made of the tokens before, once
-        found = masks.masks_of(step) if step.constrained_seq_ids else None
-
-        class Made:
-            def masks_of(self, step: SchedulerOutput) -> Any:
-                return found
-
-        return Answers(self, self.all(lambda rank: self.runners[rank].launch(step, Made())))
+        found: Any = get_grammars(step) if step.constrained_seq_ids else None
+        return Answers(
+            self, self.all(lambda rank: self.runners[rank].launch(step, lambda _: found))
+        )
 
     def close(self) -> None:
         for each in self._threads:
@@ -89,8 +85,8 @@ class Answers:
         self._together = together
         self._launched = launched
 
-    def ready(self) -> bool:
-        return all(self._together.all(lambda rank: self._launched[rank].ready()))
+    def is_ready(self) -> bool:
+        return all(self._together.all(lambda rank: self._launched[rank].is_ready()))
 
     def result(self) -> ModelRunnerOutput:
         first, *others = self._together.all(lambda rank: self._launched[rank].result())
@@ -133,11 +129,11 @@ def on_devices(
         with cuda.loading():
             decoder = load(model, CUDA, group)
             cache = cache_of(decoder, CUDA)
-        maker = CudaRunnerMaker(
+        builder = CudaRunnerBuilder(
             DeviceConfig(),
             decoder,
             cuda.device,
-            Kernels(
+            DeviceKernels(
                 lambda: FakeFlashInfer(cuda.device),
                 store_by_index,
                 draw_by_torch,
@@ -146,7 +142,7 @@ def on_devices(
             Sampler(TorchBackend()),
             DTYPE,
         )
-        return maker.runner(cache, model.rows(NUM_ROWS), lambda part: None)
+        return builder.build(cache, model.rows(NUM_ROWS), lambda part: None)
 
     together.runners = list(together.all(start))
     yield together, ranks, cudas

@@ -31,9 +31,9 @@ from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch
 from tests.worker.test_cuda_service import steps
 from tests.worker.test_model_runner import BLOCK
-from worker import loaded_model, runner_maker
+from worker import loaded_model, runner_builder
 from worker import worker as service
-from worker.device.cuda import CudaDevice
+from worker.device.devices import CudaDevice
 from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
@@ -49,9 +49,9 @@ class Gpu(MadeUpGpu):
         self._met = ranks.meetings[rank]
         self.met_before: list[tuple[int, str]] = []
 
-    def peak_of(self, run: Any) -> int:
+    def peak_bytes(self, run: Any) -> int:
         self.met_before = list(self._met)
-        return super().peak_of(run)
+        return super().peak_bytes(run)
 
 
 class Pair:
@@ -93,11 +93,11 @@ class Pair:
         monkeypatch.setattr(service, "create_device", device)
         monkeypatch.setattr(service, "create_group", group)
         library = lambda: FakeFlashInfer(here.cuda.device)  # noqa: E731
-        monkeypatch.setattr(runner_maker, "Cuda", lambda device: here.cuda.device)
-        monkeypatch.setattr(runner_maker, "load_library", library)
-        monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_maker, "TritonEdits", TorchEdits)
+        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: here.cuda.device)
+        monkeypatch.setattr(runner_builder, "load_library", library)
+        monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(runner_builder, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(runner_builder, "TritonEdits", TorchEdits)
 
     def _run(self, rank: int) -> None:
         config = ServeConfig(

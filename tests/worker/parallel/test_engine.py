@@ -17,7 +17,7 @@ from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.parallel.group import Alone, RankGroup
+from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
@@ -112,7 +112,7 @@ def assert_same(found: Answers, expected: Answers) -> None:
 def test_two_ranks_answer_as_one(
     prepared: PreparedModel, num_blocks: int, settings: dict[str, object], wishes: dict[str, object]
 ) -> None:
-    alone = load(prepared, Alone())
+    alone = load(prepared, RankGroup())
     harness, blocks = engine(alone, num_blocks, **settings)
     harness.runner = runner_of(alone, blocks)  # type: ignore[assignment]
     expected, preemptions = serve(harness, **wishes)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as processes
 
-from worker.device.accelerator import Cuda
+from worker.device.accelerator import Accelerator
 from worker.parallel.torch_group import TorchGroup
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def exchange(rank: int, run_dir: str) -> None:
     """One rank, in a process of its own."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    accelerator = Cuda(device)
+    accelerator = Accelerator(device)
     group = TorchGroup(run_dir, rank, SIZE, device, lambda: None, lambda: False)
     group.join(1, "memory")
     group.join(1)

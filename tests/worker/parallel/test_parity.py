@@ -27,7 +27,7 @@ from worker.loader.formats import (
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.parallel.group import Alone, RankGroup
+from worker.parallel.group import RankGroup
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def assert_as_one(
     prepared: PreparedModel, size: int, dtype: torch.dtype = torch.float32, near: float = NEAR
 ) -> None:
     """The logits of so many ranks are those of one, and the same bits on every rank."""
-    expected = logits(load(prepared, Alone(), dtype=dtype), 17, 1, 12)
+    expected = logits(load(prepared, RankGroup(), dtype=dtype), 17, 1, 12)
     assert expected.std() > 0.5, "a difference would not show"
     with Ranks(size) as ranks:
         decoders = [load(prepared, group, dtype=dtype) for group in ranks.groups]
@@ -115,12 +115,12 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
         return PackedFormat(kernels, DenseFormat(torch.float32), torch.float32)
 
     whole = form()
-    expected = logits(load(prepared, Alone(), whole), 30)
+    expected = logits(load(prepared, RankGroup(), whole), 30)
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
         found = ranks.all(lambda rank: logits(decoders[rank], 30))
-    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
     assert torch.equal(*found)
     assert [decoder.spec.attention_shape.num_kv_heads for decoder in decoders] == [2, 1]
     assert [each.dense_names for each in forms] == [[], []]
@@ -140,14 +140,14 @@ def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
     def form() -> PackedFormat:
         return PackedFormat(kernels, DenseFormat(torch.float32), torch.float32)
 
-    expected = logits(load(prepared, Alone(), form()), 30)
+    expected = logits(load(prepared, RankGroup(), form()), 30)
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
         found = ranks.all(lambda rank: logits(decoders[rank], 30))
     names = [f"layers.{layer}.o.weight ({kind})" for layer in range(2)]
     assert [sorted(each.dense_names) for each in forms] == [names, names]
-    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
 
 
 @pytest.mark.parametrize("kind", ["new", "rotated", "mixed", "tile"])
@@ -170,14 +170,14 @@ def test_every_form_is_near_its_own_on_one_rank(
                 return MixedFormat(blocks, kernels)
         return AmxFormat(blocks, kernels, dense)
 
-    expected = logits(load(prepared, Alone(), form(), dtype), 20, 1, 9)
+    expected = logits(load(prepared, RankGroup(), form(), dtype), 20, 1, 9)
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each, dtype) for each in zip(ranks.groups, forms, strict=True)]
         found = ranks.all(lambda rank: logits(decoders[rank], 20, 1, 9))
     assert torch.equal(*found)
     assert [each.dense_names for each in forms] == [[], []]
-    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
 
 
 def test_a_token_that_is_none_is_refused_by_every_rank(tmp_path: Path) -> None:

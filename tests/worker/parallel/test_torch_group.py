@@ -11,7 +11,7 @@ import torch
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.ranks import Ranks
 from worker.parallel import torch_group
-from worker.parallel.group import Alone, GroupLostError
+from worker.parallel.group import GroupLostError, RankGroup
 from worker.parallel.torch_group import TorchGroup
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> No
             if rank == 1:
                 ranks.groups[1].leave()
                 return ""
-            with pytest.raises(GroupLostError, match="worker 0 has lost the others") as lost:
+            with pytest.raises(GroupLostError, match="worker 0 has lost its rank group") as lost:
                 ranks.groups[0].gather(torch.zeros(1))
             return str(lost.value)
 
@@ -70,16 +70,16 @@ def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
         assert ranks.all(come) == [1.0, 1.0]
 
 
-def test_who_is_called_away_meets_nobody() -> None:
+def test_an_interrupted_rank_stops_waiting_for_the_others() -> None:
     away = iter((False, False, True))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         group = TorchGroup(run_dir, 1, 3, CPU, lambda: None, lambda: next(away))
-        with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers have met"):
+        with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers had met"):
             group.join(1)
 
 
 def test_one_rank_alone_has_all_there_is() -> None:
-    group = Alone()
+    group = RankGroup()
     group.join(1)
     assert group.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
     group.leave()

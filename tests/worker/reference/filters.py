@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling.row_params import FILTERS, RowParams, widened
+from worker.sampling.row_params import FILTERS, RowParams, torch_columns
 from worker.sampling.torch_backend import order_keys, token_ids_of
 
 
@@ -20,7 +20,7 @@ def filter_by_sorting(logits: torch.Tensor, rows: npt.NDArray[np.int64], params:
     index = torch.from_numpy(rows)
     some = logits[index]
     scaled = some / torch.from_numpy(params["temperature"].copy())[:, None]
-    apply_filters(scaled, *map(torch.from_numpy, widened(params, FILTERS)))
+    apply_filters(scaled, *map(torch.from_numpy, torch_columns(params, FILTERS)))
     logits[index] = some.masked_fill_(scaled == float("-inf"), float("-inf"))
 
 

@@ -4,7 +4,7 @@ import torch
 
 from worker.attention.kv_store import Pages
 from worker.sampling.device_kernels import ANY_TOKEN, NONE, SEEN, ListedEdits, RowEditArrays
-from worker.sampling.grammar_masks import WORD_BITS
+from worker.sampling.logit_edits import WORD_BITS
 from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -22,9 +22,10 @@ from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
+from tests.worker.sampled_positions import last_positions
 from tests.worker.sampling.test_device_sampling import need_triton
 from tests.worker.sampling.test_edits import some_edits
-from worker.device.placement import OnHost, Placement
+from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import InputBatch
 from worker.sampling.device_kernels import (
     NONE,
@@ -37,12 +38,11 @@ from worker.sampling.device_kernels import (
 from worker.sampling.device_sampler import (
     BatchLogitEdits,
     DeviceSampler,
+    LogprobRequests,
     batch_logit_edits,
-    logprob_requests,
-    pack_logprobs,
 )
-from worker.sampling.grammar_masks import row_masks, rule_out
-from worker.sampling.logit_edits import edit_logits
+from worker.sampling.logit_edits import apply_grammar_masks, edit_logits, grammar_masks
+from worker.sampling.logprobs import pack_logprobs
 from worker.sampling.sampler import Sampler, SamplingBatch
 from worker.sampling.torch_backend import TorchBackend
 
@@ -76,7 +76,7 @@ class HostAccelerator:
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
+    def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def event(self) -> Event:
@@ -148,11 +148,11 @@ def changed(
         slots[each.number] = slot
         said = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
         counts[slot, torch.from_numpy(each.edits.counts.ids)] = said + SEEN
-    send: Placement = OnHost()
+    send: Placement = HostPlacement()
     scores = scores.clone()
-    kernels.add_listed(scores, ListedEdits(*send.send(wishes.listed)), last)
+    kernels.add_listed(scores, ListedEdits(*send.to_device(wishes.listed)), last)
     rows = [wishes.at, slots, wishes.masks, wishes.rules, wishes.words]
-    kernels.edit_rows(scores, RowEditArrays(*send.send(rows)), counts)
+    kernels.edit_rows(scores, RowEditArrays(*send.to_device(rows)), counts)
     return scores
 
 
@@ -163,14 +163,15 @@ def test_random_edits_are_those_of_the_host(vocab_size: int, edits: TritonEdits)
     seq_ids = list(range(50, 50 + NUM_ROWS))
     at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in seq_ids]))
     masks = some_masks(rng, seq_ids, vocab_size)
-    wishes = batch_logit_edits(rows, at, seq_ids, masks, vocab_size)
+    positions = last_positions(rows, at, seq_ids)
+    wishes = batch_logit_edits(rows, positions, masks, vocab_size)
     scores = scores_of(vocab_size, vocab_size)
     found = changed(scores, wishes, edits, torch.zeros(NUM_ROWS, dtype=torch.int64))
     expected = scores.clone()
     short = rows.num_tokens[at] - rows.num_prompt_tokens[at] < rows.min_output[at]
     expected[np.ix_(short, [3, 5])] = float("-inf")  # type: ignore[index]
     edit_logits(expected, [(i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits])
-    rule_out(expected, row_masks(masks, seq_ids))
+    apply_grammar_masks(expected, grammar_masks(masks, seq_ids))
     assert torch.equal(found, expected)
     assert not torch.equal(found, scores)
     assert torch.equal(scores, scores_of(vocab_size, vocab_size))
@@ -200,13 +201,13 @@ class Twins:
         self, sampler: DeviceSampler, scores: torch.Tensor, masks: GrammarOutput
     ) -> tuple[torch.Tensor, list[Any]]:
         """The tokens, and log-probabilities as the host packs them."""
-        wanted = logprob_requests(self.there, self.at, self.seq_ids)
-        token_ids, logprobs = sampler.sample(scores, self.at, self.seq_ids, masks, wanted)
+        positions = last_positions(self.there, self.at, self.seq_ids)
+        wanted = LogprobRequests.of(self.there, positions)
+        token_ids, logprobs = sampler.sample(scores, positions, masks, wanted)
         if self._pending is not None:
-            self.there.fill_in(*self._pending)
+            self.there.resolve_pending(*self._pending)
         found = on_host(token_ids).numpy()
-        places = self.there.append_pending(self.at)
-        self._pending = (list(self.seq_ids), self.at, places, found)
+        self._pending = (positions, self.there.append_pending(positions), found)
         arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
         if not wanted:
             return token_ids, []
@@ -217,11 +218,11 @@ class Twins:
         position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
         late = np.flatnonzero(position < rows.min_output[at])
         asked = SamplingBatch(
-            rows.params_of_step(at),
+            rows.params_of(last_positions(rows, at, self.seq_ids)),
             rows.num_logprobs[at],
             suppressed=tuple((int(i), np.array([3, 5])) for i in late),
             edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
-            masks=row_masks(masks, self.seq_ids),
+            masks=grammar_masks(masks, self.seq_ids),
         )
         result = Sampler(TorchBackend()).sample(scores.clone(), asked)
         rows.append_sampled(at, result.token_ids)

@@ -18,10 +18,10 @@ from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.filters import filter_by_sorting
 from tests.worker.reference.torch_kernels import draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend, row_params
-from worker.device.placement import OnDevice, OnHost
+from worker.device.transfers import DevicePlacement, HostPlacement
 from worker.sampling.device_kernels import TritonDraw
 from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
-from worker.sampling.row_params import FILTERS, RowParams, widened
+from worker.sampling.row_params import FILTERS, RowParams, torch_columns
 from worker.sampling.torch_backend import ROUNDS, FilterPlan, TorchBackend, filter_logits
 
 VOCAB_SIZE = 3001
@@ -93,31 +93,31 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_equal_those_of_the_host(name: str, dtype: torch.dtype, draw: KeyedDraw) -> None:
     logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
-    found = DeviceDraw(OnHost(), draw).tokens(logits, rows)
+    found = DeviceDraw(HostPlacement(), draw).draw_tokens(logits, rows)
     assert found.tolist() == on_the_host(logits, rows)
 
 
 def test_a_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
     logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
     order = np.array([4, 0, 5])
-    sampling = DeviceDraw(OnHost(), draw)
-    everyone = sampling.tokens(logits, rows)
-    assert sampling.tokens(logits[order], rows[order]).tolist() == everyone[order].tolist()
+    sampling = DeviceDraw(HostPlacement(), draw)
+    everyone = sampling.draw_tokens(logits, rows)
+    assert sampling.draw_tokens(logits[order], rows[order]).tolist() == everyone[order].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_waits_for_the_device(name: str) -> None:
     logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
     with FakeCuda() as cuda:
-        sampling = DeviceDraw(OnDevice(cuda.device), draw_by_torch)
-        found = sampling.tokens(cuda.device.adopt(logits), rows)
+        sampling = DeviceDraw(DevicePlacement(cuda.device), draw_by_torch)
+        found = sampling.draw_tokens(cuda.device.adopt(logits), rows)
     assert cuda.device.completed == 0
     assert on_host(found).tolist() == on_the_host(logits, rows)
 
 
 def filtered(logits: torch.Tensor, rows: RowParams) -> torch.Tensor:
     """By what a device runs."""
-    columns = [rows["temperature"].copy(), *widened(rows, FILTERS)]
+    columns = [rows["temperature"].copy(), *torch_columns(rows, FILTERS)]
     plan = FilterPlan.of(rows, logits.shape[1])
     return filter_logits(logits, plan, *map(torch.from_numpy, columns))
 

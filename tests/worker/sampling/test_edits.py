@@ -150,7 +150,7 @@ def test_counts_grow_as_tokens_come() -> None:
     outputs = rng.choices(range(50), k=300)
     grown = TokenCounts([1, 2, 2, 99], [])
     for token_id in outputs:
-        grown.add(token_id)
+        grown.count_output(token_id)
     for counts in (grown, TokenCounts([1, 2, 2, 99], outputs)):
         found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
         assert len(found) == len(counts.ids)
@@ -160,9 +160,9 @@ def test_counts_grow_as_tokens_come() -> None:
 def test_a_word_is_forbidden_only_where_it_would_be_complete() -> None:
     words = BadWords([(5,), (1, 2, 3), (2, 4)], [1])
     assert words.forbidden == [5]
-    words.add(2)
+    words.append(2)
     assert words.forbidden == [5, 4, 3]
-    words.add(2)
+    words.append(2)
     assert words.forbidden == [5, 4]
 
 

@@ -9,7 +9,7 @@ import torch
 from proto.scheduler_output import GrammarOutput
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
 from tests.worker.sampling.test_logprobs import unpack
-from worker.sampling.grammar_masks import row_masks, rule_out
+from worker.sampling.logit_edits import apply_grammar_masks, grammar_masks
 from worker.sampling.sampler import Sampler
 
 VOCAB = 403  # not a multiple of 32
@@ -34,7 +34,7 @@ def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(voc
         seq_id: sorted(set(draw.integers(0, vocab_size, 40).tolist())) for seq_id in (70, 90)
     }
     masked = logits.clone()
-    rule_out(masked, row_masks(packed(allowed, vocab_size), [50, 90, 60, 70, 80]))
+    apply_grammar_masks(masked, grammar_masks(packed(allowed, vocab_size), [50, 90, 60, 70, 80]))
     for row, seq_id in ((1, 90), (3, 70)):
         rest = sorted(set(range(vocab_size)) - set(allowed[seq_id]))
         assert torch.equal(masked[row, allowed[seq_id]], logits[row, allowed[seq_id]])
@@ -44,8 +44,8 @@ def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(voc
 
 def test_masks_of_sequences_that_are_not_here_change_nothing():
     logits = torch.ones(2, VOCAB)
-    rule_out(logits, row_masks(packed({7: [1]}), [1, 2]))
-    rule_out(logits, row_masks(GrammarOutput(1, 1, [], b""), [1, 2]))
+    apply_grammar_masks(logits, grammar_masks(packed({7: [1]}), [1, 2]))
+    apply_grammar_masks(logits, grammar_masks(GrammarOutput(1, 1, [], b""), [1, 2]))
     assert (logits == 1).all()
 
 
@@ -64,7 +64,9 @@ def test_constrained_rows_beside_others(variant):
     draw = np.random.default_rng(0)
     seq_ids = list(range(100, 164))
     allowed = {100 + row: sorted(draw.integers(0, VOCAB, 5).tolist()) for row in range(0, 64, 3)}
-    masks = row_masks(packed({each: sorted(set(ids)) for each, ids in allowed.items()}), seq_ids)
+    masks = grammar_masks(
+        packed({each: sorted(set(ids)) for each, ids in allowed.items()}), seq_ids
+    )
     sampler = Sampler(backend_of(variant))
     free = sampler.sample(logits.clone(), rows)
     bound = sampler.sample(logits.clone(), dataclasses.replace(rows, masks=masks))

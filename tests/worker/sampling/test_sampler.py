@@ -23,7 +23,7 @@ def test_greedy_takes_the_lowest_id_of_equal_tokens(variant) -> None:
         sampled = sampler.sample(logits.clone(), sampling_rows(3, temperature=temperature))
         assert sampled.token_ids.dtype == np.int64
         assert sampled.token_ids[[0, 2]].tolist() == [30, 30]
-        assert sampled.logprobs == (None, None, None)
+        assert sampled.logprobs == [None, None, None]
 
 
 @each_backend

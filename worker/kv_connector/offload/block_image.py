@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from proto.kv_media import FORMAT_VERSION, HEADER_BYTES, MAX_KEY_BYTES
-from worker.device.accelerator import Accelerator, Cuda
-from worker.device.copy_stream import CopyStream, CudaCopyStream
+from worker.device.accelerator import Accelerator, CopyStream
 from worker.kv_cache import KVCache
 
 MAGIC: Final = b"tokendKV"
@@ -108,7 +107,7 @@ def block_bytes_of(cache: KVCache) -> BlockBytes:
     rows = cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
     if rows.device.type == "cpu":
         return HostBlockBytes(rows)
-    return DeviceBlockBytes(rows, Cuda(rows.device), CudaCopyStream(rows.device))
+    return DeviceBlockBytes(rows, Accelerator(rows.device), CopyStream(rows.device))
 
 
 class HostBlockBytes:
@@ -143,7 +142,7 @@ class DeviceBlockBytes:
         self.block_bytes = rows.shape[1]
         self._device = device
         self._stream = stream
-        self._page = device.staging(self.block_bytes)
+        self._page = device.pinned(self.block_bytes)
         self._bytes = self._page.numpy()
 
     def record_steps(self) -> Callable[[], None]:
@@ -153,10 +152,10 @@ class DeviceBlockBytes:
 
     def copy_out(self, block_id: int, memory: memoryview) -> None:
         self._stream.copy(self._page, self._rows[block_id])
-        self._stream.mark().synchronize()
+        self._stream.record_event().synchronize()
         np.copyto(np.frombuffer(memory, np.uint8), self._bytes)
 
     def copy_in(self, memory: memoryview, block_id: int) -> None:
         np.copyto(self._bytes, np.frombuffer(memory, np.uint8))
         self._stream.copy(self._rows[block_id], self._page)
-        self._stream.mark().synchronize()
+        self._stream.record_event().synchronize()

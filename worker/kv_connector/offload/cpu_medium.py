@@ -25,8 +25,7 @@ from proto.host_resources import available_memory
 from proto.kv_connector import TransferJob
 from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_transfer_config import cpu_settings, wrong
-from worker.device.accelerator import Cuda
-from worker.device.copy_stream import CudaCopyStream
+from worker.device.accelerator import Accelerator, CopyStream
 from worker.kv_cache import KVCache
 from worker.kv_connector.offload.base import (
     STORE_NICENESS,
@@ -76,10 +75,10 @@ def make_handlers(
             HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead),
             HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
         )
-    memory = Cuda(blocks.device).staging(num_bytes // context.num_ranks)
+    memory = Accelerator(blocks.device).pinned(num_bytes // context.num_ranks)
     pool = pool_rows(memory, context.factor, block_bytes)
     store, load = (
-        DeviceCopies(blocks, pool, CudaCopyStream(blocks.device), EventWatcher(context.notify))
+        DeviceCopies(blocks, pool, CopyStream(blocks.device), EventWatcher(context.notify))
         for _ in range(2)
     )
     return _by_direction(store, load)

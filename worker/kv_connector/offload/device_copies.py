@@ -21,8 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from proto.kv_connector import TransferJob
-from worker.device.accelerator import Event
-from worker.device.copy_stream import CopyStream
+from worker.device.accelerator import CopyStream
 from worker.kv_connector.offload.base import TransferResult, block_pairs, device_blocks
 
 
@@ -31,11 +30,11 @@ class EventWatcher:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._events: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()
 
-    def watch(self, event: Event) -> None:
+    def watch(self, event: torch.cuda.Event) -> None:
         self._events.put(event)
 
     def close(self) -> None:
@@ -53,7 +52,7 @@ class _DeviceCopy:
     """A queued copy and the event that is reached when it has finished."""
 
     job: TransferJob
-    event: Event
+    event: torch.cuda.Event
     started: float
     num_bytes: int
 
@@ -87,14 +86,14 @@ class DeviceCopies:
             ends = (self._pool[pair.slot, pair.part], self._blocks[pair.block])
             source, target = ends if job.is_load else ends[::-1]
             self._stream.copy(target, source)
-        event = self._stream.mark()
+        event = self._stream.record_event()
         self._copies.append(_DeviceCopy(job, event, started, len(pairs) * self._pool.shape[2]))
         self._watcher.watch(event)
 
     def get_finished(self) -> list[TransferResult]:
         """Return finished copies in order; `seconds` includes the time until this call."""
         finished, self._failed = self._failed, []
-        while self._copies and self._copies[0].event.query():
+        while self._copies and self._copies[0].event.query():  # type: ignore[no-untyped-call]
             copy = self._copies.popleft()
             seconds = time.monotonic() - copy.started
             finished.append(TransferResult(copy.job.job_id, True, copy.num_bytes, seconds, []))

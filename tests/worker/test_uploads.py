@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
-from worker.device.staging import Staging
+from worker.device.transfers import Uploader
 
 
 def test_everything_arrives_with_its_dtype() -> None:
     device = FakeDevice()
-    staging = Staging(device)
+    uploader = Uploader(device)
     rng = np.random.default_rng(0)
     for size in (3, 500, 1, 0, 77):
         arrays = [
@@ -17,7 +17,7 @@ def test_everything_arrives_with_its_dtype() -> None:
             rng.integers(0, 1 << 20, 2 * size + 1, dtype=np.int32),
             rng.integers(0, 1 << 20, (size, 3), dtype=np.int32)[:, ::2],
         ]
-        sent = staging.upload(arrays)
+        sent = uploader.upload(arrays)
         for array, tensor in zip(arrays, sent, strict=True):
             assert device.holds(tensor)
             assert tensor.data_ptr() % 16 == 0 or not len(tensor)
@@ -26,9 +26,9 @@ def test_everything_arrives_with_its_dtype() -> None:
 
 def test_only_the_copy_before_the_last_is_waited_for() -> None:
     device = FakeDevice()
-    staging = Staging(device)
+    uploader = Uploader(device)
     copied = []
     for step in range(5):
-        staging.upload([np.full(4, step)])
+        uploader.upload([np.full(4, step)])
         copied.append(device.queued)
         assert device.completed == (copied[step - 2] if step >= 2 else 0)

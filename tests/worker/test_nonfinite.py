@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.nonfinite import broken_by_kernel, broken_by_torch, broken_sequences
+from worker.model_runner import (
+    any_token_of_sequences,
+    nonfinite_by_kernel,
+    nonfinite_sequences,
+    nonfinite_tokens,
+)
 
 each_way = with_each([None, *LOADABLE])  # None: torch
 NAN, INF = float("nan"), float("inf")
@@ -14,8 +19,8 @@ STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
 
 def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[bool]:
     if variant is None:
-        return broken_by_torch(hidden, starts).tolist()
-    return broken_by_kernel(load_variant(variant), hidden, starts).tolist()
+        return any_token_of_sequences(nonfinite_tokens(hidden), starts).tolist()
+    return nonfinite_by_kernel(load_variant(variant), hidden, starts).tolist()
 
 
 @each_way
@@ -43,4 +48,4 @@ def test_large_numbers_of_one_sign_are_not_odd(variant) -> None:
 def test_on_this_machine() -> None:
     hidden = torch.randn(9, 16)
     hidden[8, 0] = NAN
-    assert broken_sequences(hidden, STARTS).tolist() == [False, False, True]
+    assert nonfinite_sequences(hidden, STARTS).tolist() == [False, False, True]

@@ -1,0 +1,339 @@
+"""Build what computes the steps of an engine: KV pool, input batch, attention, runner, connector.
+
+RunnerBuilder is created once a worker and decides how large the KV pool may be;
+`build_model_runner` is called for each engine. CudaRunnerBuilder assembles the parts on a GPU.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from proto.config import DeviceConfig, ServeConfig
+from proto.errors import ConfigError
+from proto.faults import FaultInjector
+from proto.kv_transfer_config import kv_transfer_config
+from proto.lifecycle import InitializeCache, Notice, Progress
+from worker.async_runner import AsyncModelRunner, Runner
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
+from worker.attention.flashinfer_group import Library, Options
+from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.reference import ReferenceAttention
+from worker.attention.registry import create_backend
+from worker.cuda_graphs import DecodeGraphs, graph_sizes
+from worker.device.accelerator import Accelerator
+from worker.device.transfers import DevicePlacement
+from worker.input_batch import InputBatch
+from worker.kv_cache import KVCache
+from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector, WorkerContext
+from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.steps import with_hooks
+from worker.loaded_model import LoadedModel
+from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
+from worker.models.decoder import Decoder
+from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
+from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
+from worker.sampling.sampler import Sampler, create_sampler
+
+logger = logging.getLogger("tokend.attention")
+
+
+class RunnerBuilder:
+    """Builds runners over one model, one for each engine.
+
+    fault_injector: replaces hidden states by NaN if a test asks for it. report: sends a message to
+    the supervisor. step_tokens: token budget of a step, for which memory is kept beside the pool.
+    kv_cache_bytes: memory for the KV pool, the same for every engine, whatever is free later.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        loaded: LoadedModel,
+        fault_injector: FaultInjector,
+        report: Callable[[Progress | Notice], None],
+    ) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._fault_injector = fault_injector
+        self._report = report
+        self._device = loaded.device
+        self._has_checked_rows = False
+        self.step_tokens = self._device.step_tokens(config.scheduler)
+        self._device.check_blocks(config.cache, loaded.geometry.bytes_per_token)
+        peak = self._device.peak_bytes(self._run_largest_step)
+        self.kv_cache_bytes = self._device.kv_cache_bytes(config.cache, loaded.part_of_kv, peak)
+
+    def build_model_runner(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
+        """Return the runner and the KV connector for an engine.
+
+        Raises ConfigError if memory is missing, or for an impossible connector.
+        """
+        self._check_rows(message)
+        cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
+        connector = self._connect(message, cache)
+        if not self._loaded.on_cuda:
+            return SyncModelRunner(self._build_on_host(cache, batch, connector)), connector
+        rank = self._loaded.group.rank
+        runner = self._cuda_builder().build(
+            cache,
+            batch,
+            lambda fraction: self._report(Progress("worker", rank, "capturing graphs", fraction)),
+            connector,
+        )
+        return runner, connector
+
+    def build_on_host(self, message: InitializeCache) -> ModelRunner:
+        """Return a runner on the CPU without a connector, for benchmarks."""
+        cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
+        return self._build_on_host(cache, batch, NO_CONNECTOR)
+
+    def _build_on_host(
+        self, cache: KVCache, batch: InputBatch, connector: WorkerConnector
+    ) -> ModelRunner:
+        shape = attention_shape(self._loaded.model)
+        backend = create_backend(self._config.device.attention_backend, cache, shape)
+        attention = with_hooks(backend, connector)
+        runner = ModelRunner(self._model(), attention, create_sampler(), batch, cache)
+        runner.warm_up()
+        return runner
+
+    def _connect(self, message: InitializeCache, cache: KVCache) -> WorkerConnector:
+        config, group = self._config, self._loaded.group
+        context = WorkerContext(
+            group.rank, group.size, message.fingerprint, message.block_size, config
+        )
+        transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        connector = create_worker_connector(transfer, context)
+        connector.register_kv_caches(cache)
+        return connector
+
+    def _create_pool(self, message: InitializeCache) -> KVCache:
+        cache = self._create_cache(message.num_blocks, message.block_size)
+        if self._config.cache.kv_cache_populate:
+            cache.populate()
+        return cache
+
+    def _create_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        loaded = self._loaded
+        return KVCache(
+            loaded.geometry, loaded.layout, num_blocks, block_size, self._device.torch_device
+        )
+
+    def _create_batch(self, max_model_len: int) -> InputBatch:
+        config = self._config
+        return InputBatch(
+            config.scheduler.max_num_seqs,
+            max_model_len,
+            config.cache.block_size,
+            self._loaded.layout.num_groups,
+        )
+
+    def _run_largest_step(self) -> None:
+        """Run a step of as many tokens and sequences as the settings allow."""
+        scheduler, longest = self._config.scheduler, self._loaded.model.spec.max_position
+        num_seqs = min(scheduler.max_num_seqs, self.step_tokens)
+        num_tokens = min(self.step_tokens, num_seqs * longest)
+        cache = self._create_cache(1, self._config.cache.block_size)
+        batch = self._create_batch(longest)
+        self._cuda_builder().run_largest_step(cache, batch, num_tokens, num_seqs)
+
+    def _cuda_builder(self) -> "CudaRunnerBuilder":
+        return CudaRunnerBuilder(
+            self._config.device,
+            self._model(),
+            Accelerator(self._device.torch_device),
+            DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
+            create_sampler(),
+            self._loaded.dtype,
+        )
+
+    def _model(self) -> Decoder:
+        """Return the model, with injected faults if there are any."""
+        model = self._loaded.model
+        return model if self._fault_injector.idle else FaultyModel(model, self._fault_injector)
+
+    def _check_rows(self, message: InitializeCache) -> None:
+        """Raise ConfigError if the batch has no memory; only before the first pool is allocated."""
+        if self._has_checked_rows:
+            return
+        num_rows, loaded = self._config.scheduler.max_num_seqs, self._loaded
+        self._device.check_rows(
+            num_rows,
+            InputBatch.bytes_needed(
+                num_rows, message.max_model_len, message.block_size, loaded.layout.num_groups
+            ),
+            message.num_blocks * message.block_size * loaded.geometry.bytes_per_token,
+        )
+        self._has_checked_rows = True
+
+
+def attention_shape(model: Decoder) -> AttentionShape:
+    """Return the shape of the attention of a model."""
+    spec = model.spec
+    return spec.attention_shape
+
+
+class FaultyModel(Decoder):
+    """A model whose hidden states are NaN in steps with an injected fault; weights are shared.
+
+    It is in the product, not under tests/, because tests inject the fault by an environment
+    variable into a real worker process.
+    """
+
+    def __init__(self, model: Decoder, fault_injector: FaultInjector) -> None:
+        vars(self).update(vars(model))
+        self._model = model
+        self._fault_injector = fault_injector
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden = self._model.forward(token_ids, positions, attention)
+        return hidden * float("nan") if self._fault_injector.breaks_numbers else hidden
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKernels:
+    """Kernels on the accelerator beside torch's.
+
+    load_flashinfer: returns FlashInfer, or raises ConfigError if it is not installed.
+    """
+
+    load_flashinfer: Callable[[], Library]
+    store: KVStore
+    draw: KeyedDraw
+    edits: TritonEdits
+
+
+class CudaRunnerBuilder:
+    """Builds runners over one model on a GPU: attention, CUDA graphs and sampling on the device."""
+
+    def __init__(
+        self,
+        config: DeviceConfig,
+        model: Decoder,
+        accelerator: Accelerator,
+        kernels: DeviceKernels,
+        sampler: Sampler,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._accelerator = accelerator
+        self._kernels = kernels
+        self._sampler = sampler
+        self._dtype = dtype
+        self._shape = attention_shape(model)
+
+    def build(
+        self,
+        kv_cache: KVCache,
+        batch: InputBatch,
+        on_progress: Callable[[float], None],
+        connector: WorkerConnector = NO_CONNECTOR,
+    ) -> AsyncModelRunner:
+        """Return a runner; captures CUDA graphs first.
+
+        on_progress: called with the captured fraction. connector: may need calls around each
+        layer's attention, which exclude graphs.
+        """
+        num_rows = len(batch.num_tokens)
+        sizes = self._graph_sizes(num_rows)
+        pages = max(sizes, default=0) * batch.block_table.ids.shape[2]
+        attention = with_hooks(self._create_attention(kv_cache, sizes, pages), connector)
+        graphs = None
+        if sizes and isinstance(attention, FlashInferAttention):
+            graphs = DecodeGraphs(self._model, attention, self._accelerator, sizes)
+            graphs.capture(batch.block_table, on_progress)
+        tokens = DeviceTokens(self._accelerator, num_rows)
+        runner = self._create_runner(attention, kv_cache, batch, graphs, tokens)
+        runner.warm_up()
+        sampler = DeviceSampler(
+            self._accelerator,
+            batch,
+            tokens.last,
+            self._model.spec.vocab_size,
+            self._kernels.draw,
+            self._kernels.edits,
+        )
+        return AsyncModelRunner(runner, tokens, self._accelerator, sampler)
+
+    def run_largest_step(
+        self, kv_cache: KVCache, batch: InputBatch, num_tokens: int, num_seqs: int
+    ) -> None:
+        """Compute the step that takes the most memory, in block 0 of a cache.
+
+        Each sequence has counts, penalties, a mask, and a top-p over the whole vocabulary.
+        batch: its rows are as long as sequences can be.
+        """
+        attention = self._create_attention(kv_cache, (), 0)
+        tokens = DeviceTokens(self._accelerator, num_seqs)
+        runner = self._create_runner(attention, kv_cache, batch, None, tokens)
+        vocab_size = self._model.spec.vocab_size
+        counts = self._accelerator.zeros(num_seqs * vocab_size, torch.int32)
+        logits = runner.run_dummy_step(num_tokens, num_seqs)
+        wide = logits.to(torch.float32, copy=True).contiguous()
+        rows, slots, masks, rules, words = DevicePlacement(self._accelerator).to_device(
+            largest_edits(num_seqs, vocab_size)
+        )
+        edits = RowEditArrays(rows, slots, masks, rules.view(-1, 3), words.view(num_seqs, -1))
+        self._kernels.edits.edit_rows(wide, edits, counts.view(num_seqs, vocab_size))
+        DeviceDraw(DevicePlacement(self._accelerator), self._kernels.draw).draw_tokens(
+            wide, largest_params(num_seqs)
+        )
+
+    def _create_runner(
+        self,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        batch: InputBatch,
+        graphs: DecodeGraphs | None,
+        tokens: DeviceTokens,
+    ) -> ModelRunner:
+        return ModelRunner(
+            self._model,
+            attention,
+            self._sampler,
+            batch,
+            kv_cache,
+            DevicePlacement(self._accelerator),
+            graphs,
+            tokens,
+        )
+
+    def _graph_sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Return the graphs to capture; none for cascade attention, planned by the host."""
+        if self._config.enforce_eager or self._config.cascade_attention_from:
+            return ()
+        return graph_sizes(num_rows)
+
+    def _create_attention(
+        self, kv_cache: KVCache, sizes: tuple[int, ...], pages: int
+    ) -> AttentionBackend:
+        name = self._config.attention_backend
+        if name == "reference":
+            return ReferenceAttention(kv_cache, self._shape)
+        if name == "cpu":
+            raise ConfigError("--attention-backend cpu needs --device cpu", "attention_backend")
+        try:
+            refuse_unsupported(self._shape, self._dtype, kv_cache.dtype)
+            library = self._kernels.load_flashinfer()
+        except ConfigError as reason:
+            if name == "flashinfer":
+                raise
+            logger.warning("attention runs on the slow reference: %s", reason)
+            return ReferenceAttention(kv_cache, self._shape)
+        options = Options(sizes, pages, self._config.cascade_attention_from)
+        logger.info("attention runs on FlashInfer")
+        return FlashInferAttention(
+            kv_cache,
+            self._shape,
+            self._dtype,
+            self._accelerator,
+            library,
+            self._kernels.store,
+            options,
+        )
