@@ -135,7 +135,7 @@ def test_rows_of_a_weight_are_an_embedding(variant) -> None:
     for shape in SHAPES:
         dense = numbers(*shape)
         weight = Bf16Weight(load_variant(variant), dense)
-        assert torch.equal(weight.rows(torch.arange(shape[0])), dense)
+        assert torch.equal(weight.rows(torch.arange(shape[0]), torch.bfloat16), dense)
         embedding = Embedding(KernelTable(weight, torch.bfloat16), 2.0)
         ids = torch.tensor([shape[0] - 1, 0] * 2)
         assert torch.equal(embedding(ids), dense[ids] * 2)
