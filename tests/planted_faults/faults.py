@@ -27,8 +27,8 @@ PROTO = (
     Fault(
         "orphans_outlive_the_supervisor",
         "proto/process.py",
-        "    _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)\n",
-        "    directory.leave(_ORPHAN_PATIENCE_SECONDS)\n",
+        "    _exit(1, directory, _ORPHAN_WAIT_SECONDS)\n",
+        "    directory.leave(_ORPHAN_WAIT_SECONDS)\n",
         "After the supervisor is killed the other processes run on and keep port and memory.",
         ("tests/deploy/test_supervisor.py", "tests/e2e/test_life_and_death.py"),
     ),
