@@ -173,7 +173,7 @@ class RunnerBuilder:
 def attention_shape(model: Decoder) -> AttentionShape:
     """Return the shape of the attention of a model."""
     spec = model.spec
-    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    return spec.attention_shape
 
 
 class FaultyModel(Decoder):
@@ -192,7 +192,7 @@ class FaultyModel(Decoder):
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         hidden = self._model.forward(token_ids, positions, attention)
-        return hidden * float("nan") if self._fault_injector.breaks_numbers else hidden
+        return hidden * float("nan") if self._fault_injector.injects_nan else hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ async def plan_reasoning(
     if not reasoning_format.has_reasoning:
         if budget is not None:
             raise InvalidRequestError(
-                "the model has no thoughts that are known here: see --reasoning-parser",
+                "no reasoning format is known for this model: see --reasoning-parser",
                 "thinking_token_budget",
             )
         return WITHOUT_REASONING

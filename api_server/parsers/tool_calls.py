@@ -106,8 +106,8 @@ class ModelToolCalls:
         call_format = self.format
         if call_format is None:
             raise InvalidRequestError(
-                "how this model calls tools is not known: its chat template is of none of the "
-                "formats that --tool-call-parser takes",
+                "the format of this model's tool calls is unknown: its chat template matches none "
+                "of the formats that --tool-call-parser accepts",
                 "tools",
             )
         token_ids = {}

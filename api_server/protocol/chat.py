@@ -237,7 +237,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
     """Most reasoning tokens, after which the end is forced; needs a model with reasoning."""
     logprobs: bool = False
-    """Log-probabilities of the chosen tokens."""
+    """Log-probabilities of the sampled tokens."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with logprobs."""
 

@@ -48,9 +48,9 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Most output tokens; by default 16, or less when the context leaves less."""
     echo: bool = False
-    """Begin each choice with its prompt; with logprobs, the prompt's tokens have them too."""
+    """Begin each choice with its prompt; with logprobs, also those of the prompt's tokens."""
     logprobs: int | None = Field(default=None)
-    """Log-probabilities of the chosen tokens, with so many alternatives (0 to 20)."""
+    """Log-probabilities of the sampled tokens, with this many alternatives (0 to 20)."""
     add_special_tokens: bool = True
     """Let the tokenizer add what it adds to every text, such as a first token."""
 

@@ -38,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     )
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))
-    prompts = await reader.read(body.prompt, add_special_tokens=body.add_special_tokens)
+    prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
     edits = await logit_edits(body, app_state.tokenizer)
     requests = builder.build_requests(prompts, _options(body, edits))

@@ -52,7 +52,7 @@ class OfferedTool:
     """A tool that an answer may call.
 
     schema: JSON schema of the arguments. strict: the arguments must conform to it.
-    field: place of the tool in the request, for errors.
+    field: path of the tool in the request, for errors.
     """
 
     name: str

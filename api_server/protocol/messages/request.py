@@ -21,7 +21,7 @@ from api_server.protocol.fields import (
     given_fields,
     parse,
 )
-from api_server.protocol.messages.input import ChatMessageBuilder
+from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
 from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError, RequestError, shown
@@ -72,18 +72,18 @@ class CountTokensRequest(Strict):
         Field(min_length=1),
         BeforeValidator(check_message_count),
     ]
-    """The conversation: up to 4096 messages of user, assistant and system, of text, tool_use,
-    tool_result and thinking. One of the assistant at the end is gone on with."""
+    """The conversation: up to 4096 messages of user, assistant and system, with blocks of text,
+    tool_use, tool_result and thinking. The answer continues an assistant message at the end."""
     system: Text | list[Json] | None = None
-    """What stands before it, a text or blocks of text."""
+    """The system prompt, a string or text blocks."""
     tools: list[Json] = []
-    """What the model may call. Tools with a type of Anthropic's are left out, and named in
+    """Tools that the model may call. Tools of Anthropic's servers are left out and named in
     X-Tokend-Ignored."""
     tool_choice: Json | None = None
     """auto, any, tool (with a name) or none; disable_parallel_tool_use."""
     thinking: Json | None = None
     """enabled (with budget_tokens), disabled, adaptive; display omitted leaves the text out. Has
-    no effect on a model that does not think."""
+    no effect on a model without reasoning."""
     output_config: Json | None = None
     """format: json_schema; effort, for templates that know efforts."""
     output_format: Json | None = None
@@ -92,11 +92,11 @@ class CountTokensRequest(Strict):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    """Most output tokens, thoughts included; where the context leaves fewer, as many as it does."""
+    """Most output tokens, reasoning included; fewer if the context leaves fewer."""
     stream: bool = False
     """Answer with server-sent events."""
     stop_sequences: list[StopString] = []
-    """Up to 4 strings at which the answer ends; they are not part of it."""
+    """Up to 4 strings at which the answer ends; the answer does not contain them."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
@@ -182,11 +182,11 @@ class MessagesTranslation(ChatTranslation):
             self._fields["thinking_token_budget"] = budget
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
-        builder = ChatMessageBuilder(self._system, self._ignored, merge_roles=merge_roles)
-        builder.append_messages(self._request.messages)
-        self._source_indices = builder.source_indices
-        fields = self._fields | {"messages": builder.messages}
-        if builder.continues_last_message:
+        translator = BlockTranslator(self._system, self._ignored, merge_roles=merge_roles)
+        translator.append_messages(self._request.messages)
+        self._source_indices = translator.source_indices
+        fields = self._fields | {"messages": translator.messages}
+        if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         try:
             return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)

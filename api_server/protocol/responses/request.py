@@ -26,8 +26,8 @@ from api_server.protocol.fields import (
 )
 from api_server.protocol.responses.input import (
     MAX_ITEMS,
-    ChatMessageBuilder,
     Item,
+    ItemTranslator,
     with_merged_roles,
 )
 from api_server.protocol.responses.tools import ResponseTools
@@ -129,7 +129,7 @@ class ResponsesRequest(Strict):
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     instructions: Text | None = None
-    """What stands before the conversation, as a system message."""
+    """Instructions before the conversation, as a system message."""
     max_output_tokens: int | None = Field(default=None, ge=1)
     """Most output tokens, reasoning included; by default all that the context leaves."""
     temperature: float = 1.0
@@ -137,7 +137,7 @@ class ResponsesRequest(Strict):
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this probability."""
     tools: list[dict[str, Any]] = []
-    """Functions, custom tools and namespaces of them. Tools that OpenAI runs itself are left out,
+    """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
     and named in X-Tokend-Ignored."""
     tool_choice: Text | dict[str, Any] = "auto"
     """auto, none, required, a function or custom tool by name, or allowed_tools."""
@@ -146,25 +146,25 @@ class ResponsesRequest(Strict):
     text: Annotated[TextOptions | None, BeforeValidator(_text)] = None
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
     reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
-    """effort; summary: send the whole reasoning as a summary too."""
+    """effort; summary: return all reasoning as a summary too."""
     include: Annotated[list[Text], Field(max_length=MAX_INCLUDE_VALUES)] = []
-    """message.output_text.logprobs; anything else is ignored, and said to be."""
+    """message.output_text.logprobs; other values are ignored and reported."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with these logprobs."""
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: Annotated[ResponseStreamOptions | None, BeforeValidator(_stream_options)] = None
-    """Of its fields only include_obfuscation (false) is taken, which is how it is."""
+    """Only include_obfuscation (false) is accepted; it has no effect."""
     store: bool = False
-    """Keep the response for a while, for GET and for previous_response_id."""
+    """Store the response for a while, for GET and for previous_response_id."""
     background: bool = False
-    """Answer at once and go on without the client; needs store, does not go with stream."""
+    """Answer at once and generate in the background; needs store, excludes stream."""
     previous_response_id: Annotated[Text, Field(max_length=256)] | None = None
-    """A stored response whose conversation this one goes on with; its instructions are not kept."""
+    """A stored response whose conversation this request continues, without its instructions."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto: a conversation that is too long loses its beginning."""
     metadata: Annotated[dict[str, Label], Field(max_length=MAX_METADATA_PAIRS)] = {}
-    """Up to 16 pairs that come back with the response."""
+    """Up to 16 pairs that the response repeats."""
 
     @property
     def returns_summary(self) -> bool:
@@ -241,9 +241,9 @@ class ResponsesTranslation(ChatTranslation):
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         request, ignored = self._request, self._ignored
-        builder = ChatMessageBuilder(request.instructions, self.tools, ignored)
-        builder.append_items(self._items)
-        messages = builder.build_messages()
+        translator = ItemTranslator(request.instructions, self.tools, ignored)
+        translator.append_items(self._items)
+        messages = translator.build_messages()
         fields: dict[str, Any] = {
             **self._passed,
             "model": request.model,
