@@ -70,7 +70,7 @@ def get_jit_cache_dir() -> str:
 
 
 def find_toolkit(root: Path = TOOLKITS) -> Path:
-    """Return the newest folder with headers and libraries of CUDA; raises ConfigError without one."""
+    """Return the newest CUDA folder with headers and nvcc; raises ConfigError without one."""
     found = [
         each
         for each in root.glob("cuda*")
