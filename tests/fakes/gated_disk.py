@@ -1,9 +1,9 @@
-"""A disk medium from elsewhere that stops in the middle of a copy while there is a gate.
+"""A disk medium from outside that stops in the middle of a copy while there is a gate.
 
-The gate of a direction is a FIFO of that name in the folder `gates`: a copy that comes to it leaves
-a file named after the direction and its process, and waits until somebody opens the gate. The
-With `bytes_per_second` in its settings it is as slow as that, too; it gives up in time. The
-module is found by both halves of tokend (spec_module_path), each of which imports only its own.
+The gate of a direction is a FIFO of that name in the folder `gates`: a copy that reaches it creates
+a file named after the direction and its process, and waits until the test opens the gate.
+`bytes_per_second` in its settings limits its speed; a copy still fails at its time limit. Engine
+and workers load this module (spec_module_path), and each imports only its own half.
 """
 
 import math
@@ -17,30 +17,30 @@ LOAD, STORE = "load", "store"
 
 
 def open_for(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the disk itself knows."""
+    """Return the settings without those of the gate."""
     ours = ("gates", "spec_module_path", "bytes_per_second")
     return {key: each for key, each in extra.items() if key not in ours}
 
 
 def close_gate(gates: Path, direction: str) -> None:
-    """From now on copies of this direction wait."""
+    """Make copies of this direction wait."""
     os.mkfifo(gates / direction)
 
 
 def waiting(gates: Path, direction: str) -> list[int]:
-    """Processes of which a copy has come to the gate."""
+    """Return the number of processes with a copy that waits at the gate."""
     return [int(each.name.split(".")[1]) for each in gates.glob(f"{direction}.*")]
 
 
 def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
-    """In the engine: the disk's own ledger."""
+    """Create the manager of the disk medium, in the engine."""
     from engine_core.kv_connector.offload.disk_manager import make_manager
 
     return make_manager(open_for(extra), context)
 
 
 def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
-    """In a worker: the disk's own copies, behind gates."""
+    """Create the handlers of the disk medium behind gates, in a worker."""
     from proto.kv_events import DEVICE_MEDIUM
     from proto.kv_media import DISK, media_folder
     from proto.kv_transfer_config import disk_settings

@@ -1,7 +1,7 @@
-"""A connector whose both halves are here: what it matches, loads, loses and delays says a test.
+"""A fake connector with both halves: the test decides what it matches, loads, loses and delays.
 
-Its worker's half writes into the slots of a PagedRunner what that would have computed, or junk.
-So whoever reads a block that was not loaded, or not yet, is found by the runner itself.
+Its workers' half writes into the slots of a PagedRunner what the runner would have computed, or
+junk, so the runner itself detects reads of blocks that were not loaded, or not yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ JUNK = b"not loaded"
 
 @dataclass
 class FakeLoad:
-    """KV of the tokens [first, end) of a request, on its way into these tables.
+    """A load of KV of the tokens [first, end) of a request into these block tables.
 
-    bad: blocks that it will not fill.
+    bad: blocks that the load leaves invalid.
     """
 
     seq_id: int
@@ -31,7 +31,7 @@ class FakeLoad:
     bad: set[int] = field(default_factory=set)
 
     def blocks(self, block_size: int, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
-        """(group, index in the table, block id) of what it fills: of a window only what is seen."""
+        """Return (group, index in the table, block id) of blocks to load; only the window's."""
         found = []
         for group, (table, window) in enumerate(zip(self.tables, windows, strict=True)):
             begin = self.first // block_size
@@ -44,10 +44,10 @@ class FakeLoad:
 
 
 class FakeConnector(SchedulerConnector):
-    """SchedulerConnector and, by `execute` and `finish`, its other half as well.
+    """SchedulerConnector that is also its workers' half (`execute`, `finish`).
 
-    answer: to (request, tokens that the device has). fails: whether a load loses blocks, and
-    which of them. delays: whether the blocks of a request that is over are kept.
+    answer: returns the match for (request, tokens on the device). fails: returns the blocks that a
+    load leaves invalid. delays: whether a finished request's blocks stay until they are sent.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FakeConnector(SchedulerConnector):
         self._planned: list[FakeLoad] = []
         self._by_step: dict[int, list[FakeLoad]] = {}
 
-    # The deciding half
+    # The scheduler's half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         self.asked.append((request.seq_id, num_computed_tokens))
@@ -121,10 +121,10 @@ class FakeConnector(SchedulerConnector):
         self._planned.clear()
         self._by_step.clear()
 
-    # The copying half
+    # The workers' half
 
     def execute(self, step: int, runner: PagedRunner) -> KVConnectorOutput:
-        """Before a step is computed: do its synchronous loads, begin the others."""
+        """Do a step's synchronous loads before it is computed, and start its asynchronous ones."""
         invalid: list[int] = []
         for load in self._by_step.pop(step, []):
             if load.is_async:
@@ -137,14 +137,14 @@ class FakeConnector(SchedulerConnector):
         return KVConnectorOutput(invalid_block_ids=invalid)
 
     def finish(self, seq_id: int, runner: PagedRunner) -> KVConnectorOutput:
-        """A load that is under way is over."""
+        """Finish an asynchronous load."""
         load = self.under_way.pop(seq_id)
         return KVConnectorOutput(
             finished_recving=[seq_id], invalid_block_ids=self._fill(load, runner)
         )
 
     def sent(self, seq_id: int) -> KVConnectorOutput:
-        """Nobody reads the blocks of a request that is over any more."""
+        """Report that a finished request's blocks have been sent."""
         self.sending.remove(seq_id)
         return KVConnectorOutput(finished_sending=[seq_id])
 
@@ -161,5 +161,5 @@ class FakeConnector(SchedulerConnector):
 
 
 def always(num_tokens: int, *, is_async: bool) -> Callable[[Request, int], Match]:
-    """An answer: so many of the request's first tokens are elsewhere."""
+    """Return an `answer` that matches this many of a request's first tokens."""
     return lambda request, num_local: Match(max(0, num_tokens - num_local), is_async)

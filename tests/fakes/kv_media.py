@@ -1,4 +1,4 @@
-"""A small cache, handlers of a medium over it, and a Redis server of this test's own."""
+"""A small KV cache with handlers of a medium, and a Redis server for one test."""
 
 import shutil
 import signal
@@ -30,12 +30,12 @@ needs_redis = pytest.mark.skipif(
 
 
 def key(number: int) -> bytes:
-    """Keys as the connector makes them: a hash, and what tells cuts apart."""
+    """Return a key as the connector makes it: a hash, then group, ranks and factor."""
     return number.to_bytes(32, "big") + b"\x00\x01\x00\x01\x00"
 
 
 def small_cache(num_blocks: int = 20, dtype: torch.dtype = torch.float32) -> KVCache:
-    """A cache whose blocks are all different."""
+    """Return a KV cache whose blocks all have different content."""
     layout = kv_layout([None] * 2)
     cache = KVCache(kv_cache_geometry(layout, 2, 8, dtype), layout, num_blocks, BLOCK_SIZE)
     content = torch.arange(cache.buffer.numel(), dtype=torch.float32) % 251
@@ -46,7 +46,7 @@ def small_cache(num_blocks: int = 20, dtype: torch.dtype = torch.float32) -> KVC
 
 
 class Rank:
-    """One worker's cache and what was reported of its copies."""
+    """One worker's KV cache, its handlers, and the results of its copies."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Rank:
         self._next_job = 0
 
     def order(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
-        """Begin a copy of group 0; returns its number."""
+        """Start a copy of group 0; return its job id."""
         self._next_job += 1
         job = TransferJob(
             self._next_job,
@@ -82,20 +82,20 @@ class Rank:
         return self._next_job
 
     def finished(self) -> TransferResult:
-        """The next copy that is over; waits for the bell, as a worker's loop does."""
+        """Return the next finished copy; waits for the notification, as a worker's loop does."""
         assert self._rung.acquire(timeout=LIMIT), "no copy was reported as over"
         self._heard += [*self.load.get_finished(), *self.store.get_finished()]
         return self._heard.pop(0)
 
     def stored(self, blocks: list[int], keys: list[bytes]) -> bool:
-        """Store, and wait for it."""
+        """Store blocks and wait; return whether that succeeded."""
         job = self.order(False, blocks, keys)
         result = self.finished()
         assert result.job_id == job
         return result.succeeded
 
     def loaded(self, blocks: list[int], keys: list[bytes], skip: int = 0) -> list[int]:
-        """Load, and wait for it; the blocks that do not hold what they should."""
+        """Load blocks and wait; return the blocks that are invalid."""
         job = self.order(True, blocks, keys, skip)
         result = self.finished()
         assert result.job_id == job
@@ -111,7 +111,7 @@ class Rank:
 
 
 class RedisServer:
-    """A redis-server of this test's own, on a free port."""
+    """A redis-server process for one test, on a free port."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as probe:
@@ -126,9 +126,9 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns when it answers: by then it listens on its Unix socket as well.
+        """Start the process; return when it replies, and so listens on its Unix socket as well.
 
-        It takes connections to its port before that socket exists.
+        It accepts connections to its port before that socket exists.
         """
         words = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
         words += ["--save", "", "--appendonly", "no", "--dir", str(self._folder), *self._options]
@@ -152,7 +152,7 @@ class RedisServer:
         self._process.wait()
 
     def stop(self) -> None:
-        """It takes connections still, and answers none."""
+        """Stop the process: it still accepts connections but sends no replies."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -170,7 +170,7 @@ def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
 
 
 def eventually(true: Callable[[], bool]) -> None:
-    """Wait for a thread's doing."""
+    """Wait until a condition that another thread fulfils is true."""
     end = time.monotonic() + LIMIT
     while not true():
         assert time.monotonic() < end, "it never became true"

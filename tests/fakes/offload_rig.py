@@ -1,8 +1,8 @@
-"""A scheduler with the offloading connector's deciding half, and workers whose memory is a dict.
+"""A scheduler with the offloading connector's scheduler half, and workers whose memory is a dict.
 
-What a copy moves are the digests that a PagedRunner keeps in its slots, and it moves them when
-the test says that the copy is over: late. So a block that is given to somebody else meanwhile, or
-found before it is loaded, is found out by the runner, which reads every position back.
+A copy moves the digests that a PagedRunner keeps in its slots, late: when the test finishes the
+copy. So the runner, which reads every position back, detects a block that is reallocated during its
+copy or found before it is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +41,12 @@ Content = dict[int, bytes]
 
 
 def device_of(job: TransferJob) -> list[int]:
-    """The device blocks of a copy."""
+    """Return the device blocks of a copy."""
     return [block for each in job.device for block in each.block_ids]
 
 
 class CopyingHalf:
-    """What all workers do for the connector.
+    """Stands in for the workers' half on all ranks.
 
     under_way: copies that have begun, oldest first. content: by (slot, part) of an offloaded block
     what a device block held, by the place in it.
@@ -74,7 +74,7 @@ class CopyingHalf:
     ) -> list[KVConnectorOutput]:
         """A copy is made now; what the ranks report, one after the other.
 
-        One that fails does so on the last rank alone.
+        A failing copy fails on the last rank only.
         """
         self.under_way.remove(job)
         self._copy(job, runner, succeeds)
@@ -159,8 +159,8 @@ class OffloadRig(EngineHarness):
                 unblock,
                 is_storable=lambda seq_id: self.trusts and is_storable(seq_id),
             )
-            self.deciding = OffloadingScheduler(transfer, context)
-            return self.deciding
+            self.offloading = OffloadingScheduler(transfer, context)
+            return self.offloading
 
         self.scheduler = Scheduler(
             SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler}),
@@ -188,24 +188,24 @@ class OffloadRig(EngineHarness):
         return outputs
 
     def finish_some(self) -> None:
-        """Those copies that are over by now."""
+        """Finish the copies that are due by now."""
         for job in list(self.half.under_way):
             succeeds = self.finishes(job)
             if succeeds is not None:
                 self.finish(job, succeeds)
 
     def finish(self, job: TransferJob, succeeds: bool = True) -> None:
-        """A copy is over."""
+        """Finish a copy and report it."""
         for report in self.half.finish(job, self.runner, succeeds):
             self.note(self.scheduler.update_from_connector(report))
 
     def lose_workers(self, epoch: int = 2) -> ClientOutputs:
-        """Their memory goes with them."""
+        """Replace the workers; their memory is lost."""
         self.half = CopyingHalf(self.half.factor, self.num_ranks)
         return super().lose_workers(epoch)
 
     def settle(self, max_steps: int = 2000) -> None:
-        """Step until every request and every copy is over."""
+        """Step until every request and every copy has finished."""
         while self.scheduler.num_unfinished or self.scheduler.has_work or self.half.under_way:
             max_steps -= 1
             assert max_steps > 0, "requests or copies that never end"
@@ -213,13 +213,13 @@ class OffloadRig(EngineHarness):
             self.finish_some()
 
     def generate(self, prompt: list[int], max_tokens: int = 1, **params: object) -> Request:
-        """A request from its beginning to its end, its copies included."""
+        """Run a request to its end, including its copies."""
         request = self.add_one(prompt, max_tokens, **params)
         self.settle()
         return request
 
     def forget_device(self) -> None:
-        """Nothing is in the prefix cache any more."""
+        """Empty the prefix cache."""
         assert self.scheduler.reset_prefix_cache()
 
     def assert_at_rest(self) -> None:

@@ -1,10 +1,10 @@
-"""A connector that does not come with tokend, as its module path would name it."""
+"""A connector from outside tokend, loaded by its module path."""
 
 from worker.kv_connector.base import WorkerConnector
 
 
 class OutsideScheduler(WorkerConnector):
-    """Remembers what it was made from; copes with one group."""
+    """Remembers its constructor arguments; supports one KV cache group."""
 
     supports_groups = False
 

@@ -1,4 +1,4 @@
-"""The Redis client: real values, and servers that answer late, little, or nonsense."""
+"""The Redis client with a real server, and with servers that reply late or with nonsense."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ def address(url: str):
 
 
 class ScriptedServer:
-    """Answers every connection's first bytes with these, then stays silent or hangs up."""
+    """Replies to each connection's first bytes with `answer`, then stays silent or closes it."""
 
     def __init__(self, answer: bytes, hang_up: bool = False) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))

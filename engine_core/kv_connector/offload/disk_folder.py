@@ -114,9 +114,9 @@ class DiskFolder:
             try:
                 command = self._commands.get(timeout=max(0.0, next_rescan - time.monotonic()))
             except queue.Empty:
-                begun = time.monotonic()
+                started = time.monotonic()
                 self._run_command(self._rescan)
-                pause = max(_RESCAN_SECONDS, _RESCAN_PAUSE * (time.monotonic() - begun))
+                pause = max(_RESCAN_SECONDS, _RESCAN_PAUSE * (time.monotonic() - started))
                 next_rescan = time.monotonic() + pause
                 continue
             if command is None:

@@ -44,9 +44,9 @@ from tests.benchmarks.simulator.recording import STOP, VOCAB_SIZE, RecordedReque
 
 # Host memory behind a simulated pool: the offloading connector, whose copies only take time.
 #
-# The deciding half is the real one, with its ledger; this is in the place of the copying half. Owns
-# the copies that are under way: those of one direction follow each other, each takes as long as its
-# blocks do, and no step waits for any but those that have to be over before it (`flush`).
+# The scheduler's half is the real one; this stands in for the workers' half. Copies of one
+# direction run one after the other and take time in proportion to their blocks; a step waits only
+# for those that it flushes.
 
 
 _RANKS = 1

@@ -1,4 +1,4 @@
-"""Which connector there is: by name, lazily, or by a module path; and what it must cope with."""
+"""Creating connectors by name or module path, on demand, and the refusals."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The ledger of a disk against real folders: what it believes, and how it finds out better."""
+"""The manager of a disk against real folders, including an index that is wrong."""
 
 import os
 import random
@@ -19,7 +19,7 @@ FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
 
 
 class Disk:
-    """A folder, ledgers over it, and the part of the workers."""
+    """A folder, managers that share it, and stand-ins for the workers' file accesses."""
 
     def __init__(self, root: Path, num_ranks: int = 1) -> None:
         self.root = root
@@ -48,7 +48,7 @@ class Disk:
         return self.folder / file_name(key(number), rank)
 
     def store(self, manager: DiskOffloadingManager, *numbers: int) -> list[int]:
-        """What the workers do; returns the numbers that were to be stored."""
+        """Write the files that the workers would; return the numbers of the blocks to store."""
         output = manager.prepare_store([key(each) for each in numbers])
         assert output is not None
         stored = [int.from_bytes(each[:32], "big") for each in output.keys]
@@ -409,7 +409,7 @@ def test_less_room_than_a_block_takes_is_a_wrong_setting(disk: Disk) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_events_and_answers_agree_over_a_long_random_life(disk: Disk, seed: int) -> None:
-    """A model that applies the events knows exactly what is present; limits always hold."""
+    """Applying the events to a model gives the present blocks; limits always hold."""
     draw = random.Random(seed)
     capacity = 6
     manager = disk.manager(capacity)

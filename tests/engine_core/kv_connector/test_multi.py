@@ -1,4 +1,4 @@
-"""Several connectors as one: who is asked, who loads, whose end counts."""
+"""MultiConnector: which child is asked, which one loads, and when blocks are released."""
 
 import os
 from typing import Any
@@ -9,15 +9,15 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match, SchedulerConnector
 from engine_core.kv_connector.multi import MultiScheduler
 from proto.errors import ConfigError
-from proto.event_fd import EventFd
 from proto.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
+from proto.sockets import EventFd
 from tests.engine_core.kv_connector.test_connector_registry import context
 from tests.fakes.kv_requests import Setup, make_manager
 
 
 class Child(SchedulerConnector):
-    """Answers what a test says, and keeps what it is told."""
+    """Child connector that returns what the test sets and records its calls."""
 
     def __init__(self) -> None:
         self.match = NO_MATCH
@@ -60,7 +60,7 @@ class Child(SchedulerConnector):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """(the connector, its two children, what holds blocks of a pool of ten)."""
+    """Return the connector, its two children, and a KV cache of ten blocks."""
     monkeypatch.setattr(multi, "create_scheduler_connector", lambda config, context: Child())
     setup = Setup(make_manager(10, 4))
     document = {"kv_connector": "SharedStorageConnector"}

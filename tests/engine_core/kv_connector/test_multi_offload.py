@@ -1,4 +1,4 @@
-"""Two media behind one MultiConnector: what one of them still loads, the other does not store."""
+"""Two media behind one MultiConnector: one does not store what the other is still loading."""
 
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ PROMPT = list(range(37))
 
 
 class TwoMedia(EngineHarness):
-    """parts: of every step so far, what each child had its workers do."""
+    """A scheduler with two media. parts: messages of each child to its workers, for every step."""
 
     def __init__(self, policy: LoadFailurePolicy = "recompute") -> None:
         super().__init__(block_size=BLOCK_SIZE)
@@ -61,8 +61,8 @@ class TwoMedia(EngineHarness):
                 unblock,
                 is_storable=is_storable,
             )
-            self.deciding = MultiScheduler(config, context)
-            return self.deciding
+            self.multi = MultiScheduler(config, context)
+            return self.multi
 
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=8192),
@@ -75,7 +75,7 @@ class TwoMedia(EngineHarness):
         )
 
     def child(self, index: int) -> OffloadingScheduler:
-        return cast(OffloadingScheduler, self.deciding.children[index])
+        return cast(OffloadingScheduler, self.multi.children[index])
 
     def send(self) -> SchedulerOutput:
         output = super().send()
@@ -90,7 +90,7 @@ class TwoMedia(EngineHarness):
         return output
 
     def begin_loading(self) -> Request:
-        """A request of which the first child has a part, and loads it."""
+        """Start a request of which the first child loads a part."""
         request = self.add_one(PROMPT, 4)
         child = self.child(0)
         keys = child._layout.all_keys(request.block_hashes, len(PROMPT) // SIZE)

@@ -1,4 +1,4 @@
-"""Scores that are no numbers: what their request has computed is found nowhere any more."""
+"""Nonfinite logits: the KV of their request is removed from every medium."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ PROMPT = list(range(37))
 
 
 def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest step in flight finds that the scores of a request are no numbers."""
+    """Make the oldest step in flight report nonfinite logits of a request."""
     execute = rig.runner.execute
 
     def fails(output: SchedulerOutput) -> ModelRunnerOutput:
@@ -32,7 +32,7 @@ def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> 
 
 def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
     rig.settle()
-    assert rig.deciding._manager.usage == 0.0
+    assert rig.offloading._manager.usage == 0.0
     rig.forget_device()
     rig.loads.clear()
     rig.generate(list(request.prompt_token_ids))
@@ -42,15 +42,15 @@ def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_of_one_that_runs(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
-    """Also where the medium does not know yet what it has."""
+    """The blocks are removed even while the medium does not know yet what it has."""
     rig = OffloadRig()
     request = rig.add_one(PROMPT, 10)
     for _ in range(3):
         rig.step()
-    assert rig.deciding._manager.usage > 0.0
+    assert rig.offloading._manager.usage > 0.0
     with monkeypatch.context() as patch:
         if not is_known:
-            patch.setattr(rig.deciding._manager, "contains", lambda keys: None)
+            patch.setattr(rig.offloading._manager, "contains", lambda keys: None)
         rig.send()
         fail(rig, request, monkeypatch)
     assert_nobody_finds(rig, request)
@@ -60,7 +60,7 @@ def test_of_one_that_runs(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> No
 def test_of_one_that_is_over_when_it_is_found(
     monkeypatch: pytest.MonkeyPatch, copies_end: bool
 ) -> None:
-    """Aborted while the step was on its way: stored by then, or being stored."""
+    """The request is aborted during the step; its blocks are stored or being stored by then."""
     rig = OffloadRig(async_scheduling=True, finishes=lambda job: True if copies_end else None)
     request = rig.add_one(PROMPT, 20)
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_of_one_that_is_over_when_it_is_found(
     rig.scheduler.abort(request.request_id)
     while len(rig.in_flight) > 1:
         rig.receive()
-    assert rig.deciding._manager.usage > 0.0
+    assert rig.offloading._manager.usage > 0.0
     fail(rig, request, monkeypatch)
     rig.finishes = lambda job: True
     assert_nobody_finds(rig, request)

@@ -1,4 +1,4 @@
-"""What media have to say where nobody listens."""
+"""Events of media while no front end is connected."""
 
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ from tests.fakes.offload_rig import OffloadRig
 
 
 class NobodyThere:
-    """Front ends, of which none lives."""
+    """Front-end links of which none is connected."""
 
     alive: tuple[int, ...] = ()
 
@@ -22,7 +22,7 @@ def test_without_a_subscriber_no_events_pile_up() -> None:
     outputs = OutputDispatcher(
         cast(FrontEndLinks, NobodyThere()), rig.scheduler, rig.kv_cache, epoch=1
     )
-    manager = cast(CPUOffloadingManager, rig.deciding._manager)
+    manager = cast(CPUOffloadingManager, rig.offloading._manager)
     num_seen = 0
     for number in range(30):
         rig.generate([number + 31 * each for each in range(25)])

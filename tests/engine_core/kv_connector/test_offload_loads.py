@@ -1,4 +1,4 @@
-"""Loads: what is found on the medium, copied in, and waited for.
+"""Loads: what is found on the medium, copied, and waited for.
 
 Device blocks of 4 tokens, offloaded blocks of 12.
 """
@@ -19,9 +19,9 @@ def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
 ) -> None:
     rig = OffloadRig()
     asked: list[int] = []
-    lookup = rig.deciding._manager.lookup
+    lookup = rig.offloading._manager.lookup
     monkeypatch.setattr(
-        rig.deciding._manager,
+        rig.offloading._manager,
         "lookup",
         lambda keys, *, is_new_use: (asked.append(len(keys)), lookup(keys))[1],
     )
@@ -74,13 +74,13 @@ def test_update_state_after_alloc_loads_what_follows_the_devices_blocks() -> Non
 
 
 def test_a_misaligned_first_block_is_loaded_from_its_middle_on() -> None:
-    """Of 24 tokens the device has 16: the second offloaded block is needed from its part 1 on."""
+    """The device has 16 of 24 tokens: the second offloaded block loads from part 1 on."""
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
-    rig.deciding._may_load = False
+    rig.offloading._may_load = False
     rig.generate(PROMPT[:17])
-    rig.deciding._may_load = True
+    rig.offloading._may_load = True
     request = rig.generate(PROMPT)
     (load,) = rig.loads
     assert load.device == [DeviceBlocks(0, device_of(load), skip=1)]
@@ -90,7 +90,7 @@ def test_a_misaligned_first_block_is_loaded_from_its_middle_on() -> None:
 
 
 def test_a_load_may_end_inside_an_offloaded_block() -> None:
-    """At least one token is computed: of a prompt of 24 tokens 20 are loaded."""
+    """At least one token is computed: 20 of a prompt's 24 tokens are loaded."""
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
@@ -134,7 +134,7 @@ def test_who_waited_for_a_load_that_failed_computes() -> None:
     assert rig.tokens_of(first) == undisturbed(PROMPT, 3)
     assert rig.tokens_of(second) == undisturbed([*PROMPT, 5], 3)
     assert len(rig.loads) == 1, "what could not be read is forgotten"
-    (stats,) = rig.deciding.drain_stats()
+    (stats,) = rig.offloading.drain_stats()
     assert stats.num_failed == 1
     rig.forget_device()
     again = rig.generate(PROMPT)
@@ -172,7 +172,7 @@ def test_a_preempted_request_finds_its_blocks_on_the_medium() -> None:
 
 
 def test_window_groups_load_only_what_the_next_token_sees() -> None:
-    """A window of 14 tokens: of 36 loaded tokens the last 13, from block 5 of 9 on."""
+    """With a window of 14, only the last 13 of 36 tokens are loaded, from block 5 of 9 on."""
     rig = OffloadRig(windows=(None, 14))
     rig.generate(PROMPT)
     rig.forget_device()
@@ -207,18 +207,18 @@ def test_another_salt_is_another_prefix() -> None:
 
 
 def test_a_load_that_fails_takes_no_prefix_from_others_by_policy_fail() -> None:
-    """What could be read of the sequence stays; nothing more of it is stored."""
+    """Readable blocks of the sequence stay; no more of its blocks are stored."""
     rig = OffloadRig(load_failure_policy="fail")
     rig.generate(PROMPT[:24])
     rig.generate(PROMPT)
-    assert rig.deciding._manager.usage == 3 / 1000
+    assert rig.offloading._manager.usage == 3 / 1000
     rig.forget_device()
     rig.generate(PROMPT[:25])
     rig.finishes = lambda job: not job.is_load
     request = rig.add_one(PROMPT, 1)
     rig.settle()
     assert request.status is RequestStatus.FINISHED_ERROR
-    assert rig.deciding._manager.usage == 2 / 1000
+    assert rig.offloading._manager.usage == 2 / 1000
     rig.finishes = lambda job: True
     rig.forget_device()
     rig.loads.clear()

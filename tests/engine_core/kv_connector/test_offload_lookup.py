@@ -1,4 +1,4 @@
-"""How much all KV groups can have (behaviour OFC-13, and a brute-force search)."""
+"""The longest hit of all KV cache groups (behaviour OFC-13), against a brute-force search."""
 
 import random
 
@@ -32,7 +32,7 @@ F, T = False, True
 def test_window_lookup_finds_the_last_full_window_or_a_prefix(
     window: int, present: list[bool], expected: int
 ) -> None:
-    """window: offloaded blocks that the token after them sees."""
+    """window: number of offloaded blocks that the next token attends to."""
     size = 4
     extent = Extent(0, len(present) * size, size)
     group = GroupPresence(window * size + 1, present)

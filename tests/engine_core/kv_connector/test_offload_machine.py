@@ -1,4 +1,4 @@
-"""Ledger and policies against slow, obvious models, over random sequences of what is asked."""
+"""Manager and eviction policies against slow, simple models, over random operations."""
 
 import random
 from collections.abc import Collection
@@ -13,7 +13,7 @@ KEYS = [bytes([number]) for number in range(NUM_KEYS)]
 
 
 class ModelPolicy:
-    """Lists, oldest first, searched from end to end."""
+    """Reference policy: plain lists, oldest first, searched linearly."""
 
     def __init__(self, capacity: int, adaptive: bool) -> None:
         self.capacity = capacity
@@ -125,7 +125,7 @@ def test_policy_against_model(adaptive: bool, seed: int) -> None:
 @pytest.mark.parametrize("name", ["lru", "arc"])
 @pytest.mark.parametrize("seed", range(4))
 def test_ledger_against_model(name: str, seed: int) -> None:
-    """States of blocks, slots that nobody else has, and events that add up to what is there."""
+    """Block states and slots match the model, and the events add up to the present blocks."""
     rng = random.Random(seed)
     capacity = rng.randint(1, 6)
     policy = ARCPolicy(capacity) if name == "arc" else LRUPolicy()

@@ -1,7 +1,7 @@
-"""Requests at random over a small pool and a small medium, whose copies end late, or fail.
+"""Random requests over a small pool and a small medium, whose copies end late or fail.
 
-The runner reads every position back, so KV that is not of this prefix is found at once; the tokens
-are those that each request would have had alone, and in the end nothing is held.
+The runner reads every position back, so it detects KV of a wrong prefix at once. The tokens must be
+those of each request running alone, and at the end no block may stay referenced.
 """
 
 import random
@@ -19,7 +19,7 @@ NUM_STEPS = 80
 
 
 class Machine:
-    """A rig, and what is done to it at random."""
+    """An OffloadRig and random operations on it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -68,7 +68,7 @@ class Machine:
         elif action < 0.37:
             self.rig.scheduler.reset_prefix_cache(preempting=True)
         elif action < 0.38:
-            self.rig.deciding.reset_cache()
+            self.rig.offloading.reset_cache()
         elif action < 0.385:
             self.rig.lose_workers(self.rig.scheduler.worker_epoch + 1)
 
@@ -85,14 +85,14 @@ class Machine:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
                 assert rig.reason_of(request) is FinishReason.LENGTH
         rig.assert_at_rest()
-        assert rig.deciding.reset_cache()
-        assert not rig.deciding._loads._loading
-        assert not rig.deciding._requests
+        assert rig.offloading.reset_cache()
+        assert not rig.offloading._loads._loading
+        assert not rig.offloading._requests
 
 
 @pytest.mark.parametrize("first", [0, 3, 6, 9])
 def test_random_requests(first: int) -> None:
-    """Three lives each, which do load: otherwise they would prove nothing."""
+    """Run three random lives each, all of which load at least once."""
     machines = [Machine(seed) for seed in range(first, first + 3)]
     for each in machines:
         each.run()

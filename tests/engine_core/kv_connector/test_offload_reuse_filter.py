@@ -1,4 +1,4 @@
-"""Storing only what was looked for often enough (behaviours OFF-14 to OFF-16)."""
+"""Storing only blocks that were looked up often enough (behaviours OFF-14 to OFF-16)."""
 
 from collections.abc import Sequence
 
@@ -103,9 +103,9 @@ def test_everything_else_is_delegated() -> None:
 def test_who_is_told_to_ask_again_is_counted_and_touched_once(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a medium that takes its time to answer."""
+    """A request that waits for a slow medium is counted and touched only once."""
     rig = OffloadRig(windows=windows, extra={"store_threshold": 2})
-    manager = rig.deciding._manager
+    manager = rig.offloading._manager
     assert isinstance(manager, FilterReusedOffloadingManager)
     backing, touched, num_asked = manager._backing, list[bool](), 0
     lookup = backing.lookup
@@ -122,7 +122,7 @@ def test_who_is_told_to_ask_again_is_counted_and_touched_once(
     request = rig.add_one(list(range(37)), 1)
     while rig.reason_of(request) is None:
         rig.step()
-        rig.deciding.process_notifications()
+        rig.offloading.process_notifications()
     rig.settle()
     assert num_asked > 6
     assert touched.count(True) == 1

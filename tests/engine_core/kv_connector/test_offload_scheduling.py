@@ -1,7 +1,6 @@
-"""The deciding half between a real scheduler and workers that copy when the test says so.
+"""The scheduler's half between a real scheduler and workers that copy when the test decides.
 
-Device blocks of 4 tokens, offloaded blocks of 12 (behaviours OFC-01 to OFC-10, and what the
-issue adds to them).
+Device blocks of 4 tokens, offloaded blocks of 12 (behaviours OFC-01 to OFC-10).
 """
 
 import msgspec
@@ -22,21 +21,21 @@ def test_take_events_have_their_medium() -> None:
     rig.generate(PROMPT[:24])
     rig.generate([*range(100, 124)])
     stored, removed = [], []
-    for event in rig.deciding.take_events():
+    for event in rig.offloading.take_events():
         assert isinstance(event, BlockStored | BlockRemoved)
         (stored if isinstance(event, BlockStored) else removed).append(event)
     (first_store,) = rig.stores[:1]
     hashes = [parse_key(key)[0] for key in first_store.keys[0]]
     assert stored[0] == BlockStored(hashes[:1], None, [], 12, 0, "CPU")
     assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], "the end first"
-    assert list(rig.deciding.take_events()) == []
+    assert list(rig.offloading.take_events()) == []
 
 
 def test_a_reuse_threshold_keeps_scans_out() -> None:
     rig = OffloadRig(extra={"store_threshold": 2})
     rig.generate(PROMPT)
     assert rig.stores == []
-    (stats,) = rig.deciding.drain_stats()
+    (stats,) = rig.offloading.drain_stats()
     assert stats.num_skipped == 3
     rig.forget_device()
     rig.generate(PROMPT)
@@ -44,7 +43,7 @@ def test_a_reuse_threshold_keeps_scans_out() -> None:
 
 
 def test_who_waits_for_room_is_one_who_looks_for_its_blocks() -> None:
-    """However often it is asked for."""
+    """A repeated lookup does not count as another use."""
     rig = OffloadRig(num_blocks=12, extra={"store_threshold": 2})
     blocker = rig.add_one([7] * 30, 10)
     rig.step()
@@ -87,10 +86,10 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     rig.add_one(PROMPT, 1)
     rig.step()
     rig.step()
-    assert not rig.deciding.reset_cache()
+    assert not rig.offloading.reset_cache()
     rig.finishes = lambda job: True
     rig.settle()
-    assert rig.deciding.reset_cache()
+    assert rig.offloading.reset_cache()
     rig.forget_device()
     rig.generate(PROMPT)
     assert rig.loads == []
@@ -109,7 +108,7 @@ def test_a_request_whose_scores_are_no_numbers_leaves_nothing_to_be_found() -> N
     rig.note(rig.scheduler.update_from_output(output, result))
     assert request.status is RequestStatus.FINISHED_ERROR
     rig.finish(store)
-    assert rig.deciding._manager.usage == 0.0
+    assert rig.offloading._manager.usage == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stores: which blocks are copied out, when, and what they hold meanwhile.
+"""Stores: which blocks are copied, when, and which references they keep meanwhile.
 
 Device blocks of 4 tokens, offloaded blocks of 12.
 """
@@ -25,7 +25,7 @@ def test_stores_are_planned_for_full_offloaded_blocks_only() -> None:
 
 def test_only_what_prepare_store_wants_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = OffloadRig()
-    manager = rig.deciding._manager
+    manager = rig.offloading._manager
     prepare = manager.prepare_store
     monkeypatch.setattr(manager, "prepare_store", lambda keys: prepare(keys[1:2]))
     rig.generate(PROMPT)
@@ -51,7 +51,7 @@ def test_no_room_is_tolerated_and_tried_again_with_new_blocks_only() -> None:
     rig.add_one(PROMPT[:36], 5)
     rig.step()
     assert not rig.stores
-    (stats,) = rig.deciding.drain_stats()
+    (stats,) = rig.offloading.drain_stats()
     assert (stats.num_unstored, stats.num_stores, stats.usage) == (3, 0, 0.0)
     rig.finishes = lambda job: True
     rig.settle()
@@ -66,7 +66,7 @@ def test_touch_keeps_all_blocks_of_a_growing_request_recent(
     rig = OffloadRig()
     touched: list[tuple[int, bool]] = []
     monkeypatch.setattr(
-        rig.deciding._manager,
+        rig.offloading._manager,
         "touch",
         lambda keys, *, is_new_use=True: touched.append((len(keys), is_new_use)),
     )
@@ -81,7 +81,7 @@ def test_a_long_request_is_touched_as_it_grows_by_a_quarter_and_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = OffloadRig()
-    manager, touched = rig.deciding._manager, list[int]()
+    manager, touched = rig.offloading._manager, list[int]()
     monkeypatch.setattr(
         manager, "touch", lambda keys, *, is_new_use=True: touched.append(len(keys))
     )
@@ -95,11 +95,11 @@ def test_stores_begin_with_the_step_that_follows() -> None:
     rig.step()
     assert rig.half.put_off
     assert not rig.half.under_way
-    assert rig.deciding.needs_step()
+    assert rig.offloading.needs_step()
     rig.step()
     assert rig.half.under_way
     assert not rig.half.put_off
-    assert not rig.deciding.needs_step()
+    assert not rig.offloading.needs_step()
 
 
 def test_abort_while_storing_keeps_blocks_until_the_copy_ends() -> None:
@@ -117,7 +117,7 @@ def test_abort_while_storing_keeps_blocks_until_the_copy_ends() -> None:
 
 
 def test_request_finished_stores_the_last_full_block() -> None:
-    """The last token is drawn with the step that fills the block, so nobody computes after it."""
+    """The step that fills the block samples the last token, so no later step can store it."""
     rig = OffloadRig()
     rig.generate(PROMPT[:12], max_tokens=13)
     assert [device_of(store) for store in rig.stores] == [[1, 2, 3], [4, 5, 6]]
@@ -146,11 +146,11 @@ def test_a_job_is_over_when_all_ranks_have_reported() -> None:
     (store,) = rig.half.under_way
     reports = rig.half.finish(store, rig.runner)
     for report in reports:
-        assert rig.deciding._manager.usage > 0
-        assert rig.deciding._manager.lookup(store.keys[0]) == 0
+        assert rig.offloading._manager.usage > 0
+        assert rig.offloading._manager.lookup(store.keys[0]) == 0
         rig.scheduler.update_from_connector(report)
-    assert rig.deciding._manager.lookup(store.keys[0]) == 3
-    (stats,) = rig.deciding.drain_stats()
+    assert rig.offloading._manager.lookup(store.keys[0]) == 3
+    (stats,) = rig.offloading.drain_stats()
     assert (stats.num_stores, stats.store_bytes, stats.store_seconds) == (1, 300, 0.5)
     rig.finishes = lambda job: True
     rig.settle()
@@ -160,7 +160,7 @@ def test_a_job_is_over_when_all_ranks_have_reported() -> None:
 def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
     rig = OffloadRig(num_ranks=2, finishes=lambda job: False)
     rig.generate(PROMPT)
-    assert rig.deciding._manager.usage == 0.0
+    assert rig.offloading._manager.usage == 0.0
     rig.forget_device()
     rig.finishes = lambda job: True
     rig.generate(PROMPT)
@@ -168,7 +168,7 @@ def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
 
 
 def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
-    """It may have failed; the cursor stays where it is until that is known."""
+    """The load may still fail, so next_block stays where it is until the load is confirmed."""
     rig = OffloadRig()
     rig.trusts = False
     rig.add_one(PROMPT, 20)
@@ -194,12 +194,12 @@ def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
     (store,) = rig.stores
     told: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
-        rig.deciding._manager,
+        rig.offloading._manager,
         "complete_store",
         lambda keys, *, success, cancelled: told.append((success, cancelled)),
     )
     done = [FinishedJob(store.job_id, False, cancelled=each) for each in cancelled]
     for each in [FinishedJob(store.job_id, True), *done]:
         report = pack(OffloadReport([each]))
-        rig.deciding.update_connector_output(KVConnectorOutput(worker_metadata=report))
+        rig.offloading.update_connector_output(KVConnectorOutput(worker_metadata=report))
     assert told == [(False, all(cancelled))]

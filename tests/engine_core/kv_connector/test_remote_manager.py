@@ -1,4 +1,4 @@
-"""The ledger of a shared store against a real redis-server, and against one that is not there."""
+"""The manager of a Redis server against a real redis-server, and against an unreachable one."""
 
 import socket
 import threading
@@ -29,7 +29,7 @@ FOLDER = media_folder(FINGERPRINT, 2, 1)
 
 
 class Store:
-    """Ledgers of two-rank daemons over one server, and the part of the workers."""
+    """Managers of two-rank daemons that share one server, and stand-ins for their workers."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -45,7 +45,7 @@ class Store:
         return made
 
     def asked(self, manager: RemoteOffloadingManager, *numbers: int) -> int:
-        """As a request does: ask, sleep until the bell, ask again."""
+        """Look keys up as a request does: ask, wait for the notification, ask again."""
         keys = [key(each) for each in numbers]
         while (found := manager.lookup(keys)) is None:
             assert self.rings.acquire(timeout=20.0), "nobody rings"

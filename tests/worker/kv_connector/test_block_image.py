@@ -1,4 +1,4 @@
-"""Headers of blocks outside the daemon: what is not exactly right is nothing."""
+"""Headers of stored blocks: every deviation makes a block invalid."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Pages of a pool are there before they are written to, and what lies in them stays."""
+"""Committing a pool's pages ahead of the first write, without changing their content."""
 
 import mmap
 import threading
@@ -18,7 +18,7 @@ def resident_bytes() -> int:
 
 
 def can_commit() -> bool:
-    """As the system says, by a way of its own."""
+    """Return whether the kernel supports MADV_POPULATE_WRITE, found independently."""
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         try:
             memory.madvise(23)

@@ -1,4 +1,4 @@
-"""The copying half around a step: in which order, and what is told when."""
+"""The workers' half around a step: order of the calls, and what is reported when."""
 
 import os
 from typing import Any
@@ -20,7 +20,7 @@ CONTEXT = WorkerContext(0, 1, b"f" * 32, 16)
 
 
 class Recorder(WorkerConnector):
-    """Writes down every call in a log that others may share."""
+    """WorkerConnector that records its calls in a log, which several may share."""
 
     per_layer = True
 
@@ -128,7 +128,7 @@ def test_between_steps_a_readable_descriptor_is_a_report() -> None:
 
 
 class PlainAttention:
-    """Attention that says when it was run."""
+    """AttentionBackend that records when it runs."""
 
     def __init__(self, log):
         self.log = log

@@ -1,4 +1,4 @@
-"""Blocks as files: they come back as they were, or not at all, and nobody waits for a bad disk."""
+"""Blocks as files: they load unchanged or not at all, and a bad disk delays no step."""
 
 import errno
 import os
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_made_skips_stores_and_fails_loads(
 
 
 class SlowReads:
-    """os.preadv that waits until it is let go."""
+    """Replacement of os.preadv that blocks until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
@@ -332,7 +332,7 @@ def test_a_folder_that_others_may_write_to_is_refused(
 def test_in_a_folder_of_a_group_there_is_one_of_this_user_alone(
     make_rank: Callable[..., Rank], tmp_path: Path, mode: int
 ) -> None:
-    """As a volume of Kubernetes with an fsGroup is; a mount may open all of it to the group."""
+    """Like a Kubernetes volume with an fsGroup, whose files a mount may open to the group."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(mode)
     rank = make_rank()

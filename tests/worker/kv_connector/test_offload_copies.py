@@ -1,4 +1,4 @@
-"""Copies in host memory on a thread, and between a device and page-locked memory on a queue."""
+"""Copies in host memory on a thread, and between a device and pinned memory on a stream."""
 
 import random
 import threading
@@ -23,7 +23,7 @@ def transfer(job_id: int, is_load: bool, blocks: list[int], slots: list[int], sk
 
 
 class Bell:
-    """Counts, and can be waited for."""
+    """Counts notifications and lets a test wait for the next one."""
 
     def __init__(self) -> None:
         self._rung = threading.Semaphore(0)
@@ -111,7 +111,7 @@ def test_host_copies_end_with_close() -> None:
 
 @pytest.mark.parametrize("is_load", [True, False])
 def test_a_slot_that_is_not_there_fails_the_copy(is_load: bool) -> None:
-    """Ranks have different numbers of heads: what does not fit is computed, not misplaced."""
+    """Ranks have different numbers of heads: a slot beyond a rank's pool fails the copy."""
     side = HostSide(1)
     handler = side.load if is_load else side.store
     handler.transfer_async(transfer(1, is_load, [3, 4], [0, NUM_SLOTS]))
@@ -146,7 +146,7 @@ def test_a_copy_that_close_breaks_off_has_not_succeeded() -> None:
 
 
 class FakeStream:
-    """CopyStream over a FakeDevice: notices a copy that was not ordered after the steps."""
+    """CopyStream over a FakeDevice; fails if a copy does not wait for the steps before it."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -154,7 +154,7 @@ class FakeStream:
         self.computed = 0
 
     def compute(self) -> None:
-        """A step is queued."""
+        """Queue a step."""
         self.computed += 1
 
     def wait_for_compute(self) -> None:
@@ -171,7 +171,7 @@ class FakeStream:
 
 
 class NoWatcher:
-    """Somebody looks often enough."""
+    """Event watcher that does nothing: the test polls."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -183,7 +183,7 @@ class NoWatcher:
 
 
 class DeviceSide:
-    """Blocks on a fake device, a pool in its page-locked memory."""
+    """Blocks on a fake device, and a pool in its pinned memory."""
 
     def __init__(self) -> None:
         self.device = FakeDevice()
@@ -263,7 +263,7 @@ def test_the_watcher_rings_when_marks_are_reached() -> None:
 
 
 class CopyingThread(FakeStream):
-    """Waits for the steps by itself, before it queues anything."""
+    """CopyStream of a thread that waits for the steps itself, before it queues a copy."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

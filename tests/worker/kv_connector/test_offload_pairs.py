@@ -1,4 +1,4 @@
-"""Which device block goes where in an offloaded block."""
+"""Which device block belongs to which part of an offloaded block."""
 
 from proto.kv_connector import DeviceBlocks, TransferJob
 from worker.kv_connector.offload.base import BlockPair, block_pairs, device_blocks

@@ -1,4 +1,4 @@
-"""The copying half of the offloading connector: what begins when, and what is reported."""
+"""The workers' half of the offloading connector: when copies start, and what is reported."""
 
 import select
 from typing import Any
@@ -51,7 +51,7 @@ def make(cache: KVCache, **extra: Any) -> OffloadingWorker:
 
 
 def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> None:
-    """What the worker's loop does around a step, up to the report."""
+    """Call the connector as the worker's loop does around a step, up to the report."""
     worker.bind_connector_metadata(NO_PAYLOAD if metadata is None else pack(metadata))
     worker.handle_preemptions()
     worker.start_load_kv()
@@ -59,7 +59,7 @@ def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> N
 
 
 def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[int]]:
-    """(loaded seq_ids, invalid blocks, finished jobs) of the next report."""
+    """Return (loaded sequence ids, invalid blocks, finished jobs) of the next report."""
     poll = select.poll()
     poll.register(worker.fileno(), select.POLLIN)
     assert poll.poll(20_000), "no copy was over in time"
@@ -80,7 +80,7 @@ def load(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
-    """Whole blocks: every layer, K and V, and the scales of int8."""
+    """Whole blocks come back: every layer, K and V, and the int8 scales."""
     cache = make_cache(dtype)
     worker = make(cache)
     before = rows(cache)[[3, 7]].clone()

@@ -1,4 +1,4 @@
-"""Blocks in a real redis-server: shared, checked, and of bounded cost when it is not there."""
+"""Blocks in a real redis-server: shared, checked, and of bounded cost if it is unreachable."""
 
 import time
 from collections.abc import Callable, Iterator

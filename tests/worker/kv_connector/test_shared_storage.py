@@ -1,4 +1,4 @@
-"""KV in a shared folder: what the halves write, read and refuse, against a small cache."""
+"""KV in a shared folder: what both halves write, read and refuse, with a small KV cache."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The ledger of host memory and its policies, step by step (behaviours OFF-02 to OFF-20)."""
+"""Manager of host memory and its eviction policies, step by step (behaviours OFF-02 to OFF-20)."""
 
 from collections.abc import Iterable, Sequence
 
