@@ -62,7 +62,7 @@ _OTHER_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """The constant part of a sequence."""
+    """The properties of a sequence that never change."""
 
     seq_id: int
     prompt_token_ids: list[int]
@@ -72,7 +72,7 @@ class RowState:
 
 
 class InputBatch:
-    """The sequences that a worker knows, as arrays indexed by row, [num_rows] unless said.
+    """The sequences that a worker knows. Arrays are indexed by row, [num_rows] unless said.
 
     token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
     num_tokens, num_prompt_tokens: int32.
@@ -105,7 +105,7 @@ class InputBatch:
 
     @staticmethod
     def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-        """Return the bytes of a batch when all rows have been used at full length.
+        """Return the most bytes that a batch takes, with all rows at full length.
 
         Logit edits of rows are not included.
         """
@@ -139,8 +139,7 @@ class InputBatch:
 
     def sampled_positions(self, inputs: StepInputs, seq_ids: Sequence[int]) -> SampledPositions:
         """Return the sampled positions of a step. seq_ids: [S], of the sequences of `inputs`."""
-        num_sampled = np.diff(inputs.sample_start)
-        sequences = np.repeat(np.arange(len(num_sampled)), num_sampled)
+        sequences = inputs.sampled_sequences()
         rows = inputs.rows[sequences]
         ends = inputs.positions[inputs.sample_tokens] + 1
         drafts: dict[int, tuple[int, ...]] = {}
@@ -161,9 +160,9 @@ class InputBatch:
     def append_sampled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append tokens to rows, both [n]. Several tokens of a row stand side by side."""
         index = self.num_tokens[rows]
-        is_first = np.append([True], rows[1:] != rows[:-1])
-        if not is_first.all():
-            number = np.arange(len(rows))
+        follows = rows[1:] == rows[:-1]
+        if follows.any():
+            number, is_first = np.arange(len(rows)), np.append([True], ~follows)
             index += (number - np.maximum.accumulate(np.where(is_first, number, 0))).astype(
                 np.int32
             )
@@ -209,7 +208,7 @@ class InputBatch:
     def need_host(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return the rows whose results only the host can make in a step, bool [n].
+        """Return the rows, bool [n], with results that can only be computed on the host.
 
         These are candidates of a beam, and log-probabilities of prompt tokens that follow the
         first token of the step. num_computed: int32 [n], tokens computed before the step.

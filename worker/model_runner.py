@@ -39,7 +39,7 @@ GrammarSource = Callable[[SchedulerOutput], GrammarOutput]
 
 
 def no_grammars(step: SchedulerOutput) -> GrammarOutput:
-    """Be the GrammarSource of steps without constrained sequences."""
+    """GrammarSource for runs without constrained sequences; a call is a mistake of the caller."""
     raise AssertionError(f"step {step.step} has no grammar masks")
 
 
@@ -303,7 +303,7 @@ class ModelRunner:
 
 
 class FinishedStep:
-    """A launched step whose answer is known. See QueuedStep of async_runner.py for the other."""
+    """A launched step whose answer is known; QueuedStep (async_runner.py) is one in progress."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output

@@ -25,7 +25,7 @@ from worker.attention.base import AttentionInputs
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model and the sampler need; T tokens, S sequences, N sampled positions.
+    """The arrays of a step, for model and sampler; T tokens, S sequences, N sampled positions.
 
     A sampled position is a token whose logits give the next token. A sequence has any number of
     them, in order; today 0 or 1.
@@ -60,6 +60,11 @@ class StepInputs:
         """Whether the logits of all tokens are needed."""
         return len(self.sample_tokens) == len(self.token_ids)
 
+    def sampled_sequences(self) -> NDArray[np.int64]:
+        """Return the index of the sequence of each sampled position, int64 [N]."""
+        num_sampled = self.sample_start[1:] - self.sample_start[:-1]
+        return np.arange(len(num_sampled)).repeat(num_sampled)
+
     def sampled_hidden(self, hidden: torch.Tensor, sample_tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [N, H] of the sampled positions, out of hidden [T, H].
 
@@ -70,7 +75,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampledPositions:
-    """The N sampled positions of a step, or some of them, with what sampling needs to know.
+    """The N sampled positions of a step, or a subset, with the facts that sampling needs.
 
     sequences: int64 [N], index of the sequence in the step. rows: int64 [N]. seq_ids: [N].
     output_index: int32 [N], index of the output token that is sampled there, 0 for the first.
@@ -123,8 +128,8 @@ def sample_last_tokens(
 
     num_sampled: int32 [S], how many of the last tokens of each sequence are sampled.
     """
-    sample_start = np.zeros_like(query_start)
-    np.cumsum(num_sampled, out=sample_start[1:])
+    sample_start = np.zeros(len(query_start), dtype=np.int32)
+    num_sampled.cumsum(out=sample_start[1:])
     # Sampled position j of a sequence that ends at token e and at sample f is token e - f + j.
-    shift = np.repeat(query_start[1:] - sample_start[1:], num_sampled)
+    shift = (query_start[1:] - sample_start[1:]).repeat(num_sampled)
     return sample_start, shift + np.arange(sample_start[-1], dtype=np.int64)

@@ -303,6 +303,8 @@ class StepSampler:
 
 def _has_mask(grammars: GrammarOutput, positions: SampledPositions) -> npt.NDArray[np.bool_]:
     """Return the positions, bool [N], whose sequences are constrained by a grammar."""
+    if not grammars.seq_ids:
+        return np.zeros(len(positions), dtype=np.bool_)
     masked = set(grammars.seq_ids)
     has_mask = (seq_id in masked for seq_id in positions.seq_ids)
     return np.fromiter(has_mask, np.bool_, len(positions))
