@@ -25,18 +25,15 @@ from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader
 from proto.errors import InvalidRequestError
 
-# A turn of a chat, whatever API it came by: from messages to a generation.
-
-
 ANSWERS_SHARE: Final = 4
-"""A truncated prompt leaves one such part of the context to an answer without a limit."""
+"""A truncated prompt leaves one part in this many of the context to an answer without a limit."""
 
 Made = TypeVar("Made")
 _TEMPLATE: Final = ("chat template:", "the chat template cannot")
 
 
 def is_template_error(error: InvalidRequestError) -> bool:
-    """Whether the chat template refuses the conversation, and may take it in another form."""
+    """Return whether the chat template refused the conversation; merged roles may help."""
     return error.message.startswith(_TEMPLATE)
 
 

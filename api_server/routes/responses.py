@@ -100,7 +100,7 @@ async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> 
         else:
             encoder.encode_body(stream.take_deltas(), stream.usage())
     except Exception:  # no caller sees the exception: the response itself reports the failure
-        logger.exception("%s: the answer could not be encoded", stream.label)
+        logger.exception("%s: the response could not be encoded", stream.label)
         encoder.encode_error(InternalRequestError("internal error"))
     finally:
         stream.close()
