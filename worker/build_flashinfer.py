@@ -24,7 +24,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.flashinfer import HEAD_DIMS
-from worker.layers.row_library import VERSION
+from worker.layers.flashinfer_kernels import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")

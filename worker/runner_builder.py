@@ -173,7 +173,7 @@ class RunnerBuilder:
 def attention_shape(model: Decoder) -> AttentionShape:
     """Return the shape of the attention of a model."""
     spec = model.spec
-    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    return spec.attention_shape
 
 
 class FaultyModel(Decoder):

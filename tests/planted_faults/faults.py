@@ -380,7 +380,7 @@ WORKER = (
     ),
     Fault(
         "top_k_keeps_ties",
-        "worker/csrc/filter.cpp",
+        "worker/csrc/sampling/filter.cpp",
         "other > score || (other == score && id <= token)",
         "other >= score",
         "top_k keeps more than k tokens where several are equally likely.",
@@ -397,7 +397,7 @@ WORKER = (
     ),
     Fault(
         "last_token_of_a_page_not_read",
-        "worker/csrc/attention_piece.h",
+        "worker/csrc/attention/piece.h",
         "end = std::min<int64_t>(from + t->piece_len, t->kv_end);",
         "end = std::min<int64_t>(from + t->piece_len - 1, t->kv_end);",
         "Long prompts are read with a token missing at the end of each full piece of KV.",
@@ -413,7 +413,7 @@ WORKER = (
     ),
     Fault(
         "block_scale_of_the_other_half",
-        "worker/csrc/packed_source.h",
+        "worker/csrc/products/packed/packed_tile.h",
         "reinterpret_cast<const int8_t*>(scales) + half * PANEL + output)",
         "reinterpret_cast<const int8_t*>(scales) + output + half * 0)",
         "GGUF files of type Q6_K are read with the wrong scale for half of their weights.",
@@ -421,11 +421,11 @@ WORKER = (
     ),
     Fault(
         "vocabulary_shards_in_the_wrong_order",
-        "worker/layers/shared_linear.py",
+        "worker/layers/linear.py",
         "torch.cat([part[:, :size] for part, size in parts], dim=1)",
         "torch.cat([part[:, :size] for part, size in [*parts][::-1]], dim=1)",
         "With --tensor-parallel-size 2 the answers are other words.",
-        ("tests/worker/layers/test_shared_linear.py",),
+        ("tests/worker/layers/test_rank_parallel.py",),
     ),
     Fault(
         "disk_checksum_not_compared",

@@ -21,7 +21,7 @@ from worker.build_flashinfer import (
     parser,
     variants,
 )
-from worker.kv_layout import kv_layout
+from worker.kv_cache import kv_layout
 
 
 def toolkit(root: Path, name: str) -> Path:

@@ -10,8 +10,7 @@ import torch
 
 from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
 SLOTS = (9, 4, 23, PADDING_SLOT, 10, 5, PADDING_SLOT)
