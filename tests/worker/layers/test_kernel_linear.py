@@ -1,4 +1,4 @@
-"""Products over blocks: one weight, several side by side, a head, a table; and two forms."""
+"""Products with packed weights: one weight, several side by side, a head, a table; two formats."""
 
 import pytest
 import torch
