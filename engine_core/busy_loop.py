@@ -26,11 +26,10 @@ from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
 from engine_core.worker_group import WorkerFailedError, WorkerGroup
 from proto.errors import TokendError
-from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import KVConnectorOutput
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Link, Poller
+from proto.sockets import NO_DESCRIPTOR, Link, Poller
 
 logger = logging.getLogger("tokend.busy_loop")
 

@@ -11,7 +11,7 @@ from engine_core.kv_cache.coordinator import longest_request
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import WeightMemory, WorkerReady
+from proto.lifecycle import WeightFormatMemory, WorkerReady
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
     return PoolPlan(num_blocks, block_size, usable, notice)
 
 
-def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightMemory, ...]:
+def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, ...]:
     """Memory of each form of the weights, of all workers together."""
     total: Counter[str] = Counter()
     for worker in workers:
         for each in worker.weights:
             total[each.form] += each.num_bytes
-    return tuple(WeightMemory(form, num_bytes) for form, num_bytes in total.items())
+    return tuple(WeightFormatMemory(form, num_bytes) for form, num_bytes in total.items())
 
 
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:

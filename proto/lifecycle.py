@@ -162,7 +162,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     groups: tuple[KVGroup, ...] = (KVGroup(),)
 
 
-class WeightMemory(msgspec.Struct, array_like=True, frozen=True):
+class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
     """Memory of the weights in one format: packed, int8, bf16, f32 or f16."""
 
     form: str
@@ -188,7 +188,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     vocab_size: int
     fingerprint: bytes
     device_name: str
-    weights: tuple[WeightMemory, ...] = ()
+    weights: tuple[WeightFormatMemory, ...] = ()
     phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
@@ -236,7 +236,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
     kv_cache_bytes: int = 0
-    weights: tuple[WeightMemory, ...] = ()
+    weights: tuple[WeightFormatMemory, ...] = ()
     starts: tuple[ProcessStart, ...] = ()
 
 

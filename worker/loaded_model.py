@@ -16,7 +16,7 @@ import torch
 
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
-from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightMemory
+from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
 from worker.fingerprint import kv_fingerprint
@@ -70,9 +70,9 @@ class LoadedModel:
         return Fraction(held[self.group.rank], sum(held))
 
     @property
-    def weights(self) -> tuple[WeightMemory, ...]:
+    def weights(self) -> tuple[WeightFormatMemory, ...]:
         """Bytes that the weights take, by form."""
-        return tuple(WeightMemory(*each) for each in self.form.memory.items())
+        return tuple(WeightFormatMemory(*each) for each in self.form.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """32 bytes over everything that changes what is in its KV blocks."""

@@ -157,27 +157,27 @@ class RunFigures:
 
 def figures_of(name: str, load_result: LoadResult, goodput: Goodput) -> RunFigures:
     """Return the figures of one run."""
-    done = [each for each in load_result.results if not each.error]
+    done = [result for result in load_result.results if not result.error]
     return RunFigures(
         name=name,
         seconds=load_result.seconds,
         cpu_share=load_result.cpu_seconds / load_result.seconds,
         num_good=goodput.count(done),
         times={
-            "ttft": [1e3 * each.ttft for each in done],
-            "tpot": [1e3 * each.tpot for each in done if each.output_tokens > 1],
-            "itl": [1e3 * gap for each in done for gap in each.gaps],
-            "e2el": [1e3 * each.e2el for each in done],
+            "ttft": [1e3 * result.ttft for result in done],
+            "tpot": [1e3 * result.tpot for result in done if result.output_tokens > 1],
+            "itl": [1e3 * gap for result in done for gap in result.gaps],
+            "e2el": [1e3 * result.e2el for result in done],
         },
-        waited_ms=[1e3 * each.waited for each in done],
+        waited_ms=[1e3 * result.waited for result in done],
         num_completed=len(done),
-        input_tokens=sum(each.input_tokens for each in done),
-        cached_tokens=sum(each.cached_tokens for each in done),
-        output_tokens=sum(each.output_tokens for each in done),
-        num_other_length=sum(each.output_tokens != each.requested_tokens for each in done),
+        input_tokens=sum(result.input_tokens for result in done),
+        cached_tokens=sum(result.cached_tokens for result in done),
+        output_tokens=sum(result.output_tokens for result in done),
+        num_other_length=sum(result.output_tokens != result.requested_tokens for result in done),
         peak_output_tokens_per_s=_peak_rate(done),
         peak_concurrency=_peak_concurrency(done),
-        errors=Counter(each.error for each in load_result.results if each.error),
+        errors=Counter(result.error for result in load_result.results if result.error),
     )
 
 
@@ -189,12 +189,12 @@ def note_answers(load_result: LoadResult, answers: AnswerComparison) -> None:
 
 def _peak_rate(done: Sequence[RequestResult]) -> float:
     """Return the maximum of chunks in one second, counted from the first request."""
-    begin = min((each.started for each in done), default=0.0)
+    begin = min((result.started for result in done), default=0.0)
     buckets: Counter[int] = Counter()
-    for each in done:
-        now = each.first
+    for result in done:
+        now = result.first
         buckets[int(now - begin)] += 1
-        for gap in each.gaps:
+        for gap in result.gaps:
             now += gap
             buckets[int(now - begin)] += 1
     return float(max(buckets.values(), default=0))
@@ -202,7 +202,9 @@ def _peak_rate(done: Sequence[RequestResult]) -> float:
 
 def _peak_concurrency(done: Sequence[RequestResult]) -> int:
     """Return the maximum of concurrent requests; an end counts before a begin at the same time."""
-    events = sorted([(each.started, 1) for each in done] + [(each.last, -1) for each in done])
+    events = sorted(
+        [(result.started, 1) for result in done] + [(result.last, -1) for result in done]
+    )
     now = peak = 0
     for _, change in events:
         now += change
@@ -238,27 +240,27 @@ def show(console: Console, runs: Sequence[RunFigures], answers: AnswerComparison
 def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
     """Return remarks: failures, wrong lengths, different answers, CPU time of the client."""
     found = [
-        f"{each.name}: {number} failed: {error}"
-        for each in runs
-        for error, number in each.errors.most_common(_SHOWN)
+        f"{run.name}: {number} failed: {error}"
+        for run in runs
+        for error, number in run.errors.most_common(_SHOWN)
     ]
     found += [
-        f"{each.name}: {each.num_other_length} answers of another length than requested"
-        for each in runs
-        if each.num_other_length
+        f"{run.name}: {run.num_other_length} answers of another length than requested"
+        for run in runs
+        if run.num_other_length
     ]
     if answers.num_compared:
         found.append(
             f"answers to the same request: {answers.num_compared} compared, "
             f"{len(answers.different)} different"
         )
-    found += [f"different: {each}" for each in answers.different[:_SHOWN]]
+    found += [f"different: {difference}" for difference in answers.different[:_SHOWN]]
     if answers.different:
         found.append(
             "a difference need not be an error: with low precision, the batch decides between two "
             "tokens of nearly equal logits"
         )
-    shares = ", ".join(f"{each.cpu_share:.1%}" for each in runs)
+    shares = ", ".join(f"{run.cpu_share:.1%}" for run in runs)
     found.append(f"the client used {shares} of one core")
     return found
 
@@ -268,7 +270,7 @@ def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison)
     panels = [
         PlotPanel(
             f"{_NAMES[metric]}, cumulative share",
-            {each.name: _distribution(each.times[metric]) for each in runs},
+            {run.name: _distribution(run.times[metric]) for run in runs},
             "milliseconds",
             log_x=True,
             shares=True,
@@ -277,11 +279,12 @@ def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison)
     ]
     for metric in ("ttft", "tpot"):
         known = sorted(
-            (each for each in runs if each.times[metric]), key=lambda run: run.output_tokens_per_s
+            (run for run in runs if run.times[metric]),
+            key=lambda known_run: known_run.output_tokens_per_s,
         )
         curves = {
             f"p{percent}": [
-                (each.output_tokens_per_s, each.time_ms(metric, percent)) for each in known
+                (run.output_tokens_per_s, run.time_ms(metric, percent)) for run in known
             ]
             for percent in (99, 50)
         }
@@ -290,7 +293,7 @@ def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison)
                 f"{_NAMES[metric]} in milliseconds, by throughput",
                 curves,
                 "output tokens/s",
-                names=[each.name for each in known],
+                names=[run.name for run in known],
             )
         )
     return plot_page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
@@ -304,15 +307,15 @@ def _rows(runs: Sequence[RunFigures]) -> PlotTable:
         [*head, "client CPU"],
         [
             [
-                each.name,
-                f"{each.num_completed:,}",
-                f"{each.num_failed:,}",
-                f"{each.output_tokens_per_s:,.1f}",
-                f"{each.requests_per_s:.2f}",
-                *(_pair(each, metric) for metric in METRICS),
-                f"{each.cpu_share:.1%}",
+                run.name,
+                f"{run.num_completed:,}",
+                f"{run.num_failed:,}",
+                f"{run.output_tokens_per_s:,.1f}",
+                f"{run.requests_per_s:.2f}",
+                *(_pair(run, metric) for metric in METRICS),
+                f"{run.cpu_share:.1%}",
             ]
-            for each in runs
+            for run in runs
         ],
     )
 
@@ -322,39 +325,39 @@ def _overview(runs: Sequence[RunFigures]) -> Table:
         "load", "done", "failed", "s", "requests/s", "good/s", "tokens in", "out",
         "output tokens/s", "all tokens/s", "concurrency", "client CPU",
     )  # fmt: skip
-    for each in runs:
+    for run in runs:
         table.add_row(
-            each.name,
-            f"{each.num_completed:,}",
-            f"{each.num_failed:,}",
-            f"{each.seconds:.2f}",
-            f"{each.requests_per_s:.2f}",
-            "-" if each.goodput_per_s is None else f"{each.goodput_per_s:.2f}",
-            f"{each.input_tokens:,}",
-            f"{each.output_tokens:,}",
-            f"{each.output_tokens_per_s:.1f}",
-            f"{each.total_tokens_per_s:.1f}",
-            f"{each.peak_concurrency}",
-            f"{each.cpu_share:.1%}",
+            run.name,
+            f"{run.num_completed:,}",
+            f"{run.num_failed:,}",
+            f"{run.seconds:.2f}",
+            f"{run.requests_per_s:.2f}",
+            "-" if run.goodput_per_s is None else f"{run.goodput_per_s:.2f}",
+            f"{run.input_tokens:,}",
+            f"{run.output_tokens:,}",
+            f"{run.output_tokens_per_s:.1f}",
+            f"{run.total_tokens_per_s:.1f}",
+            f"{run.peak_concurrency}",
+            f"{run.cpu_share:.1%}",
         )
     return table
 
 
 def _percentiles(run: RunFigures) -> Table:
-    table = _table("", "mean", "std", *(f"p{each}" for each in PERCENTILES))
+    table = _table("", "mean", "std", *(f"p{percent}" for percent in PERCENTILES))
     for metric in METRICS:
         values = run.times[metric]
         if values:
             cells = [statistics.fmean(values), statistics.pstdev(values)]
-            cells += [percentile(values, each) for each in PERCENTILES]
+            cells += [percentile(values, percent) for percent in PERCENTILES]
             table.add_row(TITLES[metric], *(f"{cell:.2f}" for cell in cells))
     return table
 
 
 def _latencies(runs: Sequence[RunFigures]) -> Table:
     table = _table("load", *(f"{metric.upper()} p50 / p99, ms" for metric in METRICS))
-    for each in runs:
-        table.add_row(each.name, *(_pair(each, metric) for metric in METRICS))
+    for run in runs:
+        table.add_row(run.name, *(_pair(run, metric) for metric in METRICS))
     return table
 
 

@@ -1,1 +1,1 @@
-"""`tokend trace`: traces of the scheduler, looked at and played again."""
+"""`tokend trace`: web pages of scheduler traces."""

@@ -1,9 +1,9 @@
-"""From the lines of a trace to what a page shows: columns of steps, sequences and their states.
+"""Condenses a trace to columns: steps, sequences and the states of sequences over time.
 
     arrival     admitted      first token     preempted       admitted            finish
       ├─ queued ──┼── prefill ──┼── decode ─────┼── preempted ──┼─ prefill, decode ──┤ pinned …
 
-Owns no drawing. Everything is a column of numbers or of names, so that 100,000 steps stay small.
+Everything is a column of numbers or names, so that 100,000 steps stay small.
 """
 
 from array import array
@@ -43,11 +43,11 @@ STEP_COLUMNS: Final = (
     "external",
     "preempted",
 )
-"""Whole numbers of each step; prefill and decode in tokens, local and external, too."""
+"""Integers per step. prefill, decode, local, external: tokens."""
 
 
 class State(IntEnum):
-    """Of a sequence, from one moment to another."""
+    """State of a sequence."""
 
     QUEUED = 0
     PREFILL = 1
@@ -57,8 +57,11 @@ class State(IntEnum):
 
 
 @dataclass(slots=True)
-class _Life:
-    """state, since: now. missing: tokens to compute before the next output."""
+class _SequenceState:
+    """Present state of a sequence.
+
+    row: on the page. since: in microseconds. missing: tokens to compute before the next output.
+    """
 
     row: int
     state: State
@@ -68,10 +71,11 @@ class _Life:
 
 @dataclass
 class Condensed:
-    """Times in microseconds. Columns by name; those of a kind are equally long.
+    """A condensed trace. Times in microseconds.
 
-    steps: STEP_COLUMNS, step_times and step_ends beside them (0 where there is no result).
-    segments: row, state, from and to, by row.
+    steps: columns by name, see STEP_COLUMNS. step_times, step_ends: of the same steps; 0 without a
+    result. segments: (row, state, from, to), ordered by row. firsts: times of first tokens by
+    seq_id. events: (time, text).
     """
 
     header: TraceHeader
@@ -89,25 +93,24 @@ class Condensed:
 
 
 class Condenser:
-    """Takes the lines one after the other."""
+    """Condenses the lines of a trace, one after the other."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.condensed = Condensed(header)
-        self._lives: dict[int, _Life] = {}
+        self._states: dict[int, _SequenceState] = {}
         self._index_of_step: dict[int, int] = {}
         self._complete_after: dict[int, list[int]] = {}
         self._pins: dict[str, tuple[int, int]] = {}
         self._rows: dict[int, int] = {}  # of sequences, in the order of their arrival
 
-    def take(self, line: TraceLine) -> None:
-        """The next line."""
+    def add_line(self, line: TraceLine) -> None:
         condensed = self.condensed
         condensed.end = max(condensed.end, line.time_us)
         match line:
             case Arrival():
                 row = self._rows[line.seq_id] = len(condensed.arrivals)
                 condensed.arrivals.append(line)
-                self._lives[line.seq_id] = _Life(row, State.QUEUED, line.time_us)
+                self._states[line.seq_id] = _SequenceState(row, State.QUEUED, line.time_us)
             case Step():
                 self._step(line)
             case Result():
@@ -126,30 +129,30 @@ class Condenser:
                 condensed.events.append((condensed.end, f"{line.num_lines} lines are missing"))
 
     def finish(self) -> Condensed:
-        """No more lines: what is under way lasts until the end."""
+        """Return the condensed trace; states that have not ended last until the last line."""
         end = self.condensed.end
-        for seq_id in list(self._lives):
+        for seq_id in list(self._states):
             self._end(seq_id, end)
         for job in list(self._pins):
             self._unpin(job, end)
-        self.condensed.segments.sort(key=lambda each: (each[0], each[2]))
+        self.condensed.segments.sort(key=lambda segment: (segment[0], segment[2]))
         return self.condensed
 
     def _step(self, line: Step) -> None:
-        made, condensed = line.decision, self.condensed
-        for seq_id in made.preempted:
-            self._turn(seq_id, State.PREEMPTED, line.time_us)
-        for hit in made.hits:
-            self._turn(hit.seq_id, State.PREFILL, line.time_us)
-            life = self._lives.get(hit.seq_id)
-            if life is not None:
-                life.missing = hit.num_tokens - hit.local_tokens - hit.external_tokens
-        num_prefill = self._compute(line.step, made)
+        decision, condensed = line.decision, self.condensed
+        for seq_id in decision.preempted:
+            self._set_state(seq_id, State.PREEMPTED, line.time_us)
+        for hit in decision.hits:
+            self._set_state(hit.seq_id, State.PREFILL, line.time_us)
+            state = self._states.get(hit.seq_id)
+            if state is not None:
+                state.missing = hit.num_tokens - hit.local_tokens - hit.external_tokens
+        num_prefill = self._compute(line.step, decision)
         snapshot, pool = line.snapshot, line.snapshot.pool
         values = (
             line.step,
             num_prefill,
-            made.num_tokens - num_prefill,
+            decision.num_tokens - num_prefill,
             snapshot.running,
             snapshot.waiting,
             sum(snapshot.blocked.values()),
@@ -158,9 +161,9 @@ class Condenser:
             pool.requests,
             pool.held,
             pool.pinned,
-            sum(each.local_tokens for each in made.hits),
-            sum(each.external_tokens for each in made.hits),
-            len(made.preempted),
+            sum(hit.local_tokens for hit in decision.hits),
+            sum(hit.external_tokens for hit in decision.hits),
+            len(decision.preempted),
         )
         for name, value in zip(STEP_COLUMNS, values, strict=True):
             condensed.steps[name].append(value)
@@ -168,20 +171,20 @@ class Condenser:
         condensed.step_times.append(line.time_us)
         condensed.step_ends.append(0)
 
-    def _compute(self, step: int, made: Decision) -> int:
-        """Count what sequences still miss; returns the tokens of those that miss something."""
+    def _compute(self, step: int, decision: Decision) -> int:
+        """Count down the missing tokens of sequences; return the prefill tokens of the step."""
         num_prefill = 0
-        ones = [1] * len(made.running)
+        ones = [1] * len(decision.running)
         for seq_id, number in (
-            *zip(made.new, made.new_tokens, strict=True),
-            *zip(made.resumed, made.resumed_tokens, strict=True),
-            *zip(made.running, made.running_tokens or ones, strict=True),
+            *zip(decision.new, decision.new_tokens, strict=True),
+            *zip(decision.resumed, decision.resumed_tokens, strict=True),
+            *zip(decision.running, decision.running_tokens or ones, strict=True),
         ):
-            life = self._lives.get(seq_id)
-            if life is not None and life.missing > 0:
-                life.missing -= number
+            state = self._states.get(seq_id)
+            if state is not None and state.missing > 0:
+                state.missing -= number
                 num_prefill += number
-                if life.missing <= 0:
+                if state.missing <= 0:
                     self._complete_after.setdefault(step, []).append(seq_id)
         return num_prefill
 
@@ -192,25 +195,25 @@ class Condenser:
         for seq_id in line.first:
             self.condensed.firsts[seq_id] = line.time_us
         for seq_id in self._complete_after.pop(line.step, ()):
-            life = self._lives.get(seq_id)
-            if life is not None and life.state is State.PREFILL:
-                self._turn(seq_id, State.DECODE, line.time_us)
+            state = self._states.get(seq_id)
+            if state is not None and state.state is State.PREFILL:
+                self._set_state(seq_id, State.DECODE, line.time_us)
 
-    def _turn(self, seq_id: int, state: State, time: int) -> None:
-        life = self._lives.get(seq_id)
-        if life is None:
+    def _set_state(self, seq_id: int, state: State, time: int) -> None:
+        sequence = self._states.get(seq_id)
+        if sequence is None:
             return
-        self._segment(life.row, life.state, life.since, time)
-        life.state, life.since = state, time
+        self._segment(sequence.row, sequence.state, sequence.since, time)
+        sequence.state, sequence.since = state, time
 
     def _segment(self, row: int, state: State, start: int, end: int) -> None:
         if end > start:
             self.condensed.segments.append((row, int(state), start, end))
 
     def _end(self, seq_id: int, time: int) -> None:
-        life = self._lives.pop(seq_id, None)
-        if life is not None:
-            self._segment(life.row, life.state, life.since, time)
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._segment(state.row, state.state, state.since, time)
 
     def _unpin(self, job: str, time: int) -> None:
         if job in self._pins:
@@ -219,7 +222,7 @@ class Condenser:
 
 
 def condense(lines: Iterable[TraceLine]) -> Condensed:
-    """Raises ProtocolError where the first line is not the header."""
+    """Condense a trace; raises ProtocolError if it is empty or has no header."""
     condenser: Condenser | None = None
     for line in lines:
         if condenser is None:
@@ -227,7 +230,7 @@ def condense(lines: Iterable[TraceLine]) -> Condensed:
                 raise ProtocolError("a trace begins with its header")
             condenser = Condenser(line)
         elif not isinstance(line, TraceHeader):
-            condenser.take(line)
+            condenser.add_line(line)
     if condenser is None:
-        raise ProtocolError("there is nothing in it")
+        raise ProtocolError("the trace is empty")
     return condenser.finish()

@@ -1,9 +1,9 @@
-"""A condensed trace as one page that needs nothing else.
+"""A condensed trace as one self-contained HTML page.
 
     header (JSON) ‖ columns, one after the other, deflated, in base64 ──▶ <script type="text/plain">
 
-Columns are little-endian: f8 for times (microseconds), i4 for the rest. The page says which script
-may run by its hash and loads nothing, so names that clients gave are only ever text.
+Columns are little-endian: f8 for times (microseconds), i4 for the rest. The content security
+policy allows only the script with this hash, so names from clients cannot run as code.
 """
 
 import base64
@@ -43,14 +43,14 @@ _PAGE: Final = """\
 
 
 class _Columns:
-    """Columns in the order in which they are added, and where each is."""
+    """Columns in the order in which they are added. places: kind and length by name."""
 
     def __init__(self) -> None:
         self.places: dict[str, tuple[str, int]] = {}
         self._bytes: list[bytes] = []
 
-    def add(self, name: str, kind: str, values: Sequence[float]) -> None:
-        """kind: d for f8, i for i4."""
+    def add_column(self, name: str, kind: str, values: Sequence[float]) -> None:
+        """Append a column. kind: "d" for float64, "i" for int32."""
         column = values if isinstance(values, array) else array(kind, values)
         if sys.byteorder == "big":
             column = array(kind, column)
@@ -64,11 +64,11 @@ class _Columns:
 
 
 def render(condensed: Condensed, name: str) -> str:
-    """The page. name: of the file."""
+    """Return the page. name: of the trace file."""
     columns = _columns(condensed)
     about = to_compact_json({**_about(condensed, name), "columns": columns.places})
     data = len(about).to_bytes(4, "little") + about + columns.content
-    script = "\n".join(_asset(each) for each in _SCRIPTS)
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _PAGE.format(
         title=html.escape(f"{name} - scheduler trace"),
@@ -81,38 +81,44 @@ def render(condensed: Condensed, name: str) -> str:
 
 
 def _columns(condensed: Condensed) -> _Columns:
-    """Times come first: their eight bytes have to be aligned."""
+    """Return all columns; times are first, because float64 must be aligned."""
     columns = _Columns()
     arrivals, segments = condensed.arrivals, condensed.segments
     ends, firsts = condensed.finishes, condensed.firsts
     last = condensed.end
-    columns.add("step_time", "d", condensed.step_times)
-    columns.add("step_end", "d", condensed.step_ends)
-    columns.add("segment_from", "d", [each[2] for each in segments])
-    columns.add("segment_to", "d", [each[3] for each in segments])
-    columns.add("arrival", "d", [each.time_us for each in arrivals])
-    columns.add("first", "d", [firsts.get(each.seq_id, -1) for each in arrivals])
-    finishes = [ends.get(each.seq_id) for each in arrivals]
-    columns.add("end", "d", [each.time_us if each else last for each in finishes])
+    columns.add_column("step_time", "d", condensed.step_times)
+    columns.add_column("step_end", "d", condensed.step_ends)
+    columns.add_column("segment_from", "d", [segment[2] for segment in segments])
+    columns.add_column("segment_to", "d", [segment[3] for segment in segments])
+    columns.add_column("arrival", "d", [arrival.time_us for arrival in arrivals])
+    columns.add_column("first", "d", [firsts.get(arrival.seq_id, -1) for arrival in arrivals])
+    finishes = [ends.get(arrival.seq_id) for arrival in arrivals]
+    columns.add_column("end", "d", [finish.time_us if finish else last for finish in finishes])
     for name in STEP_COLUMNS:
-        columns.add(name, "i", condensed.steps[name])
-    columns.add("segment_row", "i", [each[0] for each in segments])
-    columns.add("segment_state", "i", [each[1] for each in segments])
-    columns.add("seq_id", "i", [each.seq_id for each in arrivals])
-    columns.add("prompt", "i", [each.num_prompt_tokens for each in arrivals])
-    columns.add("priority", "i", [each.priority for each in arrivals])
-    columns.add("output", "i", [each.num_output_tokens if each else 0 for each in finishes])
-    columns.add("hit", "i", [each.num_cached_tokens if each else 0 for each in finishes])
-    columns.add("preemptions", "i", [each.num_preemptions if each else 0 for each in finishes])
+        columns.add_column(name, "i", condensed.steps[name])
+    columns.add_column("segment_row", "i", [segment[0] for segment in segments])
+    columns.add_column("segment_state", "i", [segment[1] for segment in segments])
+    columns.add_column("seq_id", "i", [arrival.seq_id for arrival in arrivals])
+    columns.add_column("prompt", "i", [arrival.num_prompt_tokens for arrival in arrivals])
+    columns.add_column("priority", "i", [arrival.priority for arrival in arrivals])
+    columns.add_column(
+        "output", "i", [finish.num_output_tokens if finish else 0 for finish in finishes]
+    )
+    columns.add_column(
+        "hit", "i", [finish.num_cached_tokens if finish else 0 for finish in finishes]
+    )
+    columns.add_column(
+        "preemptions", "i", [finish.num_preemptions if finish else 0 for finish in finishes]
+    )
     return columns
 
 
 def _about(condensed: Condensed, name: str) -> dict[str, Any]:
     header, arrivals = condensed.header, condensed.arrivals
-    finishes = [condensed.finishes.get(each.seq_id) for each in arrivals]
+    finishes = [condensed.finishes.get(arrival.seq_id) for arrival in arrivals]
     return {
         "name": name,
-        "states": [each.name.lower() for each in State],
+        "states": [state.name.lower() for state in State],
         "policy": header.scheduler.scheduling_policy,
         "device": header.device,
         "blocks": header.num_blocks - 1,
@@ -121,10 +127,10 @@ def _about(condensed: Condensed, name: str) -> dict[str, Any]:
         "budget": header.scheduler.step_tokens,
         "end": condensed.end,
         "events": condensed.events,
-        "requests": [f"{each.request_id}/{each.choice}" for each in arrivals],
-        "jobs": [each.job for each in arrivals],
-        "tenants": [f"{each.tenant:x}" if each.tenant else "" for each in arrivals],
-        "reasons": [each.reason if each else "" for each in finishes],
+        "requests": [f"{arrival.request_id}/{arrival.choice}" for arrival in arrivals],
+        "jobs": [arrival.job for arrival in arrivals],
+        "tenants": [f"{arrival.tenant:x}" if arrival.tenant else "" for arrival in arrivals],
+        "reasons": [finish.reason if finish else "" for finish in finishes],
     }
 
 

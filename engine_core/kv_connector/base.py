@@ -14,11 +14,11 @@ from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.config import ServeConfig
-from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.kv_events import KVEvent
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
+from proto.sockets import NO_DESCRIPTOR
 from proto.stats import KVMediumStats
 
 

@@ -3,8 +3,8 @@
 from typing import Final
 
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector, SchedulerContext
-from proto.component import find_class, load_class
 from proto.errors import ConfigError
+from proto.kv_connector import find_class, load_class
 from proto.kv_transfer_config import FIELD, KVTransferConfig
 
 CONNECTORS: Final = {

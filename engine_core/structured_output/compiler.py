@@ -19,8 +19,8 @@ from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import GrammarError, Matcher
 from engine_core.structured_output.sandbox import GrammarSandbox
 from proto.errors import InvalidRequestError, TokendError
-from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
+from proto.sockets import EventFd
 
 logger = logging.getLogger("tokend.grammars")
 

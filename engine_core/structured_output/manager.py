@@ -43,13 +43,13 @@ from engine_core.structured_output.sandbox import COMPILE_SECONDS, GrammarSandbo
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo
-from proto.event_fd import EventFd
 from proto.grammar import FREE_TEXT, GrammarSource
 from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.sockets import EventFd
 
 logger = logging.getLogger("tokend.grammars")
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from proto.errors import ErrorInfo
-from proto.lifecycle import WeightMemory
+from proto.lifecycle import WeightFormatMemory
 from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import samples
 from tests.fakes import boots
@@ -122,7 +122,7 @@ async def test_only_whole_answers_have_a_latency(start):
 
 async def test_memory_of_the_weights_by_form(start):
     async with start(ready=False) as front_end:
-        weights = (WeightMemory("packed", 90), WeightMemory("bf16", 250))
+        weights = (WeightFormatMemory("packed", 90), WeightFormatMemory("bf16", 250))
         front_end.engine._send(boots.engine_ready(weights=weights))
         await front_end.app_state.client.wait_ready()
         found = await samples(front_end)

@@ -27,7 +27,7 @@ from proto.lifecycle import (
     ProcessStart,
     Role,
     StartPhase,
-    WeightMemory,
+    WeightFormatMemory,
     process_name,
 )
 from proto.process import describe
@@ -129,7 +129,7 @@ class TestExitReport:
 ENGINE_READY = boots.engine_ready(
     max_model_len=8192,
     device_name="some cpu",
-    weights=(WeightMemory("packed", 92 << 20), WeightMemory("bf16", 257 << 20)),
+    weights=(WeightFormatMemory("packed", 92 << 20), WeightFormatMemory("bf16", 257 << 20)),
     starts=(ProcessStart("worker", 0, (StartPhase("imports", 1.0), StartPhase("weights", 0.5))),),
 )
 

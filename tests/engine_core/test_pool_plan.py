@@ -10,7 +10,7 @@ from engine_core.pool_plan import plan_pool, weight_memory
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import KVGroup, WeightMemory
+from proto.lifecycle import KVGroup, WeightFormatMemory
 from tests.fakes import boots
 
 
@@ -130,8 +130,10 @@ def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
 
 
 def test_what_weights_take_is_added_up_by_form():
-    first = boots.worker_ready(weights=(WeightMemory("packed", 5), WeightMemory("bf16", 7)))
-    second = boots.worker_ready(weights=(WeightMemory("packed", 6),))
-    expected = (WeightMemory("packed", 11), WeightMemory("bf16", 7))
+    first = boots.worker_ready(
+        weights=(WeightFormatMemory("packed", 5), WeightFormatMemory("bf16", 7))
+    )
+    second = boots.worker_ready(weights=(WeightFormatMemory("packed", 6),))
+    expected = (WeightFormatMemory("packed", 11), WeightFormatMemory("bf16", 7))
     assert weight_memory([first, second]) == expected
     assert weight_memory([boots.worker_ready()]) == ()

@@ -14,11 +14,11 @@ from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
 from engine_core.structured_output.manager import StructuredOutputManager
 from engine_core.validation import RequestLimits
 from proto.engine_io import EngineCoreRequest, FinishReason
-from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.sockets import EventFd
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.intake_desk import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token

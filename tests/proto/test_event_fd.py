@@ -1,9 +1,9 @@
-"""A event_fd wakes whoever waits for its descriptor, and nobody once it is closed."""
+"""An EventFd makes its descriptor readable, until it is closed."""
 
 import os
 from select import select
 
-from proto.event_fd import EventFd
+from proto.sockets import EventFd
 
 
 def is_readable(descriptor: int) -> bool:

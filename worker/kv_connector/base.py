@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from proto.config import ServeConfig
-from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import NO_PAYLOAD, Payload
+from proto.sockets import NO_DESCRIPTOR
 from worker.kv_cache import KVCache
 
 DEFAULTS: Final = ServeConfig()

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from proto.component import find_class, load_class
+from proto.kv_connector import find_class, load_class
 from proto.kv_transfer_config import FIELD, KVTransferConfig
 from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector, WorkerContext
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from proto.event_fd import NO_DESCRIPTOR
 from proto.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Poller
+from proto.sockets import NO_DESCRIPTOR, Poller
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector
 from worker.layers.rotary import Rotation

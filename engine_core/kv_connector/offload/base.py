@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from proto.component import find_class, load_class
+from proto.kv_connector import find_class, load_class
 from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 
 MAX_BYTES_IN_FLIGHT: Final = 64 << 20

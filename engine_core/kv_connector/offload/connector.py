@@ -24,7 +24,6 @@ from engine_core.kv_connector.offload.tracking import (
     parse_key,
 )
 from engine_core.request import Request, RequestStatus
-from proto.event_fd import EventFd
 from proto.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
@@ -37,6 +36,7 @@ from proto.kv_connector import (
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
 from proto.scheduler_output import SchedulerOutput
+from proto.sockets import EventFd
 from proto.stats import KVMediumStats
 
 

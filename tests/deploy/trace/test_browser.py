@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from deploy.trace.command import page_of
 from deploy.trace.condense import STEP_COLUMNS, Condensed, State
 from deploy.trace.page import render
-from deploy.trace.view import page_of
 from proto.sched_trace import Arrival, Finish
 from tests.fakes.traced_engine import TracedEngine, random_load
 

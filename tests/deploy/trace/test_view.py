@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
-from deploy.trace.view import page_of
+from deploy.trace.command import page_of
 from tests.fakes.traced_engine import TracedEngine, random_load
 
 

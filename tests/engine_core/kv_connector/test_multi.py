@@ -9,9 +9,9 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match, SchedulerConnector
 from engine_core.kv_connector.multi import MultiScheduler
 from proto.errors import ConfigError
-from proto.event_fd import EventFd
 from proto.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
+from proto.sockets import EventFd
 from tests.engine_core.kv_connector.test_connector_registry import context
 from tests.fakes.kv_requests import Setup, make_manager
 

@@ -7,8 +7,8 @@ import pytest
 from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
 from engine_core.structured_output.matchers import GrammarError
 from proto.errors import ModelError
-from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
+from proto.sockets import EventFd
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoSandbox
 
 

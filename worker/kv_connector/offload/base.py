@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from proto.component import find_class, load_class
-from proto.kv_connector import TransferJob
+from proto.kv_connector import TransferJob, find_class, load_class
 from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
 from worker.kv_cache import KVCache
 

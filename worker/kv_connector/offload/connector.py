@@ -9,7 +9,6 @@ the medium make the copies.
 
 from collections.abc import Sequence
 
-from proto.event_fd import EventFd
 from proto.kv_connector import (
     NO_PAYLOAD,
     FinishedJob,
@@ -22,6 +21,7 @@ from proto.kv_connector import (
 )
 from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
+from proto.sockets import EventFd
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import FinishedTransfers, WorkerConnector, WorkerContext
 from worker.kv_connector.offload.base import (
