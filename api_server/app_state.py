@@ -13,12 +13,12 @@ from api_server.lifecycle.health import Health, InFlightCounter
 from api_server.lifecycle.supervisor_link import SupervisorLink
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
-from api_server.parsers.reasoning import ReasoningStyle, style_of
-from api_server.parsers.tool_calling import ToolCaller
+from api_server.parsers.reasoning import ReasoningFormat, reasoning_format
+from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
 from api_server.stream import TokenStream
-from api_server.text.chat_template import load_chat_template, read_chat_template
+from api_server.text.chat_template import find_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
@@ -46,12 +46,12 @@ class ModelTexts:
         tokenizer = ModelTokenizer.load(folder)
         variables = special_token_texts(folder)
         if config.chat_template is None:
-            template = load_chat_template((folder, model.folder), name, variables)
+            template = find_chat_template((folder, model.folder), variables)
         else:
             template = read_chat_template(Path(config.chat_template), variables)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TemplateRenderer(template), digest.hexdigest())
+        return cls(tokenizer, TemplateRenderer(template, name), digest.hexdigest())
 
 
 APP_STATE: Final = "tokend.app_state"
@@ -96,15 +96,15 @@ class AppState:
             raise UnknownModelError(f"the model {shown} does not exist", "model")
 
     @property
-    def reasoning_style(self) -> ReasoningStyle:
-        """The markers between which the model reasons, if it does."""
-        return style_of(self.config.reasoning_parser, self.chat_template.source)
+    def reasoning_format(self) -> ReasoningFormat:
+        """How the model writes its reasoning."""
+        return reasoning_format(self.config.reasoning_parser, self.chat_template.source)
 
     @property
-    def tool_caller(self) -> ToolCaller:
+    def tool_calls(self) -> ModelToolCalls:
         """How the model calls tools."""
         template = self.chat_template
-        return ToolCaller(
+        return ModelToolCalls(
             self.config.tool_call_parser, template.source, template.facts, self.tokenizer
         )
 

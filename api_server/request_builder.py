@@ -4,25 +4,22 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from api_server.app_state import AppState
 from api_server.http.tenants import reader_of
 from api_server.parsers.called_tool import AgentTurn
-from api_server.parsers.parts import PLAIN_TEXT, PartsParser
-from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
-from api_server.parsers.tool_calling import Calling, no_calling
-from api_server.protocol.agents import agent_hint, tool_name
-from api_server.protocol.answers import Answer, Shape
+from api_server.parsers.output_format import OutputFormat
+from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
     SAMPLING_NUMBERS,
     GenerationRequest,
 )
+from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
 from api_server.protocol.fields import IgnoredFields
 from api_server.request_stream import (
     MAX_UNSENT_BYTES,
@@ -35,10 +32,10 @@ from api_server.request_stream import (
 from api_server.response import GenerationResponse
 from api_server.sampling import SEED_MASK, sampling_params
 from api_server.stream import TokenStream
-from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
-from api_server.text.logprobs import TokenIdNames
+from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer, NoText
+from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
-from api_server.text.stop_strings import stop_matcher
+from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
@@ -70,7 +67,7 @@ class RequestBuilder:
 
     Constructed when the request arrives.
 
-    ignored: unknown fields. calling: the format of tool calls; None for a request without tools.
+    ignored: unknown fields. grammar: of the answer, None for any text.
     """
 
     def __init__(
@@ -81,13 +78,11 @@ class RequestBuilder:
         tenant: int,
         key_name: str,
         ignored: IgnoredFields,
-        calling: Calling | None = None,
+        grammar: GrammarSource | None,
     ) -> None:
         check_request(request)
         check_beams(request)
-        calling = calling or no_calling(request.grammar_source)
-        self._grammar = checked_grammar(request, calling.grammar)
-        self._marks = calling.marks
+        self._grammar = checked_grammar(request, grammar)
         self._agent = agent_hint(request, tenant)
         app_state.check_model(request.model)
         self._app_state = app_state
@@ -104,21 +99,25 @@ class RequestBuilder:
         """A grammar constrains the answer."""
         return self._grammar is not None
 
-    def shape(self, top: int | None) -> Shape:
-        """Return what the answer shows. top: alternatives per token, None for no logprobs."""
+    def response_options(self, num_logprobs: int | None) -> ResponseOptions:
+        """Return what the response contains.
+
+        num_logprobs: alternatives for each token, None for no log-probabilities.
+        """
         request, tokenizer = self._request, self._app_state.tokenizer
-        named = len(request.logprob_token_ids)
-        return Shape(
+        if num_logprobs is not None and request.logprob_token_ids:
+            num_logprobs = len(request.logprob_token_ids)
+        return ResponseOptions(
             id=self.id,
             created=int(time.time()),
             model=self._app_state.model_name,
-            names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
-            prompt_names=tokenizer,
-            top=top if top is None or not named else named,
-            prompt_top=request.prompt_logprobs,
-            token_ids=request.return_token_ids,
-            usage=request.includes_usage,
-            continuous_usage=request.includes_continuous_usage,
+            token_names=TokenNames(tokenizer, request.return_tokens_as_token_ids),
+            prompt_token_names=TokenNames(tokenizer),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
+            returns_token_ids=request.return_token_ids,
+            includes_usage=request.includes_usage,
+            includes_continuous_usage=request.includes_continuous_usage,
         )
 
     def check_choices(self, num_prompts: int) -> None:
@@ -163,20 +162,16 @@ class RequestBuilder:
         self,
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
-        make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
-        thoughts: Thoughts = NO_THOUGHTS,
+        output_format: OutputFormat,
     ) -> TokenStream:
         """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, for each request. make_parser: returns
-        the parser of one choice, for the tool calls of agents. thoughts: of the answers.
+        text_starts: characters before the first output, for each request.
         """
         notifier = StreamNotifier()
         streams = [
-            self._stream(
-                request, notifier, place, text_starts[place], self._turn(make_parser), thoughts
-            )
-            for place, request in enumerate(requests)
+            self._stream(request, notifier, index, text_starts[index], output_format)
+            for index, request in enumerate(requests)
         ]
         app_state = self._app_state
         return TokenStream(
@@ -196,13 +191,13 @@ class RequestBuilder:
     def response(
         self,
         stream: TokenStream,
-        answer: Answer,
+        encoder: ResponseEncoder,
         extra_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> GenerationResponse:
-        """Return the response to a submitted stream, in the format of `answer`."""
+        """Return the response to a submitted stream, encoded by `encoder`."""
         return GenerationResponse(
             stream,
-            answer,
+            encoder,
             as_events=self._request.stream,
             keep_alive_seconds=self._app_state.config.sse_keep_alive,
             extra_headers=[*self.headers(), *extra_headers],
@@ -290,41 +285,44 @@ class RequestBuilder:
             reader=reader_of(self._tenant, self._key_name),
         )
 
-    def _turn(self, make_parser: Callable[[], PartsParser]) -> AgentTurn | None:
-        """Return what finds the tool that the agent calls; the client's hint comes first."""
+    def _agent_turn(self, output_format: OutputFormat) -> AgentTurn | None:
+        """Return what finds the tool that an agent calls; None for other requests."""
         if self._agent is None:
             return None
-        name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
-        if hint is not None and hint.tool is not None:
-            return AgentTurn(make_parser, name, name(hint.tool))
-        return AgentTurn(make_parser, name)
+        hint = self._request.agent_hint
+        declared_tool = None if hint is None else hint.tool
+        parsers = [output_format.new_parser() for _ in range(self._request.n)]
+        return AgentTurn(parsers, self._tenant, declared_tool)
 
     def _stream(
         self,
         request: EngineCoreRequest,
         notifier: StreamNotifier,
-        place: int,
+        index: int,
         text_start: int,
-        turn: AgentTurn | None,
-        thoughts: Thoughts,
+        output_format: OutputFormat,
     ) -> RequestStream:
         app_state, body = self._app_state, self._request
         ids = request.prompt_token_ids
-        marks = {**self._marks, **thoughts.markers}
-        detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
-        counts = [each for inner in detokenizers for each in thoughts.counting(inner)]
+        turn = self._agent_turn(output_format)
+        text_tails = turn.tails if turn is not None else []
+        markers, reasoning = output_format.markers, output_format.reasoning
+        detokenizers = [self._detokenizer(ids, markers) for _ in range(request.n)]
+        counters = [
+            counter for counter in map(reasoning.new_counter, detokenizers) if counter is not None
+        ]
         choices = [
             Choice(
-                index=place * request.n + number,
-                detokenizer=(counts or detokenizers)[number],
-                stops=stop_matcher(body.stop, shows_stop=body.include_stop_str_in_output),
+                index=index * request.n + number,
+                detokenizer=(counters or detokenizers)[number],
+                stop_strings=self._stop_strings(),
                 min_tokens=body.min_tokens,
                 text_start=text_start,
                 shows_stop=body.include_stop_str_in_output,
                 interval=body.stream_interval or app_state.config.stream_interval,
                 counts_tokens=not body.detokenize,
                 send_buffer=self._send_buffer,
-                text_listener=None if turn is None else turn.listener(),
+                text_tail=text_tails[number] if text_tails else None,
             )
             for number in range(request.n)
         ]
@@ -340,14 +338,20 @@ class RequestBuilder:
             may_expire_in_queue=request.queue_deadline < math.inf,
             send_buffer=self._send_buffer,
             turn=turn,
-            thought_counts=counts,
+            reasoning_counters=counters,
             max_tokens=request.sampling_params.max_tokens,
         )
 
+    def _stop_strings(self) -> StopStrings | None:
+        body = self._request
+        if not body.stop:
+            return None
+        return StopStrings(body.stop, shows_stop=body.include_stop_str_in_output)
+
     def _detokenizer(
-        self, prompt_token_ids: Sequence[int], marks: Mapping[int, str]
+        self, prompt_token_ids: Sequence[int], markers: Mapping[int, str]
     ) -> Detokenizer:
-        """marks: special tokens that have text all the same."""
+        """Return a detokenizer. markers: token id → text of special tokens that keep their text."""
         if not self._request.detokenize:
             return NoText()
         inner = self._app_state.tokenizer.detokenizer(
@@ -355,9 +359,9 @@ class RequestBuilder:
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,
         )
-        if not marks or not self._request.skip_special_tokens:
+        if not markers or not self._request.skip_special_tokens:
             return inner
-        return MarkedDetokenizer(inner, marks)
+        return MarkerDetokenizer(inner, markers)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:

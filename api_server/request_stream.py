@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from api_server.errors import SlowReaderError
 from api_server.metrics.metrics import Metrics
-from api_server.parsers.called_tool import AgentTurn, Listener
-from api_server.parsers.reasoning import CountingDetokenizer
+from api_server.parsers.called_tool import AgentTurn, TextTail
+from api_server.parsers.reasoning import ReasoningTokenCounter
 from api_server.text.detokenizer import Detokenizer
-from api_server.text.logprobs import LogprobRow, TextToken, unpack
-from api_server.text.stop_strings import StopMatcher
+from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
+from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
@@ -153,19 +153,19 @@ class Choice:
     interval: new tokens per delta, after the first one.
     counts_tokens: tokens without text make a delta too.
     send_buffer: of the HTTP request.
-    text_listener: is called with all text that is shown; None for most requests.
+    text_tail: collects the text of an agent's answer; None for other requests.
     """
 
     index: int
     detokenizer: Detokenizer
-    stops: StopMatcher
+    stop_strings: StopStrings | None = None
     min_tokens: int = 0
     text_start: int = 0
     shows_stop: bool = False
     interval: int = 1
     counts_tokens: bool = False
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
-    text_listener: Listener | None = None
+    text_tail: TextTail | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -210,7 +210,7 @@ class Choice:
                 self.send_buffer.add_logprobs(len(rows[position].token_ids))
             if position >= silent:
                 break  # a stop token ends the choice and has no text
-            if self._add_text(self.detokenizer.feed(token_id)):
+            if self._add_text(self.detokenizer.decode_token(token_id)):
                 return position + 1
         if finish_reason is not None:
             self._end(finish_reason, stop_reason)
@@ -240,7 +240,11 @@ class Choice:
         if not piece:
             return False
         self._num_decoded_characters += len(piece)
-        shown, stop = self.stops.feed(piece, armed=len(self.token_ids) > self.min_tokens)
+        if self.stop_strings is None:
+            self._show(piece)
+            return False
+        can_stop = len(self.token_ids) > self.min_tokens
+        shown, stop = self.stop_strings.filter_text(piece, can_stop=can_stop)
         if shown:
             self._show(shown)
         if stop is None:
@@ -249,19 +253,19 @@ class Choice:
         return True
 
     def _end(self, finish_reason: FinishReason, stop_reason: int | None) -> None:
-        if self._add_text(self.detokenizer.flush()):
+        if self._add_text(self.detokenizer.flush_text()):
             return
-        rest = self.stops.flush()
-        if rest:
-            self._show(rest)
+        held = "" if self.stop_strings is None else self.stop_strings.flush_text()
+        if held:
+            self._show(held)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if finish_reason is FinishReason.REPETITION:
             self.stop_reason = REPETITION_DETECTED
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
-        if self.text_listener is not None:
-            self.text_listener(text)
+        if self.text_tail is not None:
+            self.text_tail.append_text(text)
         self.send_buffer.add_text(text)
 
 
@@ -290,7 +294,7 @@ class RequestStream:
     send_buffer: of the HTTP request.
     turn: of an agent, which finds the tool that it calls; None for other requests.
     max_tokens: requested for each choice.
-    thought_counts: one per choice of a model with reasoning.
+    reasoning_counters: one per choice of a model with reasoning.
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
         choice that ended last.
     """
@@ -305,7 +309,7 @@ class RequestStream:
     may_expire_in_queue: bool = False
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
     turn: AgentTurn | None = None
-    thought_counts: Sequence[CountingDetokenizer] = ()
+    reasoning_counters: Sequence[ReasoningTokenCounter] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
     max_tokens: int = 0
@@ -387,7 +391,7 @@ class RequestStream:
 
     def called_tool(self) -> str:
         """Return the engine's name of the tool that the answer calls, or ""."""
-        return "" if self.turn is None else self.turn.tool()
+        return "" if self.turn is None else self.turn.called_tool()
 
     def process_output(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take one output; True if a stop string ended a choice that the engine still computes.
@@ -413,7 +417,7 @@ class RequestStream:
         if output.prompt_logprobs is not None:
             self._note_prompt_rows(output)
         num_known = self._num_known(choice, output)
-        rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
+        rows = unpack_logprobs(output.logprobs)[num_known:] if output.logprobs is not None else []
         new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
         if num_known:
             self.metrics.count_discarded_tokens("repeated", num_known)
@@ -458,7 +462,7 @@ class RequestStream:
     def _note_prompt_rows(self, output: EngineCoreOutput) -> None:
         arrays = output.prompt_logprobs
         assert arrays is not None
-        for position, row in enumerate(unpack(arrays), start=arrays.first_position):
+        for position, row in enumerate(unpack_logprobs(arrays), start=arrays.first_position):
             if 0 < position < len(self.prompt_rows):
                 self.prompt_rows[position] = row
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.http.http_protocol import ChunkWriter, chunk_writer, close_after_response
-from api_server.protocol.answers import Answer
+from api_server.protocol.encoder import ResponseEncoder
 from api_server.request_stream import StreamNotifier
 from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, RequestError
@@ -38,7 +38,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         stream: TokenStream,
-        answer: Answer,
+        encoder: ResponseEncoder,
         *,
         as_events: bool,
         keep_alive_seconds: float,
@@ -46,7 +46,7 @@ class GenerationResponse(Response):
     ) -> None:
         super().__init__()
         self._stream = stream
-        self._answer = answer
+        self._encoder = encoder
         self._as_events = as_events
         self._keep_alive_seconds = keep_alive_seconds
         self._extra_headers = extra_headers
@@ -67,7 +67,7 @@ class GenerationResponse(Response):
         headers = EVENT_STREAM_HEADERS + self._extra_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         keep_alive = KeepAlive(
-            self._keep_alive_seconds, self._stream.notifier, self._answer.keep_alive
+            self._keep_alive_seconds, self._stream.notifier, self._encoder.keep_alive
         )
         try:
             await self._send_until_finished(scope, send, keep_alive)
@@ -75,13 +75,13 @@ class GenerationResponse(Response):
             keep_alive.close()
 
     async def _send_until_finished(self, scope: Scope, send: Send, keep_alive: "KeepAlive") -> None:
-        stream, begin = self._stream, self._answer.begin()
+        stream, begin = self._stream, self._encoder.encode_start()
         writer = chunk_writer(scope)
         while not stream.disconnected:
             events, is_last, error = self._next_events()
             if error is not None:
                 close_after_response(scope)
-                events += self._answer.failure(error)
+                events += self._encoder.encode_error(error)
             events = begin + events or keep_alive.due_event()
             begin = ""
             if events:
@@ -103,7 +103,7 @@ class GenerationResponse(Response):
         if writer is None or not (writer.ready and stream.is_running):
             return False
         try:
-            events = "".join([self._answer.chunk(delta) for delta in stream.take_deltas()])
+            events = "".join([self._encoder.encode_delta(delta) for delta in stream.take_deltas()])
         except Exception:
             logger.exception("%s: the response could not be encoded", stream.label)
             stream.fail(InternalRequestError("internal error"))
@@ -118,11 +118,11 @@ class GenerationResponse(Response):
         """Return the pending events, whether they are the last, and the failure if it is one."""
         stream = self._stream
         try:
-            events = "".join([self._answer.chunk(delta) for delta in stream.take_deltas()])
+            events = "".join([self._encoder.encode_delta(delta) for delta in stream.take_deltas()])
             if stream.error is not None:
                 return events, True, stream.error
             if stream.finished:
-                events += self._answer.end(stream.usage())
+                events += self._encoder.encode_end(stream.usage())
             return events, stream.finished, None
         except Exception:  # the status is sent: no other handler could report the error
             logger.exception("%s: the response could not be encoded", stream.label)
@@ -137,7 +137,7 @@ class GenerationResponse(Response):
                 return
         if stream.error is not None:
             raise stream.error
-        body = json.dumps(self._answer.body(stream.take_deltas(), stream.usage())).encode()
+        body = json.dumps(self._encoder.encode_body(stream.take_deltas(), stream.usage())).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -127,12 +127,12 @@ class TokenStream:
         return not finished
 
     def usage(self) -> Usage:
-        thoughts = [count for stream in self.streams for count in stream.thought_counts]
+        counters = [counter for stream in self.streams for counter in stream.reasoning_counters]
         return Usage(
             sum(len(stream.prompt_token_ids) for stream in self.streams),
             sum(stream.num_completion_tokens for stream in self.streams),
             sum(stream.num_cached_tokens for stream in self.streams),
-            sum(count.num_tokens for count in thoughts) if thoughts else None,
+            sum(counter.num_tokens for counter in counters) if counters else None,
         )
 
     def disconnect(self, cause: Literal["disconnect", "slow_reader"]) -> None:

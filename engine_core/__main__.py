@@ -7,7 +7,7 @@ from proto.sockets import Link
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """The engine, compiled where it can be: the import has to wait for the choice."""
+    """Run the engine, with compiled modules if there are any; import it after that choice."""
     use_compiled()
     from engine_core.core import main as run_engine
 

@@ -1,15 +1,12 @@
-"""Compiles the scheduler and the KV cache, as they stand, into C extensions with mypyc.
+"""Compiles the scheduler and the KV cache into C extensions with mypyc.
 
-Everything that a step runs through is plain typed Python, and nearly all of its time is
-the interpreter's, spread evenly. Compiled, the same files take half as long. Nothing is
-written beside the sources: the extensions go into a folder named after a digest of what
-they were compiled from, so that an edited source is never shadowed by an old extension
-(see `compiled`).
+The time of a step is spread evenly over plain typed Python; compiled, the same files take half as
+long. The extensions are written to a folder named after a digest of their sources, so that an
+edited source is never shadowed by an old extension (see `compiled.py`).
 
-Owns the choice of modules and the compiler's command. Runs at installation (setup.py)
-and by hand (`python -m engine_core.build_compiled`); imports nothing but the standard
-library, so that it works before the package is installed. mypyc itself comes with mypy,
-which installing brings along for the time of the build.
+Runs at installation (setup.py), or with `python -m engine_core.build_compiled`. It imports only
+the standard library, so that it works before the package is installed. mypyc is part of mypy,
+which is installed for the time of the build.
 """
 
 import hashlib
@@ -33,28 +30,28 @@ _HOT: Final = (
     *("scheduler/*.py", "scheduler/queues/*.py"),
     *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
-"""Not the connectors, ledgers and policies: a class from elsewhere may extend those, which it
-cannot do with a compiled one."""
+"""Modules to compile. Not the connectors, ledgers and policies: an interpreted class may extend
+those, and cannot extend a compiled class."""
 _TYPES_OF: Final = ("engine_core", "proto")
 """Packages whose sources the compiler reads."""
 
 _MYPY_FLAGS: Final = ("--config-file=", "--ignore-missing-imports")
 _ENVIRONMENT: Final = {"MYPYC_OPT_LEVEL": "1", "MYPYC_DEBUG_LEVEL": "0"}
-"""Higher levels take the C compiler two to three times as long and gain nothing measurable."""
+"""Higher levels double or triple the compile time, without a measurable gain."""
 
 
 class CompiledBuildError(Exception):
-    """No mypyc, no C compiler, or one of them refused; the message says which and why."""
+    """mypyc or the C compiler is missing or failed; the message says why."""
 
 
 def hot_modules() -> list[Path]:
-    """The files that are compiled, in a fixed order."""
+    """Return the files to compile, in a fixed order."""
     found = [path for pattern in _HOT for path in sorted(PACKAGE.glob(pattern))]
     return [path for path in found if path.name != "__init__.py"]
 
 
 def folder_of_sources(output_dir: Path = OUTPUT) -> Path:
-    """Where the extensions of the sources as they are now belong."""
+    """Return the folder for the extensions of the present sources."""
     digest = hashlib.sha256(" ".join(_MYPY_FLAGS + tuple(_ENVIRONMENT.values())).encode())
     for path in [*hot_modules(), *sorted((PACKAGE.parent / "proto").rglob("*.py"))]:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
@@ -62,9 +59,9 @@ def folder_of_sources(output_dir: Path = OUTPUT) -> Path:
 
 
 def build(output_dir: Path = OUTPUT) -> list[Path]:
-    """Compile into output_dir, unless that is done; returns the folder of the extensions.
+    """Compile into output_dir, unless it is up to date; return the folder of the extensions.
 
-    Folders of other sources are removed. Raises CompiledBuildError.
+    Removes folders of other sources. Raises CompiledBuildError.
     """
     target = folder_of_sources(output_dir)
     for stale in set(output_dir.glob("*")) - {target}:
@@ -78,7 +75,7 @@ def build(output_dir: Path = OUTPUT) -> list[Path]:
 
 
 def _compile(work: Path, target: Path) -> None:
-    """Compile copies in `work`, then move what came out to `target`, all of it or nothing."""
+    """Compile copies in the folder `work`, then move all extensions to `target` at once."""
     if importlib.util.find_spec("mypyc") is None:
         raise CompiledBuildError("mypyc is not installed; it is part of the package mypy")
     root = PACKAGE.parent

@@ -1,8 +1,7 @@
-"""Compiles csrc/ into one small C library, which the engine can do without.
+"""Compiles csrc/ into a small C library; without it the engine hashes blocks in Python.
 
-Owns the compiler command. Runs at installation (setup.py) and by hand
-(`python -m engine_core.build_native`); imports nothing but the standard library, so
-that it works before the package is installed.
+Runs at installation (setup.py), or with `python -m engine_core.build_native`. It imports only the
+standard library, so that it works before the package is installed.
 """
 
 import hashlib
@@ -14,24 +13,23 @@ from typing import Final
 SOURCE: Final = Path(__file__).resolve().parent / "csrc" / "block_hash.c"
 
 _FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
-"""What a CPU may lack is asked for at run time, so there is one library for all of them."""
+"""The library checks CPU features at run time, so that one library serves all CPUs."""
 
 
 class NativeBuildError(Exception):
-    """No compiler, or it refused; the message says which and why."""
+    """The compiler is missing or failed; the message says why."""
 
 
 def library(folder: Path) -> Path:
-    """Where the library belongs. The name carries a digest of what it is compiled from,
-    so that one of older sources is never loaded."""
+    """Return the path of the library; a digest of its sources in it prevents loading an old one."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode() + SOURCE.read_bytes()).hexdigest()[:8]
     return folder / f"libtokend_{SOURCE.stem}_{digest}.so"
 
 
 def build(output_dir: Path) -> list[Path]:
-    """Compile into output_dir, unless that is done; returns the libraries.
+    """Compile into output_dir, unless it is up to date; return the libraries.
 
-    Libraries of other sources are removed. Raises NativeBuildError.
+    Removes libraries of other sources. Raises NativeBuildError.
     """
     target = library(output_dir)
     for stale in set(output_dir.glob(f"libtokend_{SOURCE.stem}_*.so")) - {target}:
@@ -43,8 +41,8 @@ def build(output_dir: Path) -> list[Path]:
 
 
 def _compile(target: Path) -> None:
-    """Beside the target, then moved there, so that a running process keeps its library."""
-    import subprocess  # every engine imports this module, and compiles nothing
+    """Compile to a temporary file and rename it, so that a running process keeps its library."""
+    import subprocess  # not at the top: every engine imports this module
 
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

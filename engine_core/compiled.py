@@ -1,7 +1,7 @@
-"""Loads the compiled scheduler in place of its sources, where it was built from just these.
+"""Imports the compiled scheduler instead of its sources, if it was built from exactly these.
 
-Owns nothing but the import hook. Without extensions, or after an edit, the sources are
-interpreted: the same behaviour, twice the time.
+Without compiled extensions, or after an edit, Python interprets the sources: the same behaviour,
+in twice the time.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from engine_core.build_compiled import SUFFIX, folder_of_sources
 
 
 class CompiledFinder:
-    """Finds a module as the extension of its name in a folder; all others are left to Python."""
+    """Finds modules that have a compiled extension in a folder; Python finds all others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -28,9 +28,9 @@ class CompiledFinder:
 
 
 def use_compiled() -> bool:
-    """Have modules imported from now on in their compiled form; False if there is none.
+    """Import compiled modules from now on; return False if there are none for these sources.
 
-    To be called before the first of them is imported.
+    Call it before the first of the modules is imported.
     """
     folder = folder_of_sources()
     if not folder.is_dir():

@@ -91,7 +91,7 @@ class InputProcessor:
     def accept_compiled_requests(self) -> bool:
         """Accept or refuse requests whose grammar has been compiled. Return if there were any."""
         assert self._structured_output is not None
-        compiled = self._structured_output.pop_compiled()
+        compiled = self._structured_output.pop_compiled_requests()
         for client, request_id, error in compiled:
             if not self._scheduler.knows(request_id):
                 continue  # its client has disconnected

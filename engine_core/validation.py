@@ -1,7 +1,7 @@
-"""The engine's own check of a request.
+"""Validates requests in the engine.
 
-The front end has checked all of this and names the field of its API; here
-nothing may get through that could harm the engine, a worker or another request.
+The API server has checked the same before, with the field names of its API. The engine checks
+again, so that no message can harm it, a worker, or another request.
 """
 
 import math
@@ -17,10 +17,10 @@ from proto.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """vocab_size: token ids are below it. max_model_len: most tokens of prompt and output.
+    """Limits of one engine for a request.
 
-    priorities: whether the scheduling policy heeds them. crashes_until_isolated: as in the
-    settings of the scheduler.
+    vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
+    priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
     """
 
     vocab_size: int
@@ -30,7 +30,7 @@ class RequestLimits:
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError for the first thing that is out of range."""
+    """Raise InvalidRequestError for the first field that is out of range."""
     params = message.sampling_params
     if not 1 <= message.n <= MAX_CHOICES:
         raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}, got {message.n}", "n")
@@ -64,9 +64,9 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
 
 
 def validate_input(message: SessionInput, limits: RequestLimits) -> None:
-    """Raise InvalidRequestError for the first thing that is out of range.
+    """Raise InvalidRequestError for the first field that is out of range.
 
-    Whether it fits is for the session to say.
+    The session checks the length.
     """
     if not message.prompt_token_ids and not message.last:
         raise InvalidRequestError("the input has no tokens", "prompt")
@@ -78,7 +78,7 @@ def validate_input(message: SessionInput, limits: RequestLimits) -> None:
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError, with the numbers, for more than a request may have."""
+    """Raise InvalidRequestError if prompt and output are longer than `max_model_len`."""
     total = num_prompt_tokens + max_tokens
     if total > max_model_len:
         raise InvalidRequestError(
@@ -104,7 +104,7 @@ def _check_deadlines(message: EngineCoreRequest) -> None:
     for name in ("queue_deadline", "deadline"):
         value = getattr(message, name)
         if math.isnan(value):
-            raise InvalidRequestError(f"{name} is no number", name)
+            raise InvalidRequestError(f"{name} is not a number", name)
         if message.resumable and value != math.inf:
             raise InvalidRequestError("a session has no time limit of its own", name)
 
@@ -131,11 +131,11 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
 
 
 def _check_beams(message: EngineCoreRequest) -> None:
-    """Beams are nowhere until the end, so there is nothing to take up or to tell of them."""
+    """Refuse parameters that need output tokens before the end of a beam search."""
     params = message.sampling_params
     if params.beam_width == 0:
         return
-    for wrong, name in (
+    for is_used, name in (
         (params.beam_width != message.n, "n"),
         (any(message.output_token_ids), "output_token_ids"),
         (bool(message.finished_choices), "finished_choices"),
@@ -144,49 +144,53 @@ def _check_beams(message: EngineCoreRequest) -> None:
         (params.edits is not None, "edits"),
         (params.repetition is not None, "repetition_detection"),
     ):
-        if wrong:
+        if is_used:
             raise InvalidRequestError(f"{name} does not go with beam search", name)
 
 
 def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
-    """The end of the text is the grammar's to decide, and which tokens there are to choose from.
+    """Refuse parameters that contradict a grammar, and grammars that are too long.
 
-    The rest is checked where it is compiled.
+    The compiler checks the grammar itself.
     """
     params = message.sampling_params
-    ends = (params.ignore_eos, "ignore_eos"), (params.min_tokens > 0, "min_tokens")
-    _check_free_to_force(message, ends, "a grammar", grammar.field)
+    end_rules = (params.ignore_eos, "ignore_eos"), (params.min_tokens > 0, "min_tokens")
+    _check_forced_tokens(message, end_rules, "a grammar", grammar.field)
     if grammar.num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
-            f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken",
+            f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed",
             grammar.field,
         )
 
 
 def _check_thinking(message: EngineCoreRequest) -> None:
-    """Nothing else may rule out the end of the thoughts."""
-    _check_free_to_force(message, (), "a rule for thoughts", "thinking_token_budget")
+    """Refuse parameters that could mask the end marker of reasoning."""
+    _check_forced_tokens(message, (), "a reasoning budget", "thinking_token_budget")
 
 
-def _check_free_to_force(
-    message: EngineCoreRequest, further: Sequence[tuple[bool, str]], what: str, field: str
+def _check_forced_tokens(
+    message: EngineCoreRequest, more_rules: Sequence[tuple[bool, str]], what: str, field: str
 ) -> None:
-    """Tokens may be forced on it. further: (whether it is so, what does not go with that)."""
+    """Refuse parameters that contradict a feature which forces tokens.
+
+    more_rules: further parameters, as (whether the request uses it, name). what, field: the
+    feature and its request field, for the error.
+    """
     params = message.sampling_params
     edits = params.edits or LogitEdits()
-    for wrong, name in (
+    for is_used, name in (
         (edits.allowed_token_ids is not None, "allowed_token_ids"),
         (bool(edits.bad_words), "bad_words"),
         (params.beam_width > 0, "use_beam_search"),
-        *further,
+        *more_rules,
         (message.resumable, "a session"),
     ):
-        if wrong:
+        if is_used:
             raise InvalidRequestError(f"{name} does not go with {what}", field)
 
 
 def _is_utf8(text: str) -> bool:
-    """The salt is hashed while a step is scheduled, where it must not fail."""
+    """Return whether a text can be encoded; the salt is hashed later, where this must not fail."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -197,9 +201,12 @@ def _is_utf8(text: str) -> bool:
 def _check_token_ids(
     token_ids: list[int] | tuple[int, ...], limits: RequestLimits, param: str
 ) -> None:
-    """min and max run in C: a prompt of 100,000 tokens costs a few milliseconds, once."""
+    """Raise InvalidRequestError for a token id outside the vocabulary.
+
+    Uses min and max because they run in C: 100,000 tokens take a few milliseconds.
+    """
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
-        wrong = next(each for each in token_ids if not 0 <= each < limits.vocab_size)
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)
         raise InvalidRequestError(
             f"token id {wrong} is outside the vocabulary [0, {limits.vocab_size})", param
         )

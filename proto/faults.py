@@ -9,7 +9,7 @@
                  slow    this step and all later ones take a second longer
                  nan     the step's hidden states are NaN (workers only)
     @STEP        before this step with tokens, counted from 1 since the process started
-    xLIVES       also after restarts: in so many lives of the process in total
+    xCOUNT       also after restarts: in this many incarnations of the process (default 1)
 
 The supervisor passes faults on only with --enable-fault-injection.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -35,18 +35,21 @@ class InjectedFaultError(Exception):
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """One fault to inject. role: "worker" or "engine_core". lives: in how many lives."""
+    """One fault to inject. role: "worker" or "engine_core".
+
+    incarnations: the fault is injected in this many incarnations of the process.
+    """
 
     role: str
     index: int
     action: Action
     step: int
-    lives: int = 1
+    incarnations: int = 1
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parse a value of TOKEND_FAULTS; raises ConfigError for an invalid fault."""
-    return tuple(_parse(each.strip()) for each in text.split(",") if each.strip())
+    return tuple(_parse(word.strip()) for word in text.split(",") if word.strip())
 
 
 def _parse(word: str) -> Fault:
@@ -61,16 +64,13 @@ def _parse(word: str) -> Fault:
 class FaultInjector:
     """Injects the faults of one process.
 
-    breaks_numbers: whether the hidden states of the present step are replaced by NaN.
+    injects_nan: whether the hidden states of the present step are replaced by NaN.
     """
 
-    def __init__(
-        self, faults: Iterable[Fault], sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, faults: Iterable[Fault]) -> None:
         self._faults = tuple(faults)
-        self._sleep = sleep
         self._step = 0
-        self.breaks_numbers = False
+        self.injects_nan = False
 
     @classmethod
     def of(
@@ -78,9 +78,9 @@ class FaultInjector:
     ) -> "FaultInjector":
         """Create an injector of the faults that apply to this incarnation of this process."""
         return cls(
-            each
-            for each in faults
-            if (each.role, each.index) == (role, index) and incarnation < each.lives
+            fault
+            for fault in faults
+            if (fault.role, fault.index) == (role, index) and incarnation < fault.incarnations
         )
 
     @property
@@ -91,12 +91,12 @@ class FaultInjector:
     def begin_step(self) -> None:
         """Inject the faults of the step that starts now; call it before each step with tokens."""
         self._step += 1
-        self.breaks_numbers = False
+        self.injects_nan = False
         for fault in self._faults:
             if fault.step == self._step or (fault.action == "slow" and fault.step < self._step):
-                self._carry_out(fault)
+                self._inject(fault)
 
-    def _carry_out(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault.action:
             case "raise":
                 raise InjectedFaultError(f"fault injected at step {self._step} by TOKEND_FAULTS")
@@ -104,8 +104,8 @@ class FaultInjector:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 while True:
-                    self._sleep(3600.0)
+                    time.sleep(3600.0)
             case "slow":
-                self._sleep(SLOW_SECONDS)
+                time.sleep(SLOW_SECONDS)
             case "nan":
-                self.breaks_numbers = True
+                self.injects_nan = True

@@ -44,7 +44,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
         try:
             return len(self.source.encode())
         except UnicodeEncodeError:
-            raise InvalidRequestError("the grammar holds half of a surrogate pair") from None
+            raise InvalidRequestError("the grammar contains an unpaired surrogate") from None
 
     def validate(self) -> None:
         """Raise InvalidRequestError for errors that can be found without compiling the grammar."""
@@ -52,7 +52,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
             raise InvalidRequestError("the grammar is empty")
         if self.num_bytes > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"the grammar has {self.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken"
+                f"the grammar has {self.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
             )
         if len(self.trigger) > MAX_TRIGGER_BYTES:
             raise InvalidRequestError(f"a trigger has at most {MAX_TRIGGER_BYTES} characters")
@@ -82,7 +82,9 @@ def encoded(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        raise InvalidRequestError("the grammar holds a number that JSON has no word for") from None
+        raise InvalidRequestError(
+            "the grammar contains a number that JSON cannot represent"
+        ) from None
 
 
 def check_schema(schema: Any) -> None:
@@ -106,19 +108,19 @@ def check_depth(value: Any) -> None:
             raise InvalidRequestError(
                 f"the schema is nested more than {MAX_GRAMMAR_DEPTH} levels deep"
             )
-        num_parts += sum(len(each) for each in level if isinstance(each, dict | list))
+        num_parts += sum(len(part) for part in level if isinstance(part, dict | list))
         if num_parts > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
         level = [
-            part
-            for each in level
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
+            child
+            for part in level
+            if isinstance(part, dict | list)
+            for child in (part.values() if isinstance(part, dict) else part)
         ]
 
 
 def _check_choices(choices: Any) -> None:
     if not isinstance(choices, list) or not choices:
         raise InvalidRequestError("choice takes a list of strings, at least one")
-    if not all(isinstance(each, str) and each for each in choices):
+    if not all(isinstance(choice, str) and choice for choice in choices):
         raise InvalidRequestError("choice takes strings that are not empty")

@@ -42,7 +42,7 @@ def memory_left(root: Path) -> int | None:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         )
     ]
-    return min((each for each in left if each is not None), default=None)
+    return min((size for size in left if size is not None), default=None)
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
@@ -56,7 +56,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         inside = PurePosixPath(group.lstrip("/"))
         for mount in mounts:
-            yield from (mount / each for each in (inside, *inside.parents))
+            yield from (mount / folder for folder in (inside, *inside.parents))
 
 
 def _own_groups(root: Path) -> list[tuple[str, str]]:
@@ -66,7 +66,7 @@ def _own_groups(root: Path) -> list[tuple[str, str]]:
     except OSError:
         return [("", "/")]
     fields = [line.split(":", 2) for line in lines]
-    return [(each[1], each[2]) for each in fields if len(each) == 3]
+    return [(field[1], field[2]) for field in fields if len(field) == 3]
 
 
 def _quota(file: Path) -> float | None:

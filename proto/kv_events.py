@@ -1,15 +1,14 @@
-"""What changes in the prefix cache, for whoever routes requests by what is cached.
+"""Changes of the prefix cache, for routers that send a request to where its prefix is cached.
 
-An engine publishes batches on a ZMQ PUB socket, each one frame of msgpack. A
-subscriber that applies the events of every batch in order knows the set of
-(group, block hash) that the engine's prefix index holds, and those that other media have.
+An engine publishes batches on a ZMQ PUB socket, each one frame of msgpack. A subscriber that
+applies the events of all batches in order knows the (group, block hash) pairs in the engine's
+prefix index and on other media.
 
-    epoch       of the engine; another one begins with an empty cache and sequence 0
-    sequence    counts the batches of an epoch; a gap means that batches were lost, and
-                what is known may name blocks that are gone
+    epoch       of the engine; a new one begins with an empty cache and sequence 0
+    sequence    number of the batch in its epoch; a gap means that batches were lost, so that the
+                subscriber may know blocks that were removed
 
-PUB drops what a slow or absent subscriber does not take, and keeps nothing for
-later ones.
+PUB drops messages that a slow subscriber does not read, and keeps none for later subscribers.
 """
 
 from typing import Final
@@ -17,17 +16,17 @@ from typing import Final
 import msgspec
 
 DEVICE_MEDIUM: Final = "GPU"
-"""The KV pool, whatever the device is: the name by which others know it."""
+"""Medium of the KV pool on any device; the name is that of other implementations."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag="stored", frozen=True):
-    """Consecutive blocks of one sequence can be found from now on.
+    """Consecutive blocks of one sequence were added to the prefix index.
 
     block_hashes: [num_blocks], 32 bytes each; a hash may be stored already.
     parent_block_hash: of the block before the first one; None at the start of a prompt.
-    token_ids: [num_blocks * block_size]; of another medium than the device's nothing, and no
-        parent: what ends with these blocks is on it, in pieces of block_size tokens.
-    group: KV cache group, from 0. medium: where they are, the device or what a connector copies to.
+    token_ids: [num_blocks * block_size]. Other media than the KV pool report neither token ids nor
+        a parent; there, a block of block_size tokens that ends where these blocks end is stored.
+    group: KV cache group, from 0. medium: the KV pool, or one that a connector copies to.
     """
 
     block_hashes: list[bytes]
@@ -39,7 +38,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag="stored", frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="removed", frozen=True):
-    """No block of the group holds this content any more, on this medium."""
+    """The last block with this content was removed from a group and medium."""
 
     block_hash: bytes
     group: int = 0
@@ -47,14 +46,14 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag="removed", frozen=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag="cleared", frozen=True):
-    """The prefix cache was reset; nothing is cached in any group."""
+    """The prefix cache was reset: no group has cached blocks."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What happened in one step, in order. timestamp: monotonic seconds."""
+    """The events of one step, in order. timestamp: seconds of the monotonic clock."""
 
     epoch: int
     sequence: int

@@ -1,4 +1,4 @@
-"""Messages about the life of the processes: start, replacement, health, reload, drain, shutdown.
+"""Messages between supervisor and processes: start, replacement, health, reload, drain, shutdown.
 
 Start:
 
@@ -368,7 +368,7 @@ class DrainProgress(msgspec.Struct, array_like=True, tag=41, frozen=True):
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
-    """Abort HTTP requests by response id, at whichever API server they are.
+    """Abort HTTP requests by response id, at all API servers.
 
     Sent by the API server of the admin call to the supervisor, which forwards it to all.
     owner: abort only requests that came with the key of this name; None for any.

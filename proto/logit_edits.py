@@ -74,16 +74,16 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
             or self.repetition_penalty != 1.0
         )
 
-    def validate(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+    def validate(self, vocab_size: int, suppressed_ids: frozenset[int]) -> None:
         """Raise InvalidRequestError naming the first parameter out of range.
 
-        late_ids: tokens that are excluded for the first min_tokens outputs.
+        suppressed_ids: tokens that cannot be sampled for the first min_tokens outputs.
         """
         for name, number in NUMBERS.items():
             number.check(name, getattr(self, name))
         self._validate_bias(vocab_size)
         self._validate_bad_words(vocab_size)
-        self._validate_allowed(vocab_size, late_ids)
+        self._validate_allowed(vocab_size, suppressed_ids)
 
     def _validate_bias(self, vocab_size: int) -> None:
         require(
@@ -126,9 +126,9 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
             require(len(word) > 0, "bad_words", "must not be empty")
             require_token_ids(word, vocab_size, "bad_words")
 
-    def _validate_allowed(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+    def _validate_allowed(self, vocab_size: int, suppressed_ids: frozenset[int]) -> None:
         """Check that at every step at least one token can be sampled."""
-        last_ids = late_ids | {word[-1] for word in self.bad_words}
+        last_ids = suppressed_ids | {word[-1] for word in self.bad_words}
         if self.allowed_token_ids is None:
             require(len(last_ids) < vocab_size, "bad_words", "leave no token to choose")
             return
@@ -152,7 +152,7 @@ def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> 
     Uses min and max because they run in C: a whole vocabulary takes a few milliseconds.
     """
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         require(
             False, param, f"token id {shown(wrong)} is outside the vocabulary [0, {vocab_size})"
         )

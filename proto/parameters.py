@@ -39,9 +39,9 @@ def numbers_of(struct: type[msgspec.Struct]) -> dict[str, Number]:
     """Return the fields of a struct that are annotated with a Number, by name."""
     found: dict[str, Number] = {}
     for name, hint in typing.get_type_hints(struct, include_extras=True).items():
-        for each in getattr(hint, "__metadata__", ()):
-            if isinstance(each, Number):
-                found[name] = each
+        for metadata in getattr(hint, "__metadata__", ()):
+            if isinstance(metadata, Number):
+                found[name] = metadata
     return found
 
 

@@ -1,4 +1,4 @@
-"""What engine, workers and API servers do alike when they start and exit.
+"""Start and exit of engine, workers and API servers. Start reading at `run`.
 
 A child process reads its boot message from the inherited descriptor, sets its title, ignores
 SIGINT, prints the stacks of all threads on SIGUSR1, exits when the supervisor is gone, and reports
@@ -29,8 +29,8 @@ from proto.sockets import Link, supervisor_path
 
 logger = logging.getLogger("tokend.process")
 
-_LAST_WORDS_SECONDS = 1.0
-_ORPHAN_PATIENCE_SECONDS = 1.0
+_FATAL_SECONDS = 1.0
+_ORPHAN_WAIT_SECONDS = 1.0
 
 Main = Callable[[ProcessBoot, Link], None]
 """Runs a process until it is asked to stop: (boot, link to the supervisor)."""
@@ -40,12 +40,12 @@ def run(main: Main) -> None:
     """Run `main` as a child of the supervisor and exit with its status."""
     boot = _read_boot()
     directory = RunDirectory.join(boot.run_dir)
-    _enter(boot, directory)
-    last_words = zmq.Context()
+    _set_up_process(boot, directory)
+    context = zmq.Context()
     supervisor = Link.connect(
         supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation),
         FromSupervisor,
-        last_words,
+        context,
     )
     status = 0
     try:
@@ -53,8 +53,8 @@ def run(main: Main) -> None:
     except Exception as error:  # report any error to the supervisor
         status = 1
         supervisor.send(Fatal(boot.role, boot.index, describe(error, boot.index)))
-    supervisor.close(_LAST_WORDS_SECONDS)
-    last_words.term()  # wait until the message is sent; close() alone does not
+    supervisor.close(_FATAL_SECONDS)
+    context.term()  # wait until the message is sent; close() alone does not
     _exit(status, directory)
 
 
@@ -114,7 +114,7 @@ def _read_boot() -> ProcessBoot:
     return boot
 
 
-def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
+def _set_up_process(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # works even if no Python code can run
     name = process_name(boot.role, boot.index)
@@ -123,21 +123,21 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     set_title(f"tokend: {name}")
     threading.Thread(
-        target=_end_with_supervisor, args=(boot.death_fd, directory), daemon=True
+        target=_exit_with_supervisor, args=(boot.death_fd, directory), daemon=True
     ).start()
 
 
-def _end_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
-    # SIGUSR1 must interrupt another thread, whose stack is the interesting one.
+def _exit_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
+    # SIGUSR1 must interrupt another thread: its stack shows what the process does.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     while os.read(death_fd, 1):
         pass  # the pipe carries no data; end of file means that the supervisor has ended
-    _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)
+    _exit(1, directory, _ORPHAN_WAIT_SECONDS)
 
 
-def _exit(status: int, directory: RunDirectory, patience_seconds: float = 0.0) -> None:
+def _exit(status: int, directory: RunDirectory, wait_seconds: float = 0.0) -> None:
     """Exit without waiting for threads or atexit hooks, which may hang."""
-    directory.leave(patience_seconds)
+    directory.leave(wait_seconds)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

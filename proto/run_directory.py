@@ -23,7 +23,7 @@ _RETRY_SECONDS = 0.005
 
 
 class RunDirectory:
-    """One process's membership in a run directory."""
+    """The lock of one process on a run directory."""
 
     def __init__(self, path: str, lock_fd: int) -> None:
         self.path = path
@@ -52,10 +52,10 @@ class RunDirectory:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return cls(path, descriptor)
 
-    def leave(self, patience_seconds: float = 0.0) -> None:
+    def leave(self, wait_seconds: float = 0.0) -> None:
         """Release the lock; the last process to do so removes the directory.
 
-        Waits up to `patience_seconds` for the other processes, for orphans: the lock of a killed
+        Waits up to `wait_seconds` for the other processes, for orphans: the lock of a killed
         supervisor may be released slightly after its death pipe closes, and then no process would
         be the last. A second call waits for the first one, because two threads may end a process
         at the same time.
@@ -63,10 +63,10 @@ class RunDirectory:
         with self._leaving:
             if self._lock_fd >= 0:
                 descriptor, self._lock_fd = self._lock_fd, -1
-                self._leave(descriptor, patience_seconds)
+                self._leave(descriptor, wait_seconds)
 
-    def _leave(self, descriptor: int, patience_seconds: float) -> None:
-        deadline = time.monotonic() + patience_seconds
+    def _leave(self, descriptor: int, wait_seconds: float) -> None:
+        deadline = time.monotonic() + wait_seconds
         try:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             while not (alone := _lock_exclusively(descriptor)) and time.monotonic() < deadline:

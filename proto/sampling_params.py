@@ -105,7 +105,7 @@ class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         if max(len(self.start), len(self.end)) > MAX_MARKER_BYTES:
             raise InvalidRequestError("a marker of thinking is too long")
         known = ids if self.start_token_id is None else (*ids, self.start_token_id)
-        if not all(0 <= each < vocab_size for each in known):
+        if not all(0 <= token_id < vocab_size for token_id in known):
             raise InvalidRequestError("a marker of thinking is outside the vocabulary")
         if self.budget is not None and not 0 <= self.budget <= MAX_BUDGET:
             raise InvalidRequestError(
@@ -119,7 +119,7 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_TEMPERATURE: Final = 1e4
 """Far beyond it every token is as likely as any other."""
 MAX_LENGTH_PENALTY: Final = 5.0
-"""Beyond it, up or down, the scores of long sequences leave float32."""
+"""Beyond ±5 the scores of long sequences exceed float32."""
 EarlyStopping = bool | Literal["never"]
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a row is greedy."""
@@ -212,8 +212,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
         self._validate_beams(vocab_size)
         self._validate_logprobs(vocab_size)
         if self.edits is not None:
-            late_ids = self.stop_ids if self.min_tokens else frozenset()
-            self.edits.validate(vocab_size, late_ids)
+            suppressed_ids = self.stop_ids if self.min_tokens else frozenset()
+            self.edits.validate(vocab_size, suppressed_ids)
         if self.repetition is not None:
             self.repetition.validate()
 
@@ -238,7 +238,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
         require(
             self.beam_width >= 0 and self.num_candidates <= vocab_size,
             "n",
-            f"is more beams than {vocab_size} tokens can tell apart, got {shown(self.beam_width)}",
+            f"asks for too many beams for {vocab_size} tokens, got {shown(self.beam_width)}",
         )
         require(
             abs(self.length_penalty) <= MAX_LENGTH_PENALTY,

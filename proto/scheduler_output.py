@@ -62,7 +62,7 @@ class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_only=True):
     """One step of work.
 
-    epoch: the worker epoch. step: counts from 1 within the life of the engine.
+    epoch: the worker epoch. step: number of the step, from 1 for each engine process.
     new_requests, cached_requests: what to compute, running sequences first.
     total_num_scheduled_tokens: sum over both; with 0 the step only frees or copies.
     finished_seq_ids: sequences to drop; their blocks may be reused in this step.

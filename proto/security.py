@@ -42,8 +42,8 @@ def read_api_keys(config: FrontEndConfig) -> tuple[ApiKey, ...]:
         keys.append(ApiKey("", config.admin_api_key.encode(), operator=True))
     if config.admin_api_key_file is not None:
         named = _read_file("admin_api_key_file", config.admin_api_key_file)
-        keys += [ApiKey("", each.key, operator=True) for each in named]
-    if len({each.key for each in keys}) < len(keys):
+        keys += [ApiKey("", entry.key, operator=True) for entry in named]
+    if len({entry.key for entry in keys}) < len(keys):
         raise ConfigError("the same API key was given twice", "api_key_file")
     return tuple(keys)
 

@@ -93,4 +93,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     @property
     def cpu_offload_usage(self) -> float:
         """Used share of the host memory for offloaded KV, 0 to 1; 0 without offloading."""
-        return max((each.usage for each in self.kv_media if each.medium == "CPU"), default=0.0)
+        return max((stats.usage for stats in self.kv_media if stats.medium == "CPU"), default=0.0)

@@ -192,7 +192,7 @@ class FaultyModel(Decoder):
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         hidden = self._model.forward(token_ids, positions, attention)
-        return hidden * float("nan") if self._fault_injector.breaks_numbers else hidden
+        return hidden * float("nan") if self._fault_injector.injects_nan else hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
-from api_server.protocol.messages.request import Conversing, MessagesRequest
+from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from api_server.protocol.responses.request import ResponsesRequest
-from api_server.protocol.tokens import Detokenize, TokenizeChat, TokenizeText
+from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import admin
 from proto.config import FrontEndConfig
 
@@ -240,7 +240,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         (MessagesRequest,), {_JSON: MESSAGE, _EVENTS: EVENT}, failure=MESSAGE_ERROR
     ),
     ("/v1/messages/count_tokens", "post"): Operation(
-        (Conversing,), _answers(an_object({"input_tokens": INTEGER})), failure=MESSAGE_ERROR
+        (CountTokensRequest,), _answers(an_object({"input_tokens": INTEGER})), failure=MESSAGE_ERROR
     ),
     ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
     ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),

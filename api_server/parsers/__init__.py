@@ -1,1 +1,1 @@
-"""What a model's text means: reasoning, tool calls, plain content."""
+"""Parsers of a model's output: reasoning, tool calls and content."""

@@ -1,203 +1,238 @@
-"""Thoughts at the beginning of an answer: which markers models put around them, and the parser.
+"""Reasoning at the beginning of an answer: the formats of the models, and their parser.
 
-    prompt  …<think>\n  │  Which city?\n</think>\n\n  Let me look.
-                         │  Reasoning                 what another parser reads
+    prompt  …<think>\\n  │  Which city?\\n</think>\\n\\n  Let me look.
+                         │  ReasoningText             what the parser of tool calls reads
 
-Owns the table of styles. Blanks at both borders of the thoughts, and the line breaks behind
-them, belong to the markers and are left out.
+Whitespace at both ends of the reasoning, and line breaks after it, belong to the markers and are
+dropped. A new format is a line in `REASONING_FORMATS`, with a class derived from `ReasoningFormat`
+if it is more than two markers.
 """
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from api_server.parsers.parts import Part, PartsParser, Reasoning
+from api_server.parsers.output import OutputParser, OutputPart, ReasoningText
 from api_server.text.detokenizer import Detokenizer
+from proto.config import ReasoningParserName
 from proto.sampling_params import BLANKS, MAX_BLANKS
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningStyle:
-    """start, end: markers. starts_inside: the first text is a thought, with no marker before it."""
+class OutputStart(enum.Enum):
+    """What the output starts with. UNKNOWN: its first characters decide."""
 
-    start: str
-    end: str
+    REASONING = 0
+    UNKNOWN = 1
+    CONTENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model writes its reasoning: between two markers, at the beginning of an answer.
+
+    start, end: the markers; both empty for a model without reasoning. starts_inside: the model
+    starts with reasoning and writes no start marker. template_markers: a chat template that
+    contains all of these strings belongs to this format; empty if `auto` must not choose it.
+    """
+
+    start: str = ""
+    end: str = ""
     starts_inside: bool = False
+    template_markers: Sequence[str] = ()
 
     @property
-    def thinks(self) -> bool:
-        """Whether there are thoughts at all."""
+    def has_reasoning(self) -> bool:
         return bool(self.end)
 
+    def output_start(self, prompt: str, continued: str) -> OutputStart:
+        """Return what the output of a prompt starts with.
 
-NO_REASONING: Final = ReasoningStyle("", "")
-_THINK: Final = ReasoningStyle("<think>", "</think>")
-_INSIDE: Final = ReasoningStyle("<think>", "</think>", starts_inside=True)
+        Only the end of the prompt counts, which the template or the model wrote. continued: text
+        of the last message that the output continues; empty for a new message.
+        """
+        if not self.has_reasoning:
+            return OutputStart.CONTENT
+        if continued.strip():
+            is_open = continued.rfind(self.start) > continued.rfind(self.end)
+            return OutputStart.REASONING if is_open else OutputStart.CONTENT
+        tail = prompt[-len(self.end) - MAX_BLANKS :].rstrip()
+        if tail.endswith(self.start):
+            return OutputStart.REASONING
+        if tail.endswith(self.end):
+            return OutputStart.CONTENT
+        return OutputStart.REASONING if self.starts_inside else OutputStart.UNKNOWN
 
-STYLES: Final[dict[str, ReasoningStyle]] = {
-    "deepseek_r1": _INSIDE,
-    "minimax_m2": _INSIDE,
-    "step3": _INSIDE,
+    def new_parser(
+        self, output_start: OutputStart, content_parser: OutputParser, *, is_shown: bool
+    ) -> OutputParser:
+        """Return a parser for one choice; `content_parser` receives the text after the reasoning.
+
+        is_shown: return the reasoning too; otherwise it is dropped.
+        """
+        return ReasoningParser(self, output_start, content_parser, is_shown=is_shown)
+
+    def new_counter(
+        self, detokenizer: Detokenizer, output_start: OutputStart
+    ) -> "ReasoningTokenCounter":
+        """Return the detokenizer with a count of the reasoning tokens of one choice."""
+        return ReasoningTokenCounter(detokenizer, self, output_start)
+
+
+NO_REASONING: Final = ReasoningFormat()
+_THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=("<think>", "</think>"))
+_INSIDE: Final = ReasoningFormat(
+    "<think>", "</think>", starts_inside=True, template_markers=("</think>",)
+)
+
+REASONING_FORMATS: Final[Mapping[ReasoningParserName, ReasoningFormat]] = {
     "qwen3": _THINK,
     "deepseek_v3": _THINK,
     "glm45": _THINK,
     "kimi_k2": _THINK,
     "holo2": _THINK,
     "smollm3": _THINK,
-    "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
-    "seed_oss": ReasoningStyle("<seed:think>", "</seed:think>"),
-    "granite": ReasoningStyle("Here is my thought process:", "Here is my response:"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", template_markers=("[THINK]", "[/THINK]")),
+    "seed_oss": ReasoningFormat(
+        "<seed:think>", "</seed:think>", template_markers=("<seed:think>", "</seed:think>")
+    ),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    # A template that only removes reasoning, and never opens it, is of a model that starts with it.
+    "deepseek_r1": _INSIDE,
+    "minimax_m2": _INSIDE,
+    "step3": _INSIDE,
 }
-"""By the names that `--reasoning-parser` takes."""
+"""Value of --reasoning-parser → format, in the order in which `auto` compares templates."""
 
 
-def style_of(name: str, template: str | None) -> ReasoningStyle:
-    """name: of a style, or none, or auto: by what the chat template, if there is one, speaks of.
-
-    A template that only takes thoughts away, and never writes where they begin, is of a model
-    that begins with them.
-    """
+def reasoning_format(name: ReasoningParserName, template: str | None) -> ReasoningFormat:
+    """Return the format by its name; "auto" detects it from the source of the chat template."""
     if name != "auto":
-        return STYLES.get(name, NO_REASONING)
-    if template is None:
-        return NO_REASONING
-    for style in (_THINK, STYLES["mistral"], STYLES["seed_oss"]):
-        if style.start in template and style.end in template:
-            return style
-    return _INSIDE if _INSIDE.end in template else NO_REASONING
+        return REASONING_FORMATS.get(name, NO_REASONING)
+    if template is not None:
+        for candidate in REASONING_FORMATS.values():
+            markers = candidate.template_markers
+            if markers and all(marker in template for marker in markers):
+                return candidate
+    return NO_REASONING
 
 
-class Opening(enum.Enum):
-    """Where an answer begins. UNKNOWN: its first text decides."""
+class _State(enum.Enum):
+    """What a ReasoningParser is reading.
 
-    INSIDE = 0
-    UNKNOWN = 1
-    OUTSIDE = 2
-
-
-def opening_of(style: ReasoningStyle, prompt: str, continued: str) -> Opening:
-    """What the end of the prompt says, of which only the template's and the model's words count.
-
-    continued: the text of the model's own that the answer goes on with, if it does.
-    """
-    if not style.thinks:
-        return Opening.OUTSIDE
-    if continued.strip():
-        inside = continued.rfind(style.start) > continued.rfind(style.end)
-        return Opening.INSIDE if inside else Opening.OUTSIDE
-    tail = prompt[-len(style.end) - MAX_BLANKS :].rstrip()
-    if tail.endswith(style.start):
-        return Opening.INSIDE
-    if tail.endswith(style.end):
-        return Opening.OUTSIDE
-    return Opening.INSIDE if style.starts_inside else Opening.UNKNOWN
-
-
-class Phase(enum.Enum):
-    """What is being read.
-
-    OPENING     a start, or what shows that there is none
-    BLANKS      before the first word of the thoughts
-    THINKING
-    BEHIND      line breaks between the end and the answer
-    ANSWERING
+    START_MARKER  a start marker, or text that shows that there is none
+    LEADING       whitespace before the reasoning
+    REASONING
+    TRAILING      line breaks between the end marker and the content
+    CONTENT
     """
 
-    OPENING = 0
-    BLANKS = 1
-    THINKING = 2
-    BEHIND = 3
-    ANSWERING = 4
+    START_MARKER = 0
+    LEADING = 1
+    REASONING = 2
+    TRAILING = 3
+    CONTENT = 4
 
 
 class ReasoningParser:
-    """Thoughts, then whatever `rest` reads.
+    """Parser of reasoning between two markers, followed by content for another parser.
 
-    opening: where the text begins. shows: the client sees the reasoning.
+    is_shown: return the reasoning; otherwise it is dropped.
     """
 
     def __init__(
-        self, style: ReasoningStyle, opening: Opening, rest: PartsParser, *, shows: bool = True
+        self,
+        reasoning_format: ReasoningFormat,
+        output_start: OutputStart,
+        content_parser: OutputParser,
+        *,
+        is_shown: bool = True,
     ) -> None:
-        self._style = style
-        self._opening = opening
-        self._rest = rest
-        self._shows = shows
-        self._phase = Phase.ANSWERING if opening is Opening.OUTSIDE else Phase.OPENING
-        self._held = ""  # a start, or blanks and an end, that are not complete
+        self._format = reasoning_format
+        self._output_start = output_start
+        self._content_parser = content_parser
+        self._is_shown = is_shown
+        has_none = output_start is OutputStart.CONTENT
+        self._state = _State.CONTENT if has_none else _State.START_MARKER
+        self._held = ""  # an incomplete start marker, or whitespace and an incomplete end marker
 
-    def feed(self, text: str) -> Sequence[Part]:
-        parts: list[Part] = []
-        if self._phase is Phase.OPENING:
-            text = self._open(text)
-        if self._phase is Phase.BLANKS:
+    def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        parts: list[OutputPart] = []
+        if self._state is _State.START_MARKER:
+            text = self._read_start_marker(text)
+        if self._state is _State.LEADING:
             text = text.lstrip()
             if text:
-                self._phase = Phase.THINKING
-        if self._phase is Phase.THINKING:
-            text = self._think(text, parts)
-        if self._phase is Phase.BEHIND:
+                self._state = _State.REASONING
+        if self._state is _State.REASONING:
+            text = self._read_reasoning(text, parts)
+        if self._state is _State.TRAILING:
             text = text.lstrip("\n")
             if text:
-                self._phase = Phase.ANSWERING
-        if self._phase is Phase.ANSWERING and text:
-            parts += self._rest.feed(text)
+                self._state = _State.CONTENT
+        if self._state is _State.CONTENT and text:
+            parts += self._content_parser.parse_delta(text)
         return parts
 
-    def end(self) -> Sequence[Part]:
-        parts: list[Part] = []
-        if self._phase is Phase.OPENING and self._opening is Opening.UNKNOWN:
-            parts += self._rest.feed(self._held) if self._held else ()
+    def parse_end(self) -> Sequence[OutputPart]:
+        parts: list[OutputPart] = []
+        is_undecided = self._state is _State.START_MARKER
+        if is_undecided and self._output_start is OutputStart.UNKNOWN:
+            parts += self._content_parser.parse_delta(self._held) if self._held else ()
         else:
-            held = self._held.lstrip(BLANKS) if self._phase is Phase.OPENING else self._held
-            self._say(_trimmed(held), parts)
+            held = self._held.lstrip(BLANKS) if is_undecided else self._held
+            self._add_reasoning(_trimmed(held), parts)
         self._held = ""
-        return [*parts, *self._rest.end()]
+        return [*parts, *self._content_parser.parse_end()]
 
-    def _open(self, text: str) -> str:
-        """What follows the start, or all of it; nothing as long as that is not known.
+    def _read_start_marker(self, text: str) -> str:
+        """Return the text after the start marker, or all text if there is none.
 
-        The engine decides alike (engine_core/structured_output/thinking.py).
+        Returns "" and holds the text back while that is undecided. The engine decides by the same
+        rule (engine_core/structured_output/thinking.py).
         """
         self._held += text
-        said = self._held.lstrip(BLANKS)
-        if len(self._held) - len(said) <= MAX_BLANKS:
-            if said.startswith(self._style.start):
-                self._phase, self._held = Phase.BLANKS, ""
-                return said[len(self._style.start) :]
-            if self._style.start.startswith(said):
+        unindented = self._held.lstrip(BLANKS)
+        if len(self._held) - len(unindented) <= MAX_BLANKS:
+            if unindented.startswith(self._format.start):
+                self._state, self._held = _State.LEADING, ""
+                return unindented[len(self._format.start) :]
+            if self._format.start.startswith(unindented):
                 return ""
-        self._phase = Phase.BLANKS if self._opening is Opening.INSIDE else Phase.ANSWERING
+        starts_inside = self._output_start is OutputStart.REASONING
+        self._state = _State.LEADING if starts_inside else _State.CONTENT
         text, self._held = self._held, ""
         return text
 
-    def _think(self, text: str, parts: list[Part]) -> str:
-        """What follows the end; nothing as long as it has not come.
+    def _read_reasoning(self, text: str, parts: list[OutputPart]) -> str:
+        """Add reasoning to `parts` and return the text after the end marker.
 
-        thought thought \n \n </thi      held: what may belong to an end
-        ── told ──────┘ └─ held ──┘
+        thought thought \\n \\n </thi      held back: what may belong to the end marker
+        ── added ─────┘ └─ held ──┘
         """
         text = self._held + text
-        thought, found, behind = text.partition(self._style.end)
+        reasoning, found, after = text.partition(self._format.end)
         if found:
-            self._phase, self._held = Phase.BEHIND, ""
-            self._say(_trimmed(thought), parts)
-            return behind
-        body = text[: len(text) - num_begun(text, self._style.end)]
-        told = len(_trimmed(body))
-        self._say(text[:told], parts)
-        self._held = text[told:]
+            self._state, self._held = _State.TRAILING, ""
+            self._add_reasoning(_trimmed(reasoning), parts)
+            return after
+        body = text[: len(text) - num_marker_characters(text, self._format.end)]
+        length = len(_trimmed(body))
+        self._add_reasoning(text[:length], parts)
+        self._held = text[length:]
         return ""
 
-    def _say(self, text: str, parts: list[Part]) -> None:
-        if text and self._shows:
-            parts.append(Reasoning(text))
+    def _add_reasoning(self, text: str, parts: list[OutputPart]) -> None:
+        if text and self._is_shown:
+            parts.append(ReasoningText(text))
 
 
-def num_begun(text: str, marker: str) -> int:
-    """Characters at the end of `text` with which `marker`, which it does not hold, may begin."""
+def num_marker_characters(text: str, marker: str) -> int:
+    """Return how many characters at the end of `text` may start `marker`.
+
+    The text must not contain the whole marker.
+    """
     for number in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:number]):
             return number
@@ -205,71 +240,76 @@ def num_begun(text: str, marker: str) -> int:
 
 
 def _trimmed(text: str) -> str:
-    """Without blanks at its end, up to so many."""
+    """Return the text without trailing whitespace, of which at most MAX_BLANKS are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
 
 
-# How many tokens of a choice are thoughts.
+_MAX_TOKEN_STARTS: Final = 256
+"""More than the characters of any marker plus some tokens that have no text."""
 
 
-_MOST_STARTS: Final = 256
-"""More tokens than a marker has characters, with some that have no text."""
+class ReasoningTokenCounter:
+    """A detokenizer that counts the tokens of the reasoning that passes through it.
 
+    output_start: not CONTENT.
+    """
 
-class CountingDetokenizer:
-    """`inner`, whose text it watches from an `opening` that is not OUTSIDE."""
-
-    def __init__(self, inner: Detokenizer, style: ReasoningStyle, opening: Opening) -> None:
-        self._inner = inner
-        self._style = style
-        self._inside = opening is Opening.INSIDE
-        self._is_opening = True
-        self._tail = ""  # of the text, as much as may hold a part of the marker
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        reasoning_format: ReasoningFormat,
+        output_start: OutputStart,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._format = reasoning_format
+        self._has_reasoning = output_start is OutputStart.REASONING
+        self._at_start_marker = True
+        self._tail = ""  # end of the text, as long as an incomplete marker can be
         self._num_characters = 0
-        self._starts: deque[int] = deque(maxlen=_MOST_STARTS)  # where the last tokens begin
+        self._token_starts: deque[int] = deque(maxlen=_MAX_TOKEN_STARTS)  # text offsets
         self._num_tokens = 0
-        self._is_over = False
+        self._is_finished = False
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens if self._inside else 0
+        return self._num_tokens if self._has_reasoning else 0
 
-    def feed(self, token_id: int) -> str:
-        text = self._inner.feed(token_id)
-        if not self._is_over:
-            self._starts.append(self._num_characters)
+    def decode_token(self, token_id: int) -> str:
+        text = self._detokenizer.decode_token(token_id)
+        if not self._is_finished:
+            self._token_starts.append(self._num_characters)
             self._num_characters += len(text)
             self._num_tokens += 1
             self._tail += text
-            self._watch()
+            self._find_end()
         return text
 
-    def flush(self) -> str:
-        return self._inner.flush()
+    def flush_text(self) -> str:
+        return self._detokenizer.flush_text()
 
-    def _watch(self) -> None:
-        if self._is_opening and not self._has_opened():
+    def _find_end(self) -> None:
+        if self._at_start_marker and not self._has_started():
             return
-        end = self._style.end
-        place = self._tail.find(end)
-        if place < 0:
+        end = self._format.end
+        position = self._tail.find(end)
+        if position < 0:
             self._tail = self._tail[-len(end) + 1 :]
             return
-        begins = self._num_characters - len(self._tail) + place
-        self._num_tokens -= sum(start >= begins for start in self._starts)
-        self._is_over = True
+        end_offset = self._num_characters - len(self._tail) + position
+        self._num_tokens -= sum(start >= end_offset for start in self._token_starts)
+        self._is_finished = True
 
-    def _has_opened(self) -> bool:
-        """Whether it is known by now that there are thoughts, or none."""
-        said, start = self._tail.lstrip(BLANKS), self._style.start
-        if len(self._tail) - len(said) <= MAX_BLANKS:
-            if said.startswith(start):
-                self._inside, self._is_opening = True, False
-                self._tail = said[len(start) :]
+    def _has_started(self) -> bool:
+        """Decide whether the text has reasoning; return False if it has none or is undecided."""
+        unindented, start = self._tail.lstrip(BLANKS), self._format.start
+        if len(self._tail) - len(unindented) <= MAX_BLANKS:
+            if unindented.startswith(start):
+                self._has_reasoning, self._at_start_marker = True, False
+                self._tail = unindented[len(start) :]
                 self._num_tokens = int(bool(self._tail))
                 return True
-            if start.startswith(said):
+            if start.startswith(unindented):
                 return False
-        self._is_opening = False
-        self._is_over = not self._inside
-        return self._inside
+        self._at_start_marker = False
+        self._is_finished = not self._has_reasoning
+        return self._has_reasoning

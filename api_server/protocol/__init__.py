@@ -1,1 +1,1 @@
-"""The OpenAI wire format: request models and response builders. Knows no engine."""
+"""The HTTP APIs: request models, translations into a chat completion, and response encoders."""

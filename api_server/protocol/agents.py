@@ -1,9 +1,7 @@
-"""What a client says of the work that a request is a step of.
+"""Request fields by which a client marks the requests of one agent's job.
 
-    agent_hint     {"job_id": "fix-1", "is_last_step": false, "ttl_ms": 5000, "tool": "pytest"}
-    session_id     the job's id alone, where the hint has none; also as the header X-Session-ID
-
-Owns the fields and their limits. What the engine hears of a job is made in inputs/agents.py.
+agent_hint     {"job_id": "fix-1", "is_last_step": false, "ttl_ms": 5000, "tool": "pytest"}
+session_id     only the job's id, if the hint has none; also as the header X-Session-ID
 """
 
 import re
@@ -29,7 +27,7 @@ MAX_JOB_CHARACTERS: Final = 256
 MAX_TOOL_CHARACTERS: Final = 64
 TOOL_NAME: Final = rf"^[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_CHARACTERS}}}$"
 MAX_TTL_MS: Final = 3_600_000.0
-"""An hour: what is kept longer is a matter of storage, not of the pool."""
+"""An hour. KV that must live longer belongs in offloaded storage, not in the KV pool."""
 
 
 def _printable(text: str) -> str:
@@ -46,10 +44,9 @@ JobId = Annotated[
 
 
 class AgentHintFields(BaseModel):
-    """A turn of an agent's work, as its client knows it.
+    """The field `agent_hint`: one turn of an agent's job.
 
-    tool: what the job waits for after this turn, where the client knows better than the answer
-    says.
+    tool: the tool that the job waits for after this turn; overrides the tool found in the answer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -72,7 +69,7 @@ def _hint_fields(value: Any, info: ValidationInfo) -> Any:
 
 
 class AgentFields(BaseModel):
-    """The fields of a request that say it."""
+    """Request fields about an agent's job."""
 
     agent_hint: Annotated[AgentHintFields | None, BeforeValidator(_hint_fields)] = None
     """The job that this is a step of: job_id (1 to 256 characters), is_last_step, ttl_ms (up to
@@ -82,26 +79,26 @@ class AgentFields(BaseModel):
 
     @property
     def job_id(self) -> str | None:
-        """Of the job; None for a request that belongs to none."""
+        """Id of the job that the request belongs to, if any."""
         hinted = self.agent_hint.job_id if self.agent_hint is not None else None
         return hinted or self.session_id
 
     @property
     def job_field(self) -> str:
-        """The field that named the job, for errors."""
+        """Name of the field that contains `job_id`, for errors."""
         hint = self.agent_hint
         return "agent_hint" if hint is not None and hint.job_id else "session_id"
 
 
-# What the engine hears of a job and its tools: names that belong to one tenant.
+# Names of jobs and tools for the engine, which belong to one tenant each.
 
 
 _DIGEST_BYTES: Final = 16
-_ODD: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
+_UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
 def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
-    """Return the agent hint of a request; None for a request of no agent.
+    """Return the engine's hint about an agent's request; None for other requests.
 
     Raises InvalidRequestError for a hint without a job.
     """
@@ -118,12 +115,12 @@ def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
 
 
 def job_name(job_id: str, tenant: int) -> str:
-    """Of a tenant's job: 32 digits after a letter."""
+    """Return the engine's name of a job: a letter and 32 hex digits, different for each tenant."""
     key = tenant.to_bytes(8, "little")
     return "j" + blake2b(job_id.encode(), key=key, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def tool_name(tool: str, tenant: int) -> str:
-    """Of a tenant's tool, as a model may have written it; empty for none."""
-    plain = _ODD.sub("_", tool[:MAX_TOOL_CHARACTERS])
+    """Return the engine's name of a tool, different for each tenant; "" for no tool."""
+    plain = _UNSAFE_CHARACTER.sub("_", tool[:MAX_TOOL_CHARACTERS])
     return f"{tenant:016x}/{plain}" if plain and tenant != DEFAULT_TENANT else plain

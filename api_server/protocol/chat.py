@@ -1,7 +1,7 @@
-"""The request of POST /v1/chat/completions."""
+"""POST /v1/chat/completions: the request and the encoder of its response."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -13,28 +13,27 @@ from pydantic import (
     model_validator,
 )
 
-from api_server.parsers.parts import (
-    PLAIN_TEXT,
-    CallArguments,
-    CallBegins,
-    Content,
-    Part,
-    PartsParser,
-    Reasoning,
+from api_server.parsers.output import (
+    ChoiceParser,
+    ContentText,
+    OutputPart,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from api_server.protocol.answers import (
-    HOLE,
-    OpenAIStream,
-    Shape,
-    around,
-    at_end,
-    encode_string,
-    event_of,
+from api_server.protocol.common import GenerationRequest, Strict, Text
+from api_server.protocol.encoder import (
+    PLACEHOLDER,
+    OpenAIStreamEncoder,
+    ResponseOptions,
+    json_string,
+    last_chunk_fields,
+    sse_event,
+    text_chunk_parts,
     transfer_params,
     usage_object,
     with_usage,
 )
-from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import MESSAGE_NEUTRAL, PART_NEUTRAL, given_fields, ignored_of
 from api_server.protocol.tools import ToolFields
 from api_server.request_stream import Delta, RequestStream, Usage
@@ -46,11 +45,11 @@ MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_CALLS: Final = 1024
-"""Of one message."""
+"""Most tool calls of one message."""
 
 
-def _parts(content: Any, info: ValidationInfo) -> Any:
-    """A list of parts, each with its type; a text stays what it is."""
+def _content_parts(content: Any, info: ValidationInfo) -> Any:
+    """Return a list of content as text parts; a string unchanged. Raises ValueError."""
     if not isinstance(content, list):
         return content
     if not content:
@@ -72,15 +71,15 @@ def _parts(content: Any, info: ValidationInfo) -> Any:
     return parts
 
 
-def not_too_many(messages: Any) -> Any:
-    """Before any of them is looked at."""
+def check_message_count(messages: Any) -> Any:
+    """Raise ValueError for too many messages, before any of them is parsed."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
     return messages
 
 
 def message_fields(message: Any, info: ValidationInfo) -> Any:
-    """Those that are not null; raises ValueError for what no message may have."""
+    """Return the fields of a message that are not null; raise ValueError for invalid ones."""
     if not isinstance(message, dict):
         return message
     if message.get("role") == "function":
@@ -95,7 +94,7 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
         raise ValueError(error.message) from None
 
 
-def _call_fields(call: Any, info: ValidationInfo) -> Any:
+def _tool_call_fields(call: Any, info: ValidationInfo) -> Any:
     if not isinstance(call, dict):
         return call
     try:
@@ -111,16 +110,16 @@ def _call_fields(call: Any, info: ValidationInfo) -> Any:
 
 
 def _arguments(text: Any) -> Any:
-    """Of a call: a JSON object in a string. An empty one is taken for no arguments."""
+    """Return the arguments of a call from JSON; an empty string means none. Raises ValueError."""
     if not isinstance(text, str):
         raise ValueError("must be a string that holds a JSON object")
     try:
-        found = json.loads(text) if text.strip() else {}
+        arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ValueError("must be a string that holds a JSON object")
-    return found
+    return arguments
 
 
 _PART_SCHEMA: Final = {
@@ -142,7 +141,7 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """arguments: of the call, decoded."""
+    """The function of a tool call, with its arguments decoded from JSON."""
 
     name: Text
     arguments: Annotated[
@@ -151,7 +150,7 @@ class CalledFunction(Strict):
 
 
 class CalledTool(Strict):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -161,18 +160,18 @@ class CalledTool(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Text | list[TextPart], BeforeValidator(_parts), WithJsonSchema(_CONTENT_SCHEMA)
+        Text | list[TextPart], BeforeValidator(_content_parts), WithJsonSchema(_CONTENT_SCHEMA)
     ] = ""
-    """Left out, or null, only beside tool_calls."""
+    """Text of the message; may be missing or null only beside tool_calls."""
     name: Text | None = None
     tool_calls: Annotated[
-        list[Annotated[CalledTool, BeforeValidator(_call_fields)]],
+        list[Annotated[CalledTool, BeforeValidator(_tool_call_fields)]],
         FailFast(),
         Field(max_length=MAX_CALLS),
     ] = []
-    """Calls that the assistant made."""
+    """Calls of tools; only in messages of the assistant."""
     tool_call_id: Text | None = None
-    """The call that a message of the role tool answers."""
+    """Id of the call whose result this is; only in messages of the role tool."""
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     """The older name of reasoning."""
@@ -192,217 +191,205 @@ class Message(Strict):
         return self
 
     def for_template(self, *, takes_parts: bool) -> dict[str, Any]:
-        """What a template sees: only fields that were given.
+        """Return the message for a chat template, with only the fields that were given.
 
-        takes_parts: a content of several parts stays so; otherwise its texts become lines.
+        takes_parts: keep a list of content parts; otherwise join their texts by line breaks.
         """
         fields = self.model_dump(exclude_none=True)
         if not self.tool_calls:
-            del fields["tool_calls"]  # templates ask whether it is there
+            del fields["tool_calls"]  # templates test whether the field exists
         if not takes_parts and isinstance(self.content, list):
             fields["content"] = "\n".join(part.text for part in self.content)
         return fields
 
 
-class ChatCompletionRequest(ToolFields, GenerationRequest):
+class ConversationFields(ToolFields, Strict):
+    """Fields of a request from which the chat template renders a prompt."""
+
     messages: Annotated[
         list[Annotated[Message, BeforeValidator(message_fields)]],
         FailFast(),
         Field(min_length=1),
-        BeforeValidator(not_too_many),
+        BeforeValidator(check_message_count),
     ]
     """The conversation, at most 4096 messages."""
+    add_generation_prompt: bool = True
+    """End the prompt with what an answer begins with; false with continue_final_message."""
+    continue_final_message: bool = False
+    """Let the answer continue the text of the last message, which is not closed."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking; unknown ones are ignored."""
+    documents: list[dict[str, Any]] = []
+    """Texts to answer from, for templates that know documents."""
+
+
+class ChatCompletionRequest(ConversationFields, GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
     max_tokens: int | None = None
     """Most output tokens; by default all that the context leaves."""
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; wins over it."""
-    add_generation_prompt: bool = True
-    """End the prompt with what an answer begins with; false with continue_final_message."""
-    continue_final_message: bool = False
-    """Let the answer go on with the text of the last message, which is not closed."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as enable_thinking; those that it does not know are
-    ignored."""
     include_reasoning: bool = True
-    """Show the model's thoughts, as `reasoning` of the message."""
+    """Return the model's reasoning, as `reasoning` of the message."""
     reasoning_effort: Effort | None = None
-    """How much to think, for templates that know efforts; with others none is not at all."""
+    """How much to reason, for templates that know efforts; with others none switches it off."""
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
-    """Most tokens of thoughts, after which their end is forced; needs a model that thinks."""
-    documents: list[dict[str, Any]] = []
-    """Texts to answer from, for templates that know documents."""
+    """Most reasoning tokens, after which the end is forced; needs a model with reasoning."""
     logprobs: bool = False
-    """Log-probabilities of the chosen tokens."""
+    """Log-probabilities of the sampled tokens."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with logprobs."""
 
     @property
-    def wanted_max_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
+        """`max_completion_tokens` or else `max_tokens`, None if the request has neither."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
     @property
     def max_tokens_field(self) -> str:
-        """The name by which the client gave `wanted_max_tokens`."""
+        """Name of the field that `requested_max_tokens` comes from."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives for each token, None for no log-probabilities."""
+        """Alternatives for each output token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-# Answers of /v1/chat/completions, as OpenAI shapes them: content, reasoning and tool calls.
+# The response of /v1/chat/completions.
 
 
 TOOL_CALLS: Final = "tool_calls"
 """The finish_reason of a choice that ended by itself and calls a tool."""
 
 
-class ChatAnswer(OpenAIStream):
-    """Shapes of /v1/chat/completions.
+class ChatEncoder(OpenAIStreamEncoder):
+    """Encoder of /v1/chat/completions.
 
-    prompt_text: None is not shown. make_parser: of the text of one choice.
+    prompt_text: None if not requested. choice_parsers: one for each choice.
     """
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    object_name = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def __init__(
         self,
-        shape: Shape,
+        options: ResponseOptions,
         stream: RequestStream,
         prompt_text: str | None,
-        make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
+        choice_parsers: Sequence[ChoiceParser],
     ) -> None:
-        super().__init__(shape, self.chunk_kind)
+        super().__init__(options, self.chunk_object)
         self._stream = stream
-        self._prompt = {} if prompt_text is None else {"prompt_text": prompt_text}
-        self._make_parser = make_parser
-        self._readers: dict[int, _Reader] = {}
-        self._head, self._tail = around(
-            {
-                **shape.envelope(self.chunk_kind),
-                "choices": [{"index": HOLE, "delta": {"content": HOLE}, "logprobs": None}],
-            },
-            '"finish_reason": null',
+        self._prompt_text = {} if prompt_text is None else {"prompt_text": prompt_text}
+        self._choice_parsers = choice_parsers
+        self._opened: set[int] = set()
+        choice = {"index": PLACEHOLDER, "delta": {"content": PLACEHOLDER}, "logprobs": None}
+        self._chunk_head, self._chunk_tail = text_chunk_parts(
+            {**options.envelope(self.chunk_object), "choices": [choice]}, '"finish_reason": null'
         )
 
-    def chunk(self, delta: Delta) -> str:
+    def encode_delta(self, delta: Delta) -> str:
         index = delta.index
-        opening = "" if index in self._readers else self._opening(index)
-        reader = self._readers[index]
-        if self._shape.plain and delta.finish_reason is None:
-            if reader.is_plain:
-                head, text = self._head, encode_string(delta.text)
-                return f"{opening}{head[0]}{index}{head[1]}{text}{self._tail}"
-            parts = reader.read(delta)
-            return opening + self._parts_event(delta, parts) if parts else opening
-        return opening + self._parts_event(delta, reader.read(delta))
+        opening = "" if index in self._opened else self._opening_chunk(index)
+        parser = self._choice_parsers[index]
+        is_last = delta.finish_reason is not None
+        if self._options.is_text_only and not is_last:
+            if parser.is_plain:
+                before, between = self._chunk_head
+                text = json_string(delta.text)
+                return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
+            parts = parser.parse_delta(delta.text)
+            return opening + self._parts_chunk(delta, parts) if parts else opening
+        parts = parser.parse_delta(delta.text, is_last=is_last)
+        return opening + self._parts_chunk(delta, parts)
 
-    def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
         for delta in deltas:
-            reader = _Reader(self._make_parser())
-            message = whole_message(reader.read(delta))
-            choices.append(
-                {"index": delta.index, "message": message} | self._rest(delta, reader.has_calls)
-            )
-        body = self._shape.envelope(self.kind) | {
+            parser = self._choice_parsers[delta.index]
+            is_last = delta.finish_reason is not None
+            message = full_message(parser.parse_delta(delta.text, is_last=is_last))
+            choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
+        body = self._options.envelope(self.object_name) | {
             "choices": choices,
             "usage": usage_object(usage),
             **transfer_params([self._stream]),
         }
-        body["prompt_logprobs"] = self._shape.prompt_logprobs(self._stream)
-        if self._shape.token_ids:
+        body["prompt_logprobs"] = self._options.prompt_logprobs(self._stream)
+        if self._options.returns_token_ids:
             body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        return body | self._prompt
+        return body | self._prompt_text
 
-    def _opening(self, index: int) -> str:
-        """Return the chunk with the role; the first of all has the prompt's ids too."""
-        first = not self._readers
-        self._readers[index] = _Reader(self._make_parser())
+    def _opening_chunk(self, index: int) -> str:
+        """Return the chunk with the role; that of the first choice has the prompt's ids too."""
+        is_first = not self._opened
+        self._opened.add(index)
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
-        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice]}
-        if self._shape.token_ids and first:
-            event["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        if first:
-            event |= self._prompt
-        nothing = Delta(index, "", [], [], 0)
-        return event_of(with_usage(event, self._shape, self._stream, nothing))
+        chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
+        if self._options.returns_token_ids and is_first:
+            chunk["prompt_token_ids"] = list(self._stream.prompt_token_ids)
+        if is_first:
+            chunk |= self._prompt_text
+        no_tokens = Delta(index, "", [], [], 0)
+        return sse_event(with_usage(chunk, self._options, self._stream, no_tokens))
 
-    def _parts_event(self, delta: Delta, parts: Sequence[Part]) -> str:
-        has_calls = self._readers[delta.index].has_calls
-        choice = {"index": delta.index, "delta": delta_fields(parts)}
-        choice |= self._rest(delta, has_calls)
-        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice]}
-        event = with_usage(event, self._shape, self._stream, delta)
-        return event_of(event | at_end(delta, [self._stream]))
+    def _parts_chunk(self, delta: Delta, parts: Sequence[OutputPart]) -> str:
+        choice = {"index": delta.index, "delta": delta_message(parts)} | self._choice_fields(delta)
+        chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
+        chunk = with_usage(chunk, self._options, self._stream, delta)
+        return sse_event(chunk | last_chunk_fields(delta, [self._stream]))
 
-    def _rest(self, delta: Delta, has_calls: bool) -> dict[str, Any]:
-        shape = self._shape
+    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
+        """Return the fields of a choice beside its message."""
+        options = self._options
         logprobs = None
-        if shape.top is not None:
-            logprobs = chat_logprobs(delta.tokens, shape.top, shape.names)
+        if options.num_logprobs is not None:
+            logprobs = chat_logprobs(delta.tokens, options.num_logprobs, options.token_names)
         reason = delta.finish_reason
-        if has_calls and reason == "stop":
+        if reason == "stop" and self._choice_parsers[delta.index].has_tool_calls:
             reason = TOOL_CALLS
-        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": reason}
+        fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
-            rest["stop_reason"] = delta.stop_reason
-        if shape.token_ids:
-            rest["token_ids"] = delta.token_ids
-        return rest
+            fields["stop_reason"] = delta.stop_reason
+        if options.returns_token_ids:
+            fields["token_ids"] = delta.token_ids
+        return fields
 
 
-class _Reader:
-    """A choice on its way into parts."""
-
-    def __init__(self, parser: PartsParser) -> None:
-        self._parser = parser
-        self.is_plain = parser is PLAIN_TEXT
-        self.has_calls = False
-
-    def read(self, delta: Delta) -> list[Part]:
-        parts = [*self._parser.feed(delta.text)]
-        if delta.finish_reason is not None:
-            parts += self._parser.end()
-        self.has_calls = self.has_calls or any(isinstance(each, CallBegins) for each in parts)
-        return parts
-
-
-def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
+def delta_message(parts: Sequence[OutputPart]) -> dict[str, Any]:
     """Return the `delta` of a chunk with these parts."""
-    fields = _texts(parts)
+    message = _texts(parts)
     calls: list[dict[str, Any]] = []
     for part in parts:
-        if isinstance(part, CallBegins):
-            calls.append({"index": part.index, **_call(part.call_id, part.name, "")})
-        elif isinstance(part, CallArguments):
+        if isinstance(part, ToolCallStart):
+            calls.append({"index": part.index, **_tool_call(part.call_id, part.name, "")})
+        elif isinstance(part, ToolCallArguments):
             if not calls or calls[-1]["index"] != part.index:
                 calls.append({"index": part.index, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += part.text
-    return fields | {"tool_calls": calls} if calls else fields
+    return message | {"tool_calls": calls} if calls else message
 
 
-def whole_message(parts: Iterable[Part]) -> dict[str, Any]:
-    """The `message` of an answer that has these parts."""
-    parts = list(parts)
+def full_message(parts: Sequence[OutputPart]) -> dict[str, Any]:
+    """Return the `message` of a choice with these parts."""
     texts = _texts(parts)
-    begins = {part.index: part for part in parts if isinstance(part, CallBegins)}
-    arguments: dict[int, list[str]] = {index: [] for index in begins}
+    starts = {part.index: part for part in parts if isinstance(part, ToolCallStart)}
+    arguments: dict[int, list[str]] = {index: [] for index in starts}
     for part in parts:
-        if isinstance(part, CallArguments):
+        if isinstance(part, ToolCallArguments):
             arguments[part.index].append(part.text)
     calls = [
-        _call(begun.call_id, begun.name, "".join(arguments[index]))
-        for index, begun in begins.items()
+        _tool_call(start.call_id, start.name, "".join(arguments[index]))
+        for index, start in starts.items()
     ]
     content = texts.get("content", None if calls or texts else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -413,16 +400,16 @@ def whole_message(parts: Iterable[Part]) -> dict[str, Any]:
     return message
 
 
-def _texts(parts: Iterable[Part]) -> dict[str, Any]:
-    """content and reasoning, where there is any."""
-    found: dict[str, list[str]] = {}
+def _texts(parts: Iterable[OutputPart]) -> dict[str, Any]:
+    """Return `content` and `reasoning`, each only if there is any."""
+    pieces: dict[str, list[str]] = {}
     for part in parts:
-        if isinstance(part, Content | Reasoning):
-            name = "content" if isinstance(part, Content) else "reasoning"
-            found.setdefault(name, []).append(part.text)
-    return {name: "".join(texts) for name, texts in found.items()}
+        if isinstance(part, ContentText | ReasoningText):
+            name = "content" if isinstance(part, ContentText) else "reasoning"
+            pieces.setdefault(name, []).append(part.text)
+    return {name: "".join(texts) for name, texts in pieces.items()}
 
 
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}

@@ -1,7 +1,7 @@
-"""What the requests of both endpoints have in common.
+"""Request fields that completions and chat completions share, with the limits of their values.
 
-Owns the fields, their types and those limits that do not depend on the model.
-Values are taken strictly: a number in quotes is not a number.
+Limits that depend on the model are checked in `request_builder.py`. Types are strict: a number in
+quotes is not a number.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -36,25 +36,25 @@ from proto.sampling_params import (
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
 MAX_LOGPROB_ENTRIES: Final = 1 << 20
-"""Most log-probabilities in an answer: choices times tokens times (alternatives and the token)."""
+"""Most log-probabilities in a response: choices × tokens × (alternatives + 1)."""
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_BAD_WORD_CHARACTERS: Final = 256
 MAX_SALT_CHARACTERS: Final = 1024
 MAX_ALLOWED_TOKENS: Final = 1 << 20
-"""More than any vocabulary has."""
+"""More tokens than any vocabulary has."""
 REQUEST_ID: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_TIMEOUT_MS: Final = (1 << 31) - 1
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1
 
 
-def _one_or_many(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _whole(text: str) -> str:
-    """JSON can spell half of a surrogate pair; no tokenizer and no response can."""
+def _encodable(text: str) -> str:
+    """Raise ValueError for an unpaired surrogate, which JSON can express but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -68,8 +68,8 @@ def _no_control_characters(text: str) -> str:
     return text
 
 
-def _bias(value: Any) -> Any:
-    """JSON has texts for keys, and some of them are numbers."""
+def _logit_bias(value: Any) -> Any:
+    """Return token id → bias; JSON has only strings as keys. Raises ValueError."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED_TOKENS:
@@ -83,7 +83,7 @@ def _bias(value: Any) -> Any:
     return bias
 
 
-Text = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[str, AfterValidator(_encodable)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Salt = Annotated[
@@ -97,7 +97,7 @@ _STOP_SCHEMA: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_C
 
 
 class Strict(BaseModel):
-    """Nothing is converted and nothing unknown is taken."""
+    """Base of request models: no type conversion, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -112,7 +112,7 @@ def _stream_options(value: Any, info: ValidationInfo) -> Any:
 
 
 class RepetitionPattern(Strict):
-    """What counts as a repetition."""
+    """The field `repetition_detection`."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -146,7 +146,7 @@ else:
 
 
 class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
-    """Fields of /v1/completions and /v1/chat/completions alike."""
+    """Fields of both /v1/completions and /v1/chat/completions."""
 
     model: Text | None = None
     """Name of a served model; by default the one there is."""
@@ -155,25 +155,25 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
     """The usage in a stream: include_usage, continuous_usage_stats; only with stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=INT64_MAX)
-    """Tokens of a choice between two of its events, after the first one; by default 1, or what
-    --stream-interval says."""
+    """Tokens of a choice between two of its events, after the first; by default the value of
+    --stream-interval."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Choices for each prompt; more than one needs a temperature above 0, or beam search."""
     use_beam_search: bool = False
-    """Search for the n likeliest answers with n beams; nothing is drawn, nothing streamed."""
+    """Search for the n likeliest answers with n beams, without sampling and streaming."""
     length_penalty: float = 1.0
     """Beams are ranked by log-probability / length ** length_penalty (-5 to 5)."""
     early_stopping: EarlyStopping = False
-    """End the search at n finished beams (true), at no better one (false), or at none possible
-    ("never")."""
+    """When the search ends: at n finished beams (true), when no better beam is likely (false), or
+    when none is possible ("never")."""
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
-    """Makes the draws repeatable."""
+    """Makes sampling repeatable."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """The lower goes first; only with --scheduling-policy priority."""
+    """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
     stop: Annotated[
         list[StopString],
         FailFast(),
-        BeforeValidator(_one_or_many),
+        BeforeValidator(_as_list),
         Field(max_length=MAX_STOP_STRINGS),
         WithJsonSchema(
             {
@@ -184,44 +184,44 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
             }
         ),
     ] = []
-    """Up to 4 strings at which a choice ends; they are not part of its text."""
+    """Up to 4 strings at which a choice ends; its text does not contain them."""
     include_stop_str_in_output: bool = False
-    """Let the text end with the stop string or the text of the stop token."""
+    """Include the stop string, or the text of the stop token, at the end of the text."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Tokens at which a choice ends."""
     top_k: int = Field(default=0, ge=-1)
-    """Draw from this many likeliest tokens; 0 and -1 for all."""
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
-    """Token id → number that is added to its score (-100 to 100); up to 1024 tokens."""
+    """Sample from this many likeliest tokens; 0 and -1 for all."""
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
+    """Token id → number that is added to its logit (-100 to 100); up to 1024 tokens."""
     bad_words: Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
-    """Up to 128 texts that an answer does not hold, with or without a space before them."""
+    """Up to 128 texts that an answer must not contain, with or without a space before them."""
     allowed_token_ids: Annotated[
         list[int], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)
     ] = []
-    """The only tokens that can be chosen."""
+    """The only tokens that can be sampled."""
     min_tokens: int = 0
-    """Neither a stop token nor a stop string nor a repetition ends a choice before."""
+    """Output tokens before which no stop token, stop string or repetition ends a choice."""
     ignore_eos: bool = False
-    """Go on after the model's own end token."""
+    """Continue after the model's own end token."""
     repetition_detection: Annotated[
         RepetitionPattern | None, BeforeValidator(_repetition_detection)
     ] = None
     """End a choice that ends with a pattern of min_pattern_size to max_pattern_size tokens
     min_count times in a row; its finish_reason is repetition."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, with so many alternatives (0 to 20)."""
+    """Log-probabilities of the prompt's tokens, with this many alternatives (0 to 20)."""
     logprob_token_ids: Annotated[
         list[int], FailFast(), Field(max_length=MAX_LOGPROB_TOKEN_IDS)
     ] = []
     """Up to 128 tokens whose log-probabilities replace those of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
-    """Keep at most so many tokens of a prompt; -1: as many as the context leaves."""
+    """Keep at most this many tokens of a prompt; -1: as many as the context leaves."""
     truncation_side: Literal["left", "right"] = "left"
     """The end of the prompt that is cut."""
     detokenize: bool = True
-    """Whether an answer has text; without it there are only token ids."""
+    """Return text; false returns token ids only."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Remove special tokens from the text."""
     spaces_between_special_tokens: bool = True
     """Let the tokenizer put spaces between special tokens, where it does."""
     return_token_ids: bool = False
@@ -233,9 +233,9 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     cache_salt: Salt | None = None
     """Prompts share cached KV only with prompts of the same salt; 1 to 1024 characters."""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after its arrival at which the request is ended, however far it is."""
+    """Milliseconds after arrival at which the request is aborted."""
     queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after its arrival at which it is refused if nothing of it was computed."""
+    """Milliseconds after arrival at which the request is refused if it is still queued."""
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     """Part of the answer's id and of the log line; also as X-Request-Id."""
 
@@ -246,12 +246,12 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
 
     @property
     def includes_usage(self) -> bool:
-        """A last chunk with the usage."""
+        """The stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def includes_continuous_usage(self) -> bool:
-        """The usage so far in every chunk."""
+        """Every chunk contains the usage so far."""
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )

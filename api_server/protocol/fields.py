@@ -1,8 +1,7 @@
-"""From the decoded body to a model of the request.
+"""From the decoded body of a request to its pydantic model. Start reading at `parse`.
 
-Owns what happens to a field that the model does not have. One that some API defines is refused
-by name, unless its value has no effect. One that no API defines is ignored, and named in a
-header of the answer.
+A field that the model lacks but some API defines is refused by name, unless its value has no
+effect. A field that no API defines is ignored and named in a header of the response.
 """
 
 import re
@@ -13,31 +12,31 @@ from pydantic import BaseModel, ValidationError, ValidationInfo
 
 from proto.errors import InvalidRequestError, shown
 
-# Fields that no API defines: ignored, and named in a header of the answer.
-
-
 MAX_NAMES: Final = 16
 MAX_NAME_CHARACTERS: Final = 64
-HEADER: Final = b"x-tokend-ignored"
-_ODD: Final = re.compile(r"[^A-Za-z0-9_.-]")
+IGNORED_HEADER: Final = b"x-tokend-ignored"
+_UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-def not_shown(kind: str) -> str:
-    """What the model reads where a tool gave something that it cannot."""
+def media_placeholder(kind: str) -> str:
+    """Return the text that the model reads instead of an image or document in a tool's result."""
     return f"[{kind}: not shown, only text can be read here]"
 
 
 class IgnoredFields:
-    """Names in the order in which they came, each once, and how many are not kept."""
+    """Names of ignored fields in their order, without repetition, for a response header.
+
+    Names beyond MAX_NAMES are only counted.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
         self._num_more = 0
 
     def add(self, name: str) -> None:
-        """One more. Odd characters become question marks, a long name is cut."""
+        """Add a name; unsafe characters become question marks, a long name is cut."""
         name = name if len(name) <= MAX_NAME_CHARACTERS else name[: MAX_NAME_CHARACTERS - 3] + "..."
-        name = _ODD.sub("?", name)
+        name = _UNSAFE_CHARACTER.sub("?", name)
         if name in self._names:
             return
         if len(self._names) < MAX_NAMES:
@@ -46,23 +45,23 @@ class IgnoredFields:
             self._num_more += 1
 
     def __str__(self) -> str:
-        """The names with commas between them; empty for none."""
+        """Return the names, separated by commas; "" for none."""
         more = [f"{self._num_more} more"] if self._num_more else []
         return ", ".join([*self._names, *more])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the header that names them, if there are any."""
-        return [(HEADER, str(self).encode())] if self._names else []
+        """Return the header with the names; no header without names."""
+        return [(IGNORED_HEADER, str(self).encode())] if self._names else []
 
 
-# Names of fields that the APIs which clients know define, beyond what is taken here.
+# Fields that OpenAI, Anthropic and vLLM define.
 
 
 Neutral = dict[str, tuple[Any, ...]]
-"""Field → values, beside null, that have no effect."""
+"""Field → values beside null that have no effect."""
 
 HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Labels and hints: they cannot change an answer."""
+"""Labels and hints, accepted without effect: they cannot change an answer."""
 
 OPENAI: Final = frozenset(
     {
@@ -96,7 +95,7 @@ OPENAI: Final = frozenset(
         "web_search_options",
     }
 )
-"""Of completions, chat completions and responses."""
+"""Fields of OpenAI's completions, chat completions and responses."""
 
 ANTHROPIC: Final = frozenset(
     {
@@ -114,7 +113,7 @@ ANTHROPIC: Final = frozenset(
         "thinking",
     }
 )
-"""Of messages."""
+"""Fields of Anthropic's messages."""
 
 VLLM: Final = frozenset(
     {
@@ -137,7 +136,7 @@ VLLM: Final = frozenset(
         "vllm_xargs",
     }
 )
-"""Of completions and chat completions."""
+"""Fields of vLLM's completions and chat completions."""
 
 ENDPOINTS: Final = frozenset(
     {
@@ -153,7 +152,7 @@ ENDPOINTS: Final = frozenset(
         "top_logprobs",
     }
 )
-"""Fields of one endpoint that mean nothing to the other."""
+"""Fields of either completions or chat completions."""
 
 KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
 
@@ -167,7 +166,7 @@ NEUTRAL: Final[Neutral] = {
     "truncation": ("disabled",),
     "vllm_xargs": ({},),
 }
-"""Of fields of both endpoints."""
+"""For both completions and chat completions."""
 
 COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL, "parallel_tool_calls": (True,)}
 
@@ -190,7 +189,7 @@ RESPONSES_NEUTRAL: Final[Neutral] = {
 RESPONSES_HINTS: Final = frozenset(
     {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
 )
-"""Of /v1/responses: about a cache that is not ours, and tools that are not called here."""
+"""Fields of /v1/responses about OpenAI's cache and about tools that its servers run."""
 
 REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
 
@@ -202,7 +201,7 @@ MESSAGES_NEUTRAL: Final[Neutral] = {
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
 }
-"""Of Anthropic's messages."""
+"""For Anthropic's messages."""
 
 MESSAGES_HINTS: Final = frozenset(
     {
@@ -210,7 +209,7 @@ MESSAGES_HINTS: Final = frozenset(
         *("fallbacks", "inference_geo", "user_profile_id"),
     }
 )
-"""Of Anthropic's messages: what changes no answer, or only how long a conversation may become."""
+"""Fields of Anthropic's messages that change no answer, or only the length of a conversation."""
 
 MESSAGE_NEUTRAL: Final[Neutral] = {
     "annotations": ([],),
@@ -230,7 +229,7 @@ STRUCTURED_NEUTRAL: Final[Neutral] = {
 }
 
 
-# What is wrong with a field, in words that name it.
+# Error messages that name the invalid field.
 
 
 _RULES: Final = {
@@ -257,28 +256,33 @@ _RULES: Final = {
     "extra_forbidden": "is not known here",
     "value_error": "{error}",
 }
-"""By the type of pydantic's error; in braces what its context has."""
+"""Type of pydantic's error → message. Braces hold values of the error's context."""
 
 
-def request_error_of(error: ValidationError) -> InvalidRequestError:
-    """The first field that is wrong; of a field that takes different things, all of them."""
+def invalid_request_error(error: ValidationError) -> InvalidRequestError:
+    """Return an error about the first invalid field.
+
+    The message lists all alternatives of a field that accepts several types.
+    """
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]["loc"]
-    place = [part for number, part in enumerate(first) if not (number and _is_branch(part))]
-    same = [each for each in errors if each["loc"][: len(place)] == tuple(place)]
+    path = [part for index, part in enumerate(first) if not (index and _is_type_name(part))]
+    same = [detail for detail in errors if detail["loc"][: len(path)] == tuple(path)]
     name = str(first[0]) if first else None
-    rules = dict.fromkeys(_rule(each["type"], each["msg"], each.get("ctx", {})) for each in same)
-    where = shown(".".join(map(str, place)))
+    rules = dict.fromkeys(
+        _rule(detail["type"], detail["msg"], detail.get("ctx", {})) for detail in same
+    )
+    where = shown(".".join(map(str, path)))
     return InvalidRequestError(f"{where} {' or '.join(rules)}".strip(), name)
 
 
-def _is_branch(part: int | str) -> bool:
-    """Whether it names one of several types that a field takes, not a place within it."""
+def _is_type_name(part: int | str) -> bool:
+    """Return whether a path component is one of several types of a field, not a subfield."""
     return part in ("bool", "int", "float", "str", "constrained-str") or "[" in str(part)
 
 
 def _rule(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """What pydantic has no words for here, in its own."""
+    """Return the message for an error type; pydantic's own message if _RULES has none."""
     return _RULES[kind].format(**context) if kind in _RULES else message
 
 
@@ -288,10 +292,10 @@ Model = TypeVar("Model", bound=BaseModel)
 def parse(
     model: type[Model], body: Any, neutral: Mapping[str, tuple[Any, ...]], ignored: IgnoredFields
 ) -> Model:
-    """`body` as a `model`; raises InvalidRequestError naming the first field that is wrong.
+    """Return the body as a model; raise InvalidRequestError that names the first invalid field.
 
-    A field that is null counts as not given. neutral: values of known fields that have
-    no effect. ignored: collects fields that no API defines.
+    A field that is null counts as absent. neutral: values without effect of fields that the model
+    lacks. ignored: collects fields that no API defines.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")
@@ -299,20 +303,24 @@ def parse(
     try:
         return model.model_validate(fields, context=ignored)
     except ValidationError as error:
-        raise request_error_of(error) from None
+        raise invalid_request_error(error) from None
 
 
 def given_fields(
     body: Mapping[str, Any],
-    taken: Collection[str],
+    known: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
     ignored: IgnoredFields,
     where: str = "",
 ) -> dict[str, Any]:
-    """The fields that are taken and not null. `where`: prefix for names."""
+    """Return the fields that are in `known` and not null.
+
+    Raises InvalidRequestError for a field of some API that is not in `known` and whose value is not
+    neutral. where: prefix of field names in errors and in `ignored`.
+    """
     fields = {}
     for name, value in body.items():
-        if name in taken:
+        if name in known:
             if value is not None:
                 fields[name] = value
         elif name in KNOWN or name in neutral:
@@ -326,9 +334,10 @@ def given_fields(
 def nested_fields(
     value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
 ) -> Any:
-    """The fields that an object in a request may have, by the names that clients know.
+    """Return the fields of an object inside a request, by the names that clients use.
 
-    For a validator before that of `model`, so raises ValueError. where: prefix for other names.
+    For a validator that runs before the one of `model`, so it raises ValueError. where: prefix of
+    field names. A value that is no object is returned unchanged.
     """
     if not isinstance(value, dict):
         return value
@@ -340,14 +349,14 @@ def nested_fields(
 
 
 def ignored_of(info: ValidationInfo) -> IgnoredFields:
-    """Return the collector of ignored fields of a nested validator."""
+    """Return the IgnoredFields that `parse` passed to the validators."""
     return info.context if isinstance(info.context, IgnoredFields) else IgnoredFields()
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value has no effect; True and 1 are different values."""
+    """Return whether a value has no effect. True and 1 are different values."""
     if value is None:
         return True
     return any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
     )

@@ -1,11 +1,10 @@
-"""What a client says of the form of its answer: three ways to ask for the same.
+"""Request fields that constrain the answer, in three equivalent ways:
 
     response_format      OpenAI: text, json_object, json_schema
     structured_outputs   vLLM: json, regex, choice, grammar, json_object
     guided_…             vLLM's older names of these
 
-Owns their types and the one `GrammarSource` that comes of them. Whether it can be compiled is for
-the engine to say.
+All become one `GrammarSource`, which the engine compiles or refuses.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -37,7 +36,7 @@ def _structured_fields(value: Any, info: ValidationInfo) -> Any:
 
 
 class _Part(BaseModel):
-    """Nothing is converted and nothing unknown is taken."""
+    """Base of the models in this file: no type conversion, no unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, populate_by_name=True, protected_namespaces=()
@@ -46,20 +45,20 @@ class _Part(BaseModel):
 
 class JsonSchemaFormat(_Part):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    wanted: Any = Field(alias="schema")
+    schema_: Any = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(_Part):
-    """strict says nothing more: every answer keeps to its schema."""
+    """The field `response_format`. `strict` has no effect: every answer conforms to its schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JsonSchemaFormat | None, BeforeValidator(_schema_fields)] = None
 
 
 class StructuredOutputs(_Part):
-    """One of the first five, and how JSON is spaced."""
+    """The field `structured_outputs`: exactly one of its first five fields."""
 
     json_: Any = Field(default=None, alias="json")
     regex: str | None = None
@@ -70,7 +69,7 @@ class StructuredOutputs(_Part):
 
 
 class StructuredFields(BaseModel):
-    """The fields of a request that say it."""
+    """Request fields that constrain the answer."""
 
     response_format: Annotated[ResponseFormat | None, BeforeValidator(_format_fields)] = None
     """text, json_object, or json_schema with a schema that the answer keeps to."""
@@ -89,7 +88,10 @@ class StructuredFields(BaseModel):
 
     @property
     def grammar_source(self) -> GrammarSource | None:
-        """What the answer has to be; None for any text. Raises InvalidRequestError by name."""
+        """The grammar or schema of the answer; None for any text.
+
+        Raises InvalidRequestError that names the field.
+        """
         found = [*self._from_format(), *self._from_structured(), *self._from_guided()]
         if len(found) > 1:
             raise InvalidRequestError(
@@ -114,7 +116,7 @@ class StructuredFields(BaseModel):
             return [GrammarSource("json_schema", ANY_OBJECT, field=field)]
         if given.json_schema is None:
             raise InvalidRequestError("response_format.json_schema is missing", field)
-        return [_schema(given.json_schema.wanted, field)]
+        return [_schema(given.json_schema.schema_, field)]
 
     def _from_structured(self) -> list[GrammarSource]:
         given, field = self.structured_outputs, "structured_outputs"
@@ -153,7 +155,11 @@ def _sources(
     *,
     compact: bool = False,
 ) -> list[GrammarSource]:
-    """Those that are given; fields: what the client calls each."""
+    """Return a source for each value that is not None.
+
+    fields: names of the request fields of json, regex, choice and grammar, for errors. compact:
+    JSON without optional whitespace.
+    """
     found = []
     if json is not None:
         found.append(_schema(json, fields[0], compact=compact))
@@ -170,7 +176,7 @@ def _sources(
 
 
 def _schema(schema: Any, field: str, *, compact: bool = False) -> GrammarSource:
-    """A schema may come as JSON, or as a text that is JSON."""
+    """Return the source of a schema, given as JSON or as a string that contains JSON."""
     text = schema if isinstance(schema, str) else _json(schema, field)
     return GrammarSource("json_schema", text, compact, field=field)
 

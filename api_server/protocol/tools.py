@@ -1,11 +1,10 @@
-"""The fields of a chat request that speak of tools.
+"""Request fields of a chat that define tools:
 
     tools                 [{"type": "function", "function": {name, description, …}}]
     tool_choice           "none", "auto", "required", {"type": "function", "function": {"name": …}}
     parallel_tool_calls   false: one call at most
 
-Owns their types and limits. An error names the place: `tools[3].function.parameters`. How a model
-writes its calls is in parsers/tools/.
+An error names the path of the invalid field: `tools[3].function.parameters`.
 """
 
 import re
@@ -31,8 +30,8 @@ _MODES: Final[dict[str, ToolMode]] = {"none": "none", "auto": "auto", "required"
 class FunctionTool:
     """A function that the model may call.
 
-    parameters: a JSON schema of an object. strict: what it is called with keeps to that also where
-    the model chooses whether to call. field: its place in the request, for errors.
+    parameters: JSON schema of the arguments. strict: arguments conform to the schema even if the
+    model may choose whether to call. field: path in the request, for errors.
     """
 
     name: str
@@ -42,7 +41,7 @@ class FunctionTool:
     field: str = "tools"
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Return the tool in the form that chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -52,13 +51,13 @@ class FunctionTool:
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The choice of one function, which must be called."""
+    """A tool_choice that forces a call of one function."""
 
     name: str
 
 
 def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
-    """The tools of a request; raises InvalidRequestError with the place of what is wrong.
+    """Return the tools of a request; raise InvalidRequestError that names the invalid field.
 
     ignored: collects fields that no API defines.
     """
@@ -67,10 +66,10 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
     if len(value) > MAX_TOOLS:
         raise InvalidRequestError(f"tools takes at most {MAX_TOOLS}, got {len(value)}", "tools")
     tools: list[FunctionTool] = []
-    for place, each in enumerate(value):
-        tool = each if isinstance(each, FunctionTool) else _tool(each, f"tools[{place}]", ignored)
+    for index, item in enumerate(value):
+        tool = item if isinstance(item, FunctionTool) else _tool(item, f"tools[{index}]", ignored)
         if any(tool.name == other.name for other in tools):
-            raise _wrong(f"{tool.field}.function.name", f"is there twice: {tool.name}")
+            raise _invalid(f"{tool.field}.function.name", f"is there twice: {tool.name}")
         tools.append(tool)
     return tools
 
@@ -78,18 +77,18 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
 def _tool(value: Any, where: str, ignored: IgnoredFields) -> FunctionTool:
     fields = _object(value, where, ("type", "function"), ignored)
     if fields.get("type") != "function":
-        raise _wrong(f"{where}.type", "must be function: no other tools are available")
+        raise _invalid(f"{where}.type", "must be function: no other tools are available")
     if "function" not in fields:
-        raise _wrong(f"{where}.function", "is missing")
+        raise _invalid(f"{where}.function", "is missing")
     within = f"{where}.function"
     known = ("name", "description", "parameters", "strict")
     function = _object(fields["function"], within, known, ignored)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{within}.name", f"must match {TOOL_NAME}")
+        raise _invalid(f"{within}.name", f"must match {TOOL_NAME}")
     strict = function.get("strict", False)
     if not isinstance(strict, bool):
-        raise _wrong(f"{within}.strict", "must be true or false")
+        raise _invalid(f"{within}.strict", "must be true or false")
     description = function.get("description")
     if description is not None:
         _check_text(description, f"{within}.description")
@@ -98,46 +97,46 @@ def _tool(value: Any, where: str, ignored: IgnoredFields) -> FunctionTool:
 
 
 def _parameters(schema: Any, where: str) -> Mapping[str, Any]:
-    """A schema of an object; {} is one without properties."""
+    """Return the JSON schema of the arguments; {} means no arguments."""
     if not isinstance(schema, dict):
-        raise _wrong(where, "must be a JSON schema of an object")
+        raise _invalid(where, "must be a JSON schema of an object")
     try:
         check_schema(schema)
         size = len(encoded(schema))
     except InvalidRequestError as error:
-        raise _wrong(where, error.message) from None
+        raise _invalid(where, error.message) from None
     if size > MAX_GRAMMAR_BYTES:
-        raise _wrong(where, f"has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
+        raise _invalid(where, f"has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{where}.type", "must be object")
+        raise _invalid(f"{where}.type", "must be object")
     if not isinstance(schema.get("properties", {}), dict):
-        raise _wrong(f"{where}.properties", "must be an object")
+        raise _invalid(f"{where}.properties", "must be an object")
     return {"type": "object", "properties": {}, **schema}
 
 
 def _check_text(value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise _wrong(where, "must be a string")
+        raise _invalid(where, "must be a string")
     if len(value) > MAX_DESCRIPTION_CHARACTERS:
-        raise _wrong(where, f"is longer than {MAX_DESCRIPTION_CHARACTERS}")
+        raise _invalid(where, f"is longer than {MAX_DESCRIPTION_CHARACTERS}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _wrong(where, "holds half of a surrogate pair, which is no text") from None
+        raise _invalid(where, "holds half of a surrogate pair, which is no text") from None
 
 
 def _object(
     value: Any, where: str, known: tuple[str, ...], ignored: IgnoredFields
 ) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(where, "must be an object")
+        raise _invalid(where, "must be an object")
     try:
         return given_fields(value, known, {}, ignored, f"{where}.")
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, error.param) from None
 
 
-def _wrong(where: str, what: str) -> InvalidRequestError:
+def _invalid(where: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where} {what}", where)
 
 
@@ -150,16 +149,16 @@ def _choice(value: Any, info: ValidationInfo) -> Any:
         return value
     if isinstance(value, str):
         if value not in _MODES:
-            raise _wrong("tool_choice", "must be none, auto, required or a function by its name")
+            raise _invalid("tool_choice", "must be none, auto, required or a function by its name")
         return value
     ignored = ignored_of(info)
     choice = _object(value, "tool_choice", ("type", "function"), ignored)
     if choice.get("type") != "function":
-        raise _wrong("tool_choice.type", "must be function")
+        raise _invalid("tool_choice.type", "must be function")
     function = _object(choice.get("function"), "tool_choice.function", ("name",), ignored)
     name = function.get("name")
     if not isinstance(name, str):
-        raise _wrong("tool_choice.function.name", "must be a string")
+        raise _invalid("tool_choice.function.name", "must be a string")
     return NamedTool(name)
 
 
@@ -204,7 +203,7 @@ _CHOICE_SCHEMA: Final = {
 
 
 class ToolFields(BaseModel):
-    """The fields of a request that say it."""
+    """Request fields about tools."""
 
     tools: Annotated[
         list[FunctionTool], BeforeValidator(_tools), WithJsonSchema(_TOOLS_SCHEMA)
@@ -219,7 +218,10 @@ class ToolFields(BaseModel):
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
-        """Those that the answer may call; raises InvalidRequestError for a choice of none."""
+        """The tools that the answer may call.
+
+        Raises InvalidRequestError if tool_choice names no tool of the request.
+        """
         choice = self.tool_choice
         if choice is not None and choice != "none" and not self.tools:
             raise InvalidRequestError("tool_choice needs tools", "tool_choice")
@@ -235,10 +237,10 @@ class ToolFields(BaseModel):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is a call in any case."""
+        """The answer must contain a call."""
         return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
 
     @property
     def calls_once(self) -> bool:
-        """Whether the answer holds one call at most; a function by name is called once."""
+        """The answer may contain only one call; a function by name is called once."""
         return isinstance(self.tool_choice, NamedTool) or not self.parallel_tool_calls

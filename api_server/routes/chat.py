@@ -1,8 +1,8 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,47 +10,45 @@ from starlette.responses import Response
 
 from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
-from api_server.parsers.parts import CountedParser, PartsParser
-from api_server.parsers.thinking import switches, thoughts_of
-from api_server.parsers.tool_calling import Calling
-from api_server.protocol.answers import Shape
-from api_server.protocol.chat import ChatAnswer, ChatCompletionRequest
+from api_server.parsers.output import ChoiceParser
+from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
+from api_server.protocol.chat import ChatCompletionRequest, ChatEncoder
+from api_server.protocol.chat_translation import ChatTranslation
+from api_server.protocol.encoder import ResponseOptions
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
 from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.stream import TokenStream
-from api_server.text.chat_prompt import conversation_of, num_characters
+from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader
 from proto.errors import InvalidRequestError
 
-# A turn of a chat, whatever API it came by: from messages to a generation.
-
-
 ANSWERS_SHARE: Final = 4
-"""A truncated prompt leaves one such part of the context to an answer without a limit."""
+"""A truncated prompt leaves one part in this many of the context to an answer without a limit."""
 
+Made = TypeVar("Made")
 _TEMPLATE: Final = ("chat template:", "the chat template cannot")
 
 
 def is_template_error(error: InvalidRequestError) -> bool:
-    """Whether the chat template refuses the conversation, and may take it in another form."""
+    """Return whether the chat template refused the conversation; merged roles may help."""
     return error.message.startswith(_TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One answer to a chat: its token stream, and how its text is parsed.
+    """One answer to a chat: its token stream, and what encodes its output.
 
-    prompt_text: None if it is not shown. make_parser: returns the parser of one choice.
+    prompt_text: None if not requested. choice_parsers: one for each choice.
     """
 
     builder: RequestBuilder
     stream: TokenStream
-    shape: Shape
+    options: ResponseOptions
     prompt_text: str | None
-    make_parser: Callable[[], PartsParser]
+    choice_parsers: Sequence[ChoiceParser]
 
 
 async def build_chat_turn(
@@ -70,55 +68,71 @@ async def build_chat_turn(
     leaves_room: a truncated prompt leaves a share of the context to an answer without a limit.
     Raises InvalidRequestError.
     """
-    calling = app_state.tool_caller.calling(body, body.grammar_source)
-    builder = RequestBuilder(app_state, body, id_prefix, tenant, key_name, ignored, calling)
+    tool_calls = app_state.tool_calls.plan(body, body.grammar_source)
+    builder = RequestBuilder(
+        app_state, body, id_prefix, tenant, key_name, ignored, tool_calls.grammar
+    )
     reader = app_state.prompt_reader("messages")
-    wanted = body.wanted_max_tokens
-    if wanted is None and leaves_room:
+    max_tokens = body.requested_max_tokens
+    if max_tokens is None and leaves_room:
         share = app_state.client.engine.max_model_len // ANSWERS_SHARE
-        wanted = share if at_most is None else min(at_most, share)
-    reader = reader.with_truncation(builder.truncation(wanted))
-    style = app_state.reasoning_style
-    conversation, text = await _rendered(app_state, body, reader, ignored)
-    prompts = await reader.encode([text], add_special_tokens=False)
-    thoughts = await thoughts_of(
-        style,
+        max_tokens = share if at_most is None else min(at_most, share)
+    reader = reader.with_truncation(builder.truncation(max_tokens))
+    conversation, text = await _render_prompt(app_state, body, reader, ignored)
+    prompts = await reader.encode_texts([text], add_special_tokens=False)
+    reasoning = await plan_reasoning(
+        app_state.reasoning_format,
         app_state.tokenizer,
         conversation,
         text,
         budget=body.thinking_token_budget,
         has_grammar=builder.has_grammar,
-        shows=body.include_reasoning,
+        is_shown=body.include_reasoning,
     )
-    check_thoughts(body, thoughts.rule)
-
-    def make_parser() -> PartsParser:
-        return thoughts.parser(calling.make_parser())
-
+    check_thoughts(body, reasoning.rule)
+    output_format = OutputFormat(tool_calls, reasoning)
     options = EndpointOptions(
-        max_tokens=body.wanted_max_tokens,
+        max_tokens=body.requested_max_tokens,
         default_max_tokens=at_most,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
         edits=await logit_edits(body, app_state.tokenizer),
-        thinking=thoughts.rule,
+        thinking=reasoning.rule,
     )
     (prompt_text,) = await builder.prompt_texts(prompts)
     requests = builder.build_requests(prompts, options)
-    stream = builder.build_stream(requests, [0], make_parser, thoughts)
-    shape = builder.shape(body.num_logprobs)
-    answered = _counting(app_state, calling, make_parser)
-    return ChatTurn(builder, stream, shape, prompt_text, answered)
+    return ChatTurn(
+        builder,
+        builder.build_stream(requests, [0], output_format),
+        builder.response_options(body.num_logprobs),
+        prompt_text,
+        [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)],
+    )
 
 
-def _counting(
-    app_state: AppState, calling: Calling, make_parser: Callable[[], PartsParser]
-) -> Callable[[], PartsParser]:
-    """Return the parser of an answer; it counts parsed tool calls if the request has tools."""
-    if calling.format is None:
-        return make_parser
-    return lambda: CountedParser(make_parser(), app_state.metrics.count_tool_parse)
+async def with_merged_roles_fallback(
+    translation: ChatTranslation, make: Callable[[ChatCompletionRequest], Awaitable[Made]]
+) -> Made:
+    """Return what `make` returns for a translated request.
+
+    If the chat template refuses the order of roles, `make` is called again with merged roles.
+    Raises InvalidRequestError in the client's terms.
+    """
+    chat = translation.chat_request()
+    try:
+        return await make(chat)
+    except InvalidRequestError as error:
+        if not is_template_error(error):
+            raise translation.translate_error(error) from None
+        refusal = error
+    merged = translation.chat_request(merge_roles=True)
+    if merged == chat:
+        raise translation.translate_error(refusal)
+    try:
+        return await make(merged)
+    except InvalidRequestError as error:
+        raise translation.translate_error(error) from None
 
 
 async def count_tokens(
@@ -130,23 +144,25 @@ async def count_tokens(
     """
     app_state.check_model(body.model)
     reader = app_state.prompt_reader("messages")
-    _, text = await _rendered(app_state, body, reader, ignored)
+    _, text = await _render_prompt(app_state, body, reader, ignored)
     reader.check_text(text)
     (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
     return len(ids)
 
 
-async def _rendered(
+async def _render_prompt(
     app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
     """Return the conversation and the text of the prompt. reader: limits the template's input."""
     template = app_state.chat_template
-    variables = switches(body.reasoning_effort, template.facts, app_state.reasoning_style)
-    tools = app_state.tool_caller.shown(body)
-    conversation = conversation_of(body, template.facts, ignored, tools, variables)
-    conversation = app_state.tool_caller.with_tools_as_text(conversation)
-    shown = [conversation.messages, conversation.documents, conversation.tools]
-    reader.check_characters(num_characters(shown))
+    variables = reasoning_variables(
+        body.reasoning_effort, template.facts, app_state.reasoning_format
+    )
+    tools = app_state.tool_calls.template_tools(body)
+    conversation = build_conversation(body, template.facts, ignored, tools, variables)
+    conversation = app_state.tool_calls.adapt_conversation(conversation)
+    template_input = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(template_input))
     return conversation, await template.render(conversation)
 
 
@@ -170,6 +186,8 @@ async def create_chat_completion(request: Request) -> Response:
         key_name=key_name_of(request),
         ignored=ignored,
     )
-    answer = ChatAnswer(turn.shape, turn.stream.streams[0], turn.prompt_text, turn.make_parser)
+    encoder = ChatEncoder(
+        turn.options, turn.stream.streams[0], turn.prompt_text, turn.choice_parsers
+    )
     await turn.stream.submit(request)
-    return turn.builder.response(turn.stream, answer)
+    return turn.builder.response(turn.stream, encoder)

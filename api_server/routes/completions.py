@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_server.http.tenants import key_name_of, tenant_of
+from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.completions import (
     DEFAULT_MAX_TOKENS,
-    CompletionAnswer,
+    CompletionEncoder,
     CompletionRequest,
     Echo,
 )
@@ -32,10 +33,12 @@ async def create_completion(request: Request) -> Response:
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    builder = RequestBuilder(app_state, body, "cmpl-", tenant, key_name_of(request), ignored)
+    builder = RequestBuilder(
+        app_state, body, "cmpl-", tenant, key_name_of(request), ignored, body.grammar_source
+    )
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))
-    prompts = await reader.read(body.prompt, add_special_tokens=body.add_special_tokens)
+    prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
     edits = await logit_edits(body, app_state.tokenizer)
     requests = builder.build_requests(prompts, _options(body, edits))
@@ -43,16 +46,16 @@ async def create_completion(request: Request) -> Response:
         echoed, _echoes, body, prompts, app_state.tokenizer
     )
     prompt_texts = await builder.prompt_texts(prompts)
-    stream = builder.build_stream(requests, [len(echo.text) for echo in echoes])
-    answer = CompletionAnswer(
-        builder.shape(body.logprobs),
+    stream = builder.build_stream(requests, [len(echo.text) for echo in echoes], OutputFormat())
+    encoder = CompletionEncoder(
+        builder.response_options(body.logprobs),
         stream.streams,
         echoes,
         prompt_texts,
         body.only_echoes,
     )
     await stream.submit(request)
-    return builder.response(stream, answer)
+    return builder.response(stream, encoder)
 
 
 def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
@@ -60,7 +63,7 @@ def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptio
     prompt_logprobs = [body.prompt_logprobs, body.logprobs if body.echo else None]
     given = [number for number in prompt_logprobs if number is not None]
     return EndpointOptions(
-        max_tokens=1 if body.only_echoes else body.wanted_max_tokens,
+        max_tokens=1 if body.only_echoes else body.requested_max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=max(given) if given else None,
@@ -84,7 +87,7 @@ def _echo(body: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) ->
     offsets, length = [], 0
     for token_id in prompt.token_ids:
         offsets.append(length)
-        length += len(detokenizer.feed(token_id))
-    length += len(detokenizer.flush())
+        length += len(detokenizer.decode_token(token_id))
+    length += len(detokenizer.flush_text())
     added = length - len(text)  # a first token that the tokenizer put there
     return Echo(text, [max(0, offset - added) for offset in offsets])

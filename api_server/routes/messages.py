@@ -2,8 +2,8 @@
 /v1/chat/completions.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,22 +14,26 @@ from api_server.errors import new_request_id
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.messages.answer import MessageAnswer
-from api_server.protocol.messages.blocks import system_text
+from api_server.protocol.messages.encoder import MessageEncoder
+from api_server.protocol.messages.input import system_text
 from api_server.protocol.messages.request import (
-    ChatTranslation,
-    Conversing,
+    CountTokensRequest,
     MessagesRequest,
+    MessagesTranslation,
     parse_request,
-    shows_thoughts,
+    shows_reasoning,
 )
-from api_server.routes.chat import ChatTurn, build_chat_turn, count_tokens, is_template_error
+from api_server.routes.chat import (
+    ChatTurn,
+    build_chat_turn,
+    count_tokens,
+    with_merged_roles_fallback,
+)
 from api_server.routes.common import app_state_of, read_fields
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
 ID_PREFIX: Final = "msg_"
-_Made = TypeVar("_Made")
 
 
 @router.post("/v1/messages")
@@ -52,22 +56,22 @@ async def create_message(request: Request) -> Response:
             leaves_room=True,
         )
 
-    turn = await _with_folded_fallback(translation, build)
-    answer = MessageAnswer(
-        turn.shape.id,
-        turn.shape.model,
-        turn.make_parser(),
+    turn = await with_merged_roles_fallback(translation, build)
+    encoder = MessageEncoder(
+        turn.options.id,
+        turn.options.model,
+        turn.choice_parsers[0],
         num_prompt_tokens=len(turn.stream.streams[0].prompt_token_ids),
         max_tokens=body.max_tokens,
-        shows_thoughts=shows_thoughts(body),
-        in_client_names=translation.in_client_names,
+        shows_reasoning=shows_reasoning(body),
+        translation=translation,
     )
     try:
         await turn.stream.submit(request)
     except InvalidRequestError as error:
-        raise translation.in_client_names(error) from None
-    request_id = (b"request-id", turn.shape.id.encode())
-    return turn.builder.response(turn.stream, answer, [request_id])
+        raise translation.translate_error(error) from None
+    request_id = (b"request-id", turn.options.id.encode())
+    return turn.builder.response(turn.stream, encoder, [request_id])
 
 
 @router.post("/v1/messages/count_tokens")
@@ -75,13 +79,13 @@ async def count_message_tokens(request: Request) -> Response:
     """How many tokens the same request to /v1/messages would read; without using the engine."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
-    body, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
+    body, passed = parse_request(CountTokensRequest, await read_fields(request, ignored), ignored)
     translation = _translation(app_state, body, passed, ignored)
 
     async def count(chat: ChatCompletionRequest) -> int:
         return await count_tokens(app_state, chat, ignored)
 
-    number = await _with_folded_fallback(translation, count)
+    number = await with_merged_roles_fallback(translation, count)
     response = JSONResponse({"input_tokens": number})
     response.headers["request-id"] = new_request_id()
     response.raw_headers += ignored.headers()
@@ -89,33 +93,13 @@ async def count_message_tokens(request: Request) -> Response:
 
 
 def _translation(
-    app_state: AppState, body: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
-) -> ChatTranslation:
-    return ChatTranslation(
+    app_state: AppState, body: CountTokensRequest, passed: Mapping[str, Any], ignored: IgnoredFields
+) -> MessagesTranslation:
+    return MessagesTranslation(
         body,
         passed,
         system_text(body.system, ignored),
         ignored,
         template_names=app_state.chat_template.facts.names,
-        thinks=app_state.reasoning_style.thinks,
+        has_reasoning=app_state.reasoning_format.has_reasoning,
     )
-
-
-async def _with_folded_fallback(
-    translation: ChatTranslation, make: Callable[[ChatCompletionRequest], Awaitable[_Made]]
-) -> _Made:
-    """What is made of the conversation, folded where the template refuses it as it is."""
-    plain = translation.request()
-    try:
-        return await make(plain)
-    except InvalidRequestError as error:
-        if not is_template_error(error):
-            raise translation.in_client_names(error) from None
-        refusal = error
-    folded = translation.request(folded=True)
-    if folded == plain:
-        raise translation.in_client_names(refusal)
-    try:
-        return await make(folded)
-    except InvalidRequestError as error:
-        raise translation.in_client_names(error) from None

@@ -15,18 +15,22 @@ from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.answer import ResponsesAnswer, conversation_after
-from api_server.protocol.responses.items import MAX_ITEMS, Item
+from api_server.protocol.responses.encoder import ResponsesEncoder
+from api_server.protocol.responses.input import MAX_ITEMS, Item
 from api_server.protocol.responses.request import (
     ResponsesRequest,
-    chat_request,
-    in_client_names,
+    ResponsesTranslation,
     parse_request,
 )
-from api_server.protocol.responses.stored import Owner, num_bytes
-from api_server.protocol.responses.tools import OfferedTools
-from api_server.routes.chat import ChatTurn, build_chat_turn, is_template_error
+from api_server.protocol.responses.stored import (
+    Owner,
+    ResponseRecord,
+    RunningResponse,
+    json_size,
+)
+from api_server.routes.chat import ChatTurn, build_chat_turn, with_merged_roles_fallback
 from api_server.routes.common import app_state_of, read_fields
+from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -41,11 +45,8 @@ async def create_response(request: Request) -> Response:
     ignored = IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     items = _conversation(app_state, owner, body)
-    tools = OfferedTools(body.tools, body.tool_choice, ignored)
-
-    def chat(*, is_folded: bool) -> ChatCompletionRequest:
-        names = app_state.chat_template.facts.names
-        return chat_request(body, passed, items, tools, names, ignored, is_folded=is_folded)
+    names = app_state.chat_template.facts.names
+    translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
         return await build_chat_turn(
@@ -58,96 +59,51 @@ async def create_response(request: Request) -> Response:
             leaves_room=True,
         )
 
-    plain = chat(is_folded=False)
-    try:
-        try:
-            turn = await build(plain)
-        except InvalidRequestError as error:
-            another = chat(is_folded=True) if is_template_error(error) else plain
-            if another == plain:
-                raise
-            turn = await build(another)
-    except InvalidRequestError as error:
-        raise in_client_names(error, tools) from None
-    running = RunningResponse(app_state, owner, body, turn, tools, items)
-    turn.stream.cleanup.enter_context(running)
+    turn = await with_merged_roles_fallback(translation, build)
+    record = ResponseRecord(app_state.responses, owner, items) if body.store else None
+    parser = turn.choice_parsers[0]
+    encoder = ResponsesEncoder(turn.options, body, parser, translation, record)
+    running = RunningResponse(turn.stream, encoder, is_stored=body.store)
+    app_state.responses.add_running(owner, turn.options.id, running)
+    turn.stream.cleanup.callback(
+        app_state.responses.remove_running, owner, turn.options.id, running
+    )
     try:
         await turn.stream.submit(None if body.background else request)
     except InvalidRequestError as error:
-        raise in_client_names(error, tools) from None
+        raise translation.translate_error(error) from None
     if body.background:
-        return running.continue_in_background()
-    return turn.builder.response(turn.stream, running.answer)
+        return _continue_in_background(app_state, turn, encoder)
+    return turn.builder.response(turn.stream, encoder)
 
 
-class RunningResponse:
-    """One response from its beginning to its end.
+def _continue_in_background(
+    app_state: AppState, turn: ChatTurn, encoder: ResponsesEncoder
+) -> Response:
+    """Return the response so far; a task completes it."""
+    turn.stream.cleanup.enter_context(app_state.in_flight)  # a drain waits for it
+    task = asyncio.create_task(_complete_response(turn.stream, encoder))
+    app_state.background.add(task)
+    task.add_done_callback(app_state.background.discard)
+    headers = {name.decode(): value.decode() for name, value in turn.builder.headers()}
+    return JSONResponse(encoder.snapshot(), headers=headers)
 
-    items: the conversation so far. A context manager that lists it as running.
-    """
 
-    def __init__(
-        self,
-        app_state: AppState,
-        owner: Owner,
-        body: ResponsesRequest,
-        turn: ChatTurn,
-        tools: OfferedTools,
-        items: list[Item],
-    ) -> None:
-        self._app_state = app_state
-        self._owner = owner
-        self._items = items
-        self._turn = turn
-        self._cancelled = False
-        self.stored = body.store
-        self.answer = ResponsesAnswer(turn.shape, body, turn.make_parser(), tools, self._keep)
-
-    def __enter__(self) -> None:
-        self._app_state.responses.enter(self._owner, self._turn.shape.id, self)
-
-    def __exit__(self, *how: object) -> None:
-        self._app_state.responses.leave(self._owner, self._turn.shape.id, self)
-
-    def so_far(self) -> dict[str, Any]:
-        return self.answer.so_far("cancelled" if self._cancelled else "in_progress")
-
-    def cancel(self) -> dict[str, Any]:
-        self._cancelled = True
-        self._turn.stream.cancel()
-        return self.so_far()
-
-    def continue_in_background(self) -> Response:
-        """Return the response so far; a task completes it."""
-        app_state = self._app_state
-        self._turn.stream.cleanup.enter_context(app_state.in_flight)  # a drain waits for it
-        task = asyncio.create_task(self._complete())
-        app_state.background.add(task)
-        task.add_done_callback(app_state.background.discard)
-        headers = {name.decode(): value.decode() for name, value in self._turn.builder.headers()}
-        return JSONResponse(self.so_far(), headers=headers)
-
-    async def _complete(self) -> None:
-        stream, answer = self._turn.stream, self.answer
-        try:
-            while not stream.finished and stream.error is None:
-                for delta in stream.take_deltas():
-                    answer.chunk(delta)
-                await stream.wait()
-            if stream.error is not None:
-                answer.failure(stream.error)
-            else:
-                answer.body(stream.take_deltas(), stream.usage())
-        except Exception:  # no caller sees the exception: the response itself reports the failure
-            logger.exception("%s: the answer could not be encoded", stream.label)
-            answer.failure(InternalRequestError("internal error"))
-        finally:
-            stream.close()
-
-    def _keep(self, response: dict[str, Any]) -> None:
-        if self.stored:
-            items = conversation_after(self._items, response)
-            self._app_state.responses.keep(self._owner, response, items)
+async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> None:
+    try:
+        while not stream.finished and stream.error is None:
+            for delta in stream.take_deltas():
+                encoder.encode_delta(delta)
+            await stream.wait()
+        if stream.error is not None:
+            encoder.encode_error(stream.error)
+        else:
+            encoder.encode_body(stream.take_deltas(), stream.usage())
+    except Exception:  # no caller sees the exception: the response itself reports the failure
+        logger.exception("%s: the response could not be encoded", stream.label)
+        encoder.encode_error(InternalRequestError("internal error"))
+    finally:
+        stream.close()
 
 
 def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
@@ -157,7 +113,7 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
     """
     items: list[Item] = []
     if body.previous_response_id is not None:
-        found = app_state.responses.find(owner, body.previous_response_id)
+        found = app_state.responses.find_stored(owner, body.previous_response_id)
         if found is None:
             raise InvalidRequestError(
                 "previous_response_id: there is no such response; only those with store are kept, "
@@ -191,7 +147,7 @@ def _check_store(app_state: AppState, items: list[Item]) -> None:
             "--api-server-count lets others be asked for it",
             "store",
         )
-    if num_bytes(items) > most // 2:
+    if json_size(items) > most // 2:
         raise InvalidRequestError(
             f"store: conversations of up to {most // 2} bytes are kept", "store"
         )
@@ -208,10 +164,10 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a response that is kept is told as a whole", "stream")
     responses, owner = app_state_of(request).responses, _owner(request)
-    running = responses.under_way(owner, response_id)
-    if running is not None and running.stored:
-        return running.so_far()
-    stored = responses.find(owner, response_id)
+    running = responses.find_running(owner, response_id)
+    if running is not None and running.is_stored:
+        return running.snapshot()
+    stored = responses.find_stored(owner, response_id)
     if stored is None:
         raise _unknown(response_id)
     return stored.response
@@ -221,10 +177,10 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     """Cancel a running response; a finished one does not change."""
     responses, owner = app_state_of(request).responses, _owner(request)
-    running = responses.under_way(owner, response_id)
+    running = responses.find_running(owner, response_id)
     if running is not None:
         return running.cancel()
-    stored = responses.find(owner, response_id)
+    stored = responses.find_stored(owner, response_id)
     if stored is None:
         raise _unknown(response_id)
     return stored.response
@@ -232,7 +188,7 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    if not app_state_of(request).responses.drop(_owner(request), response_id):
+    if not app_state_of(request).responses.delete_stored(_owner(request), response_id):
         raise _unknown(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 

@@ -15,14 +15,14 @@ from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
 from api_server.protocol.fields import IgnoredFields, parse
-from api_server.protocol.tokens import (
+from api_server.protocol.tokenize import (
     TOKENIZE_CHAT_NEUTRAL,
     Detokenize,
     TokenizeChat,
     TokenizeText,
 )
 from api_server.routes.common import app_state_of, read_json
-from api_server.text.chat_prompt import conversation_of, num_characters
+from api_server.text.chat_prompt import build_conversation, num_characters
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, shown
 
@@ -38,9 +38,11 @@ async def tokenize(request: Request) -> Response:
     if isinstance(body, dict) and body.get("messages") is not None:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         app_state.check_model(chat.model)
-        caller = app_state.tool_caller
-        conversation = caller.with_tools_as_text(
-            conversation_of(chat, app_state.chat_template.facts, ignored, caller.shown(chat))
+        tool_calls = app_state.tool_calls
+        tools = tool_calls.template_tools(chat)
+        facts = app_state.chat_template.facts
+        conversation = tool_calls.adapt_conversation(
+            build_conversation(chat, facts, ignored, tools)
         )
         size = num_characters([conversation.messages, conversation.documents, conversation.tools])
         _check_size(app_state, "messages", size)

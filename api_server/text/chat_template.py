@@ -1,18 +1,17 @@
-"""Messages to a prompt, through the model's own Jinja template.
+"""Chat templates: from messages to a prompt, through the model's own Jinja template.
 
-The template comes with a model and is not trusted: it runs in a sandbox (see
-template_environment.py). What it renders is what `transformers` renders of the same
-messages. The caller of `render` limits its time; here no single operation can
-take for ever.
+A template comes with a model and is not trusted, so it runs in a sandbox in which no single
+operation can take very long. `rendering.py` limits the time of a whole rendering. The prompt is
+the one that `transformers` renders from the same messages.
 """
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -23,17 +22,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.errors import InvalidRequestError, ModelError, shown
 
-# What a chat template is given.
+REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Variables by which templates switch reasoning on or off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The values of a template's variables.
+    """The input of a chat template.
 
-    tools: JSON schemas of functions; documents: to answer from; None where there are none.
-    add_generation_prompt: end with what an answer begins with.
-    continue_final_message: end in the middle of the last message, which the answer goes on with.
-    variables: more of them, by name, which win over those of the model.
+    tools: JSON schemas of functions. documents: texts to answer from.
+    add_generation_prompt: end the prompt with the start of an answer.
+    continue_final_message: end the prompt inside the last message, which the answer continues.
+    variables: further variables by name; they override those of the model.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -44,19 +44,19 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What a chat template reads, found in its source.
+# What a chat template reads, found in its syntax tree.
 
 
-_IDS: Final = ("id", "tool_call_id")
+_CALL_ID_FIELDS: Final = ("id", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """names: of the variables that it expects from outside.
+    """What a chat template reads.
 
-    takes_parts: it goes through the parts of a message's content, which may be a list; one that
-    does not can only take text. call_id_length: characters that the id of a tool call must have;
-    0 for any.
+    names: of its undeclared variables. takes_parts: it iterates over the content parts of a
+    message; without that, content must be text. call_id_length: length that the id of a tool call
+    must have, in characters; 0 for any.
     """
 
     names: frozenset[str] = frozenset()
@@ -64,52 +64,51 @@ class TemplateFacts:
     call_id_length: int = 0
 
 
-def facts_of(template: nodes.Template) -> TemplateFacts:
-    """Of a template as it was parsed."""
+def template_facts(template: nodes.Template) -> TemplateFacts:
     names = frozenset(meta.find_undeclared_variables(template))
-    return TemplateFacts(names, _goes_through_content(template), _call_id_length(template))
+    return TemplateFacts(names, _iterates_over_content(template), _call_id_length(template))
 
 
-def _goes_through_content(template: nodes.Template) -> bool:
-    """Whether a loop is over `message.content`, or over a variable or parameter that holds it.
+def _iterates_over_content(template: nodes.Template) -> bool:
+    """Return whether a template loops over `message.content`, directly or through a variable.
 
-    `{% for part in message['content'] %}`, `{% set content = message.content %}` and then
-    `{% for part in content %}`, or that in a macro with a parameter `content`.
+    Examples: `{% for part in message['content'] %}`; `{% set content = message.content %}` and
+    then `{% for part in content %}`; the same in a macro with a parameter `content`.
     """
-    holders = {"content"}
+    variables = {"content"}
     for assignment in template.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, holders):
-            holders.add(assignment.target.name)
-    return any(_is_content(loop.iter, holders) for loop in template.find_all(nodes.For))
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, variables):
+            variables.add(assignment.target.name)
+    return any(_is_content(loop.iter, variables) for loop in template.find_all(nodes.For))
 
 
 def _call_id_length(template: nodes.Template) -> int:
-    """With what `tool_call.id|length` or `message.tool_call_id|length` is compared."""
-    for each in template.find_all(nodes.Compare):
-        measured, compared = each.expr, each.ops[0].expr
+    """Return the number with which a template compares the length of a tool call's id, or 0."""
+    for comparison in template.find_all(nodes.Compare):
+        measured, compared = comparison.expr, comparison.ops[0].expr
         if (
             isinstance(measured, nodes.Filter)
             and measured.name == "length"
-            and _is_id(measured.node)
+            and _is_call_id(measured.node)
             and isinstance(compared, nodes.Const)
             and isinstance(compared.value, int)
-            and each.ops[0].op in ("ne", "eq")
+            and comparison.ops[0].op in ("ne", "eq")
         ):
             return compared.value
     return 0
 
 
-def _is_id(node: nodes.Node | None) -> bool:
+def _is_call_id(node: nodes.Node | None) -> bool:
     if isinstance(node, nodes.Getattr):
-        return node.attr in _IDS
+        return node.attr in _CALL_ID_FIELDS
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value in _IDS
+        return isinstance(node.arg, nodes.Const) and node.arg.value in _CALL_ID_FIELDS
     return False
 
 
-def _is_content(node: nodes.Node, holders: set[str]) -> bool:
+def _is_content(node: nodes.Node, variables: set[str]) -> bool:
     if isinstance(node, nodes.Name):
-        return node.name in holders
+        return node.name in variables
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):
@@ -121,13 +120,13 @@ def _is_content(node: nodes.Node, holders: set[str]) -> bool:
 
 
 MAX_REPEATED: Final = 1 << 20
-"""Items of what `*` makes of a string or list."""
+"""Most items of a repeated string or list."""
 MAX_INTEGER_BITS: Final = 4096
-"""Of what `*` and `**` make of numbers."""
+"""Most bits of a product or power."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; shown as it is."""
+    """`{% generation %}…{% endgeneration %}`, which marks text for training and changes nothing."""
 
     tags = {"generation"}
 
@@ -138,22 +137,22 @@ class GenerationBlock(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, where `*` and `**` make nothing enormous.
+    """A sandbox that also limits the results of `*` and `**`.
 
-    One such operation is one instruction, which nothing can interrupt. Intercepted
-    operators are not computed when the template is compiled either.
+    Such an operation is a single instruction, which a timeout cannot interrupt. Jinja does not
+    evaluate intercepted operators when it compiles a template either.
     """
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _size_of(operator, left, right) > MAX_INTEGER_BITS:
+        if _result_bits(operator, left, right) > MAX_INTEGER_BITS:
             raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
 
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Bits of the result; of a repetition its items, in proportion to what is allowed."""
+def _result_bits(operator: str, left: Any, right: Any) -> int:
+    """Return the bits of a numeric result; for a repetition, its items scaled to the same limit."""
     if isinstance(left, int) and isinstance(right, int):
         if operator == "**":
             return left.bit_length() * max(0, right)
@@ -165,7 +164,7 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """One for each template; nothing is shared between them."""
+    """Return a new environment, so that templates share nothing."""
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -182,7 +181,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape for HTML."""
+    """Filter `tojson` without the HTML escapes of Jinja's own."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -196,109 +195,84 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-# A prompt that ends in the middle of its last message, so that the answer goes on with it.
+# A prompt that ends inside its last message, so that the answer continues the message. A marker in
+# the rendered text shows where to cut:
 #
 #     messages   … {"role": "assistant", "content": "Once upon CONTINUED "}
-#     rendered   <|im_start|>assistant
-# Once upon CONTINUED <|im_end|>
-#
-#     prompt     <|im_start|>assistant
-# Once upon
+#     rendered   <|im_start|>assistant\nOnce upon CONTINUED <|im_end|>\n
+#     prompt     <|im_start|>assistant\nOnce upon
 
 
-FIELD: Final = "continue_final_message"
-
-
-def continued(
-    messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
-) -> str:
-    """What `render` makes of the messages, up to the end of the last one's text.
-
-    A template that trims messages drops the last blanks of that too. Raises InvalidRequestError
-    where there is no text to go on with, or the template leaves out some of it.
-    """
-    mark = f"CONTINUED-{secrets.token_hex(16)} "
-    last = dict(messages[-1]) if messages else {}
-    content = last.get("content")
-    if isinstance(content, str):
-        said = content
-        last["content"] = content + mark
-    elif isinstance(content, list) and any("text" in part for part in content):
-        place = max(place for place, part in enumerate(content) if "text" in part)
-        parts = [dict(part) for part in content]
-        said = parts[place]["text"]
-        parts[place]["text"] = said + mark
-        last["content"] = parts
-    else:
-        raise InvalidRequestError("the last message has no text to go on with", FIELD)
-    text = render([*messages[:-1], last])
-    end = text.rfind(mark.strip())
-    if end < 0 or said.strip() not in text:
-        raise InvalidRequestError("the chat template leaves out some of the last message", FIELD)
-    return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
-
+CONTINUE_FIELD: Final = "continue_final_message"
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names that templates know a message's reasoning by; the first is the usual one."""
+_REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates read a message's reasoning; the first is the usual one."""
 
 
-class ChatTemplate(Protocol):
-    """source: as it was written; None where there is none. facts: what it reads."""
+class ChatTemplate:
+    """A model's chat template.
 
-    @property
-    def source(self) -> str | None: ...
-
-    @property
-    def facts(self) -> TemplateFacts: ...
-
-    def render(self, conversation: Conversation) -> str:
-        """The prompt; raises InvalidRequestError when the template refuses the messages."""
-        ...
-
-
-class NoChatTemplate:
-    """For a base model."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self.source = None
-        self.facts = TemplateFacts()
-
-    def render(self, conversation: Conversation) -> str:
-        raise InvalidRequestError(
-            f"the model {self._model_name} has no chat template; use /v1/completions", "messages"
-        )
-
-
-class JinjaChatTemplate:
-    """`variables`: the special tokens that a template may name."""
+    source: of the template in Jinja. variables: the special tokens that a template may name.
+    facts: what the template reads.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         environment = template_environment()
         try:
             self._template = environment.from_string(source)
-            self.facts = facts_of(environment.parse(source))
+            self.facts = template_facts(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"chat template, line {error.lineno}: {error.message}") from None
-        except Exception as error:  # of what it computes from constants, or how deep it is
+        except Exception as error:  # from computed constants, or from deep nesting
             raise ModelError(f"chat template: {type(error).__name__}: {error}") from None
         self._variables = dict(variables)
         self.source = source
 
     def render(self, conversation: Conversation) -> str:
+        """Return the prompt; raise InvalidRequestError if the template refuses the messages."""
         messages = [_with_reasoning(message) for message in conversation.messages]
         if conversation.continue_final_message:
-            return continued(messages, lambda marked: self._rendered(conversation, marked))
-        return self._rendered(conversation, messages)
+            return self._render_until_last_text(conversation, messages)
+        return self._render_messages(conversation, messages)
 
-    def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+    def _render_until_last_text(
+        self, conversation: Conversation, messages: list[dict[str, Any]]
+    ) -> str:
+        """Return the prompt up to the end of the last message's text.
+
+        If the template trims messages, trailing whitespace of that text is dropped too. Raises
+        InvalidRequestError if there is no such text, or if the template leaves out some of it.
+        """
+        marker = f"CONTINUED-{secrets.token_hex(16)} "
+        last = dict(messages[-1]) if messages else {}
+        content = last.get("content")
+        if isinstance(content, str):
+            last_text = content
+            last["content"] = content + marker
+        elif isinstance(content, list) and any("text" in part for part in content):
+            index = max(index for index, part in enumerate(content) if "text" in part)
+            parts = [dict(part) for part in content]
+            last_text = parts[index]["text"]
+            parts[index]["text"] = last_text + marker
+            last["content"] = parts
+        else:
+            raise InvalidRequestError("the last message has no text to go on with", CONTINUE_FIELD)
+        text = self._render_messages(conversation, [*messages[:-1], last])
+        end = text.rfind(marker.strip())
+        if end < 0 or last_text.strip() not in text:
+            raise InvalidRequestError(
+                "the chat template leaves out some of the last message", CONTINUE_FIELD
+            )
+        return text[:end] if text.startswith(marker, end) else text[:end].rstrip()
+
+    def _render_messages(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
         values = {
             **self._variables,
             **conversation.variables,
             "messages": messages,
-            "tools": _plain(conversation.tools),
-            "documents": _plain(conversation.documents),
+            "tools": _as_dicts(conversation.tools),
+            "documents": _as_dicts(conversation.documents),
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
@@ -311,35 +285,33 @@ class JinjaChatTemplate:
             ) from None
 
 
-def load_chat_template(
-    folders: Sequence[str], model_name: str, variables: Mapping[str, Any]
-) -> ChatTemplate:
-    """The template of the first folder that has one, or one that refuses."""
+def find_chat_template(folders: Sequence[str], variables: Mapping[str, Any]) -> ChatTemplate | None:
+    """Return the template of the first folder that has one, None if none has."""
     for folder in folders:
         path = Path(folder, "chat_template.jinja")
         if path.is_file():
             return read_chat_template(path, variables)
-    return NoChatTemplate(model_name)
+    return None
 
 
 def read_chat_template(path: Path, variables: Mapping[str, Any]) -> ChatTemplate:
-    """Raises ModelError for a file that cannot be used."""
+    """Return the template of a file; raise ModelError if it cannot be used."""
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"chat template {path}: {error}") from None
-    return JinjaChatTemplate(source, variables)
+    return ChatTemplate(source, variables)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message's reasoning by every name, as `transformers` 5 has it."""
-    told = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    if told is None:
+    """Return a message with its reasoning under every usual name, as in `transformers` 5."""
+    given = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
+    if not given:
         return dict(message)
-    return {"thinking": told, **message, "reasoning_content": told}
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
 
 
-def _plain(values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _as_dicts(values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     return None if values is None else [dict(value) for value in values]

@@ -1,15 +1,12 @@
-"""Token ids to text, one token at a time.
+"""Incremental detokenizers: token ids to text, one token at a time, in amortised O(1).
 
-Owns the text that is not complete yet: the bytes of half a character stay here
-until the character is whole. Knows nothing of requests or stop strings.
+- `ByteLevelDetokenizer` for byte-level BPE: a token is a string of bytes, so an incremental
+  UTF-8 decoder returns exactly what decoding all tokens at once would.
+- `WindowDetokenizer` for every other tokenizer: decodes a short window of tokens with and without
+  the new token and returns the difference. The window starts with the end of the prompt, so that a
+  word keeps its leading space.
 
-Two ways, both O(1) amortised per token:
-
-- `ByteLevelDetokenizer` for byte-level BPE: a token is a string of bytes, so an
-  incremental UTF-8 decoder gives exactly what decoding all tokens at once gives.
-- `WindowDetokenizer` for every other tokenizer: decodes a short window of tokens
-  with and without the new one and takes the difference. The window starts with
-  the end of the prompt, so a word's leading space survives.
+The others modify the text of these two. An incomplete character is held back until its last byte.
 """
 
 import codecs
@@ -20,28 +17,27 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT: Final = "\ufffd"
 MAX_HELD_TOKENS: Final = 8
-"""A character has at most 4 bytes; text that stays broken for longer is let go."""
+"""Tokens after which an incomplete character is returned as it is; a character has 4 bytes."""
 CONTEXT_TOKENS: Final = 6
-"""Tokens of the prompt that a window starts with."""
+"""Tokens at the end of the prompt with which a window starts."""
 
 
 class Detokenizer(Protocol):
-    """The text of one growing sequence of tokens."""
+    """Decodes the tokens of one choice."""
 
-    def feed(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+    def decode_token(self, token_id: int) -> str:
+        """Return the text that this token completes; empty while a character is incomplete."""
         ...
 
-    def flush(self) -> str:
-        """What was held back, when no token follows; broken characters become U+FFFD."""
+    def flush_text(self) -> str:
+        """Return the text that was held back, with U+FFFD for an incomplete character."""
         ...
 
 
 class TokenBytes:
-    """The bytes of each token of a byte-level vocabulary, made on first use.
+    """Cache of the bytes and the text of each token of a byte-level vocabulary.
 
-    `text(id)` is None for a token that is not whole UTF-8 by itself. The mapping of
-    bytes to printable characters is that of GPT-2's vocabulary.
+    special_ids: tokens without text.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
@@ -52,14 +48,14 @@ class TokenBytes:
         self._texts: dict[int, str | None] = {}
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id without a token. Cached."""
+        """Return the token's bytes; empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
 
     def text(self, token_id: int) -> str | None:
-        """The token's text when it stands for itself; "" for special tokens."""
+        """Return the token's text, None if its bytes are not complete UTF-8."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -69,7 +65,7 @@ class TokenBytes:
         if token_id in self._special_ids:
             return ""
         try:
-            return self._look_up(token_id).decode()  # its bytes are seldom asked for as well
+            return self._look_up(token_id).decode()  # not `raw`: few tokens need both caches
         except UnicodeDecodeError:
             return None
 
@@ -77,12 +73,12 @@ class TokenBytes:
         token = self._tokenizer.id_to_token(token_id) or ""
         try:
             return bytes(self._byte_of[character] for character in token)
-        except KeyError:  # an added token, spelt as it is
+        except KeyError:  # an added token, which is stored as plain text
             return token.encode()
 
 
 class ByteLevelDetokenizer:
-    """Exact for byte-level BPE. Special tokens give no text."""
+    """Detokenizer for byte-level BPE, by an incremental UTF-8 decoder."""
 
     __slots__ = ("_decoder", "_pending", "_tokens")
 
@@ -91,7 +87,7 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = False
 
-    def feed(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         text = self._tokens.text(token_id)
         if text is not None and (not self._pending or not text):
             return text
@@ -99,51 +95,52 @@ class ByteLevelDetokenizer:
         self._pending = bool(self._decoder.getstate()[0])
         return decoded
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         self._pending = False
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For tokenizers whose tokens have no text of their own (metaspace, WordPiece).
+    """Detokenizer for tokens whose text depends on their neighbours (metaspace, WordPiece).
 
-    tokens:  a b c | d e          a b c: context, its text was given out before
-                   ^ given        d e: held until their text is whole
+    tokens:  a b c | d e          a b c: context, whose text was returned before
+                   ^ returned     d e: held back until their text is complete
 
-    A context begins where a character begins, so that a run of byte tokens is never
-    cut in two.
+    A context starts where a character starts, so that a run of byte tokens is never split.
     """
 
-    __slots__ = ("_given", "_given_text", "_ids", "_special_ids", "_tokenizer")
+    __slots__ = ("_ids", "_num_returned", "_returned_text", "_special_ids", "_tokenizer")
 
     def __init__(
         self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
-        self._ids = [each for each in prompt[-CONTEXT_TOKENS:] if each not in special_ids]
-        self._given = len(self._ids)
-        self._given_text = self._decode()
+        self._ids = [
+            token_id for token_id in prompt[-CONTEXT_TOKENS:] if token_id not in special_ids
+        ]
+        self._num_returned = len(self._ids)
+        self._returned_text = self._decode()
 
-    def feed(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         if token_id in self._special_ids:
             return ""
         self._ids.append(token_id)
         text = self._decode()
-        incomplete = text.endswith(REPLACEMENT) or len(text) <= len(self._given_text)
-        if incomplete and len(self._ids) - self._given < MAX_HELD_TOKENS:
+        incomplete = text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text)
+        if incomplete and len(self._ids) - self._num_returned < MAX_HELD_TOKENS:
             return ""
-        return self._give(text)
+        return self._return_text(text)
 
-    def flush(self) -> str:
-        return self._give(self._decode())
+    def flush_text(self) -> str:
+        return self._return_text(self._decode())
 
-    def _give(self, text: str) -> str:
-        """Give out what follows the context; the tokens given become the next context."""
-        new = text[len(self._given_text) :]
-        self._ids = self._ids[self._given :]
-        self._given = len(self._ids)
-        self._given_text = self._decode()
+    def _return_text(self, text: str) -> str:
+        """Return the text after the context; its tokens become the next context."""
+        new = text[len(self._returned_text) :]
+        self._ids = self._ids[self._num_returned :]
+        self._num_returned = len(self._ids)
+        self._returned_text = self._decode()
         return new
 
     def _decode(self) -> str:
@@ -151,7 +148,7 @@ class WindowDetokenizer:
 
 
 class JoinedSpecialTokens:
-    """Leaves out the space that a tokenizer puts between two special tokens."""
+    """Removes the space that a tokenizer puts between two special tokens."""
 
     __slots__ = ("_after_special", "_inner", "_special_ids")
 
@@ -160,38 +157,38 @@ class JoinedSpecialTokens:
         self._special_ids = special_ids
         self._after_special = False
 
-    def feed(self, token_id: int) -> str:
-        text = self._inner.feed(token_id)
+    def decode_token(self, token_id: int) -> str:
+        text = self._inner.decode_token(token_id)
         special = token_id in self._special_ids
         if special and self._after_special:
             text = text.removeprefix(" ")
         self._after_special = special
         return text
 
-    def flush(self) -> str:
-        return self._inner.flush()
+    def flush_text(self) -> str:
+        return self._inner.flush_text()
 
 
 class NoText:
-    """For requests without text (`detokenize` is false)."""
+    """Detokenizer of a request with `detokenize` false: no token has text."""
 
-    def feed(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         return ""
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         return ""
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether every token of this tokenizer is a string of bytes."""
+    """Return whether every token of this tokenizer is a string of bytes."""
     return isinstance(tokenizer.decoder, decoders.ByteLevel)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character → byte of the byte-level alphabet (Radford et al. 2019, GPT-2).
+    """Return character → byte of the byte-level alphabet (Radford et al. 2019, GPT-2).
 
-    Printable Latin-1 characters stand for themselves, the other bytes in order for
-    the characters from U+0100 on.
+    Printable Latin-1 characters stand for themselves. The characters from U+0100 on stand for the
+    other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted({*range(0x100)} - {*printable})
@@ -200,24 +197,21 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-# Text in which special tokens that mean something stand, though the others are left out.
+class MarkerDetokenizer:
+    """Gives text to some special tokens that the inner detokenizer drops.
 
-
-class MarkedDetokenizer:
-    """`inner`, which leaves out special tokens, but for those that are marks.
-
-    marks: token id to text.
+    markers: token id → text, for the markers of tool calls and reasoning.
     """
 
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
+    def __init__(self, inner: Detokenizer, markers: Mapping[int, str]) -> None:
         self._inner = inner
-        self._marks = marks
+        self._markers = markers
 
-    def feed(self, token_id: int) -> str:
-        mark = self._marks.get(token_id)
-        if mark is None:
-            return self._inner.feed(token_id)
-        return self._inner.flush() + mark
+    def decode_token(self, token_id: int) -> str:
+        marker = self._markers.get(token_id)
+        if marker is None:
+            return self._inner.decode_token(token_id)
+        return self._inner.flush_text() + marker
 
-    def flush(self) -> str:
-        return self._inner.flush()
+    def flush_text(self) -> str:
+        return self._inner.flush_text()

@@ -1,63 +1,59 @@
-"""Log-probabilities as rows of Python numbers, and in the shapes of the API.
-
-Owns the unpacking of `LogprobsArrays`. Knows nothing of streams.
-"""
+"""Log-probabilities: from the engine's arrays to the JSON of each API."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import LogprobsArrays
 
-LOWEST: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
+MIN_LOGPROB: Final = -9999.0
+"""Replaces minus infinity, which JSON cannot express."""
 
 
-class TokenNames(Protocol):
-    """What single tokens are called in a response."""
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """Names of single tokens in a response. as_ids: `token_id:N` instead of the token's text."""
 
-    def token_text(self, token_id: int) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
-class TokenIdNames:
-    """Names that say which token it is, also where its text does not."""
-
-    def __init__(self, names: TokenNames) -> None:
-        self._names = names
+    tokenizer: ModelTokenizer
+    as_ids: bool = False
 
     def token_text(self, token_id: int) -> str:
-        return f"token_id:{token_id}"
+        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self._names.token_bytes(token_id)
+        return self.tokenizer.token_bytes(token_id)
 
 
 class LogprobRow(NamedTuple):
-    """One position: the chosen token first, then the best ones in order."""
+    """Log-probabilities at one position: the chosen token first, then the likeliest in order.
+
+    rank: of the chosen token.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
 
 
-def unpack(arrays: LogprobsArrays) -> list[LogprobRow]:
-    """The rows of a packed message, from `first_position` on."""
+def unpack_logprobs(arrays: LogprobsArrays) -> list[LogprobRow]:
+    """Return a row for each position, from `first_position` on."""
     width = arrays.width
     ids = np.frombuffer(arrays.token_ids, dtype="<i4").reshape(-1, width).tolist()
     values = np.frombuffer(arrays.logprobs, dtype="<f4").astype(np.float64)
-    finite = np.where(values > LOWEST, values, LOWEST).reshape(-1, width).tolist()
+    finite = np.where(values > MIN_LOGPROB, values, MIN_LOGPROB).reshape(-1, width).tolist()
     ranks = np.frombuffer(arrays.ranks, dtype="<i4").tolist()
     return [LogprobRow(*row) for row in zip(ids, finite, ranks, strict=True)]
 
 
 @dataclass(slots=True)
 class TextToken:
-    """A token of a completion and where its text begins. `row` is None for the first
-    token of a prompt, which nothing predicts."""
+    """A token and the offset at which its text starts.
+
+    row: None for the first token of a prompt, which has no log-probability.
+    """
 
     token_id: int
     text_offset: int
@@ -67,7 +63,7 @@ class TextToken:
 def completion_logprobs(
     tokens: Sequence[TextToken], top: int, names: TokenNames
 ) -> dict[str, list[Any]]:
-    """The `logprobs` object of /v1/completions. `top`: alternatives per token."""
+    """Return the `logprobs` of a completion. top: alternatives for each token."""
     return {
         "text_offset": [token.text_offset for token in tokens],
         "token_logprobs": [token.row.logprobs[0] if token.row else None for token in tokens],
@@ -79,7 +75,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokens: Sequence[TextToken], top: int, names: TokenNames) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+    """Return the `logprobs` of a chat choice. top: alternatives for each token."""
     content = []
     for token in tokens:
         assert token.row is not None, "only prompts have tokens without log-probabilities"
@@ -96,7 +92,7 @@ def chat_logprobs(tokens: Sequence[TextToken], top: int, names: TokenNames) -> d
 def prompt_logprobs(
     rows: Sequence[LogprobRow | None], top: int, names: TokenNames
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token, id → value, rank and text."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token, id → logprob, rank and text."""
     return [None if row is None else _by_id(row, top, names) for row in rows]
 
 
@@ -113,7 +109,7 @@ def _by_id(row: LogprobRow, top: int, names: TokenNames) -> dict[str, Any]:
 
 
 def _best_by_text(row: LogprobRow, top: int, names: TokenNames) -> dict[str, float]:
-    """Several tokens may share a text (broken characters): the likeliest stands for it."""
+    """Return text → log-probability of the likeliest token with this text (several have U+FFFD)."""
     best: dict[str, float] = {}
     for token_id, logprob in zip(row.token_ids[: top + 1], row.logprobs, strict=False):
         text = names.token_text(token_id)

@@ -1,26 +1,22 @@
-"""Prompts as token ids, checked against the vocabulary and the usable length.
-
-Owns the rules for what a prompt may be. A string and a list of ids look alike
-after this.
-"""
+"""Prompts as token ids, checked against the vocabulary and the context length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from api_server.text.tokenizer import ALL, ModelTokenizer, Truncation
+from api_server.text.tokenizer import NO_TRUNCATION, ModelTokenizer, Truncation
 from proto.errors import InvalidRequestError, shown
 
 MAX_PROMPTS: Final = 1024
-SHRINK: Final = 4
-"""A tokenizer's normaliser may shorten a text, hardly to a quarter."""
+MAX_NORMALIZATION_RATIO: Final = 4
+"""A tokenizer's normaliser shortens a text at most by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """token_ids: [num_prompt_tokens], at least one.
+    """A prompt of at least one token.
 
-    text: None when the client sent ids, or when not all of it is kept.
+    text: None if the client sent ids, or if the prompt is truncated.
     """
 
     token_ids: list[int]
@@ -29,47 +25,50 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns a field of a request into prompts.
+    """Reads the prompts of a request.
 
-    max_model_len: tokens of prompt and output together. field: named in errors.
-    truncation: what is kept of each prompt.
+    max_model_len: most tokens of prompt and output together. field: request field, for errors.
+    truncation: applied to each prompt.
     """
 
     tokenizer: ModelTokenizer
     vocab_size: int
     max_model_len: int
     field: str = "prompt"
-    truncation: Truncation = ALL
+    truncation: Truncation = NO_TRUNCATION
 
     def with_truncation(self, truncation: Truncation) -> "PromptReader":
-        """The same for prompts of which only a part is kept, however long they are."""
+        """Return a reader that truncates prompts."""
         return replace(self, truncation=truncation)
 
-    async def read(self, value: Any, *, add_special_tokens: bool) -> list[Prompt]:
-        """`value`: a string, a list of strings, a list of ids or a list of lists of ids."""
-        if isinstance(value, str):
-            return await self.encode([value], add_special_tokens=add_special_tokens)
-        if not isinstance(value, list):
-            raise self._wrong("prompt must be a string, strings, token ids or lists of token ids")
-        if not value:
-            raise self._wrong("prompt must not be empty")
-        if not isinstance(value[0], str | list):
-            return [self._checked(value)]
-        if len(value) > MAX_PROMPTS:
-            raise self._wrong(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
-        if all(isinstance(each, str) for each in value):
-            return await self.encode(value, add_special_tokens=add_special_tokens)
-        return [self._checked(each) for each in value]
+    async def read_prompts(self, value: Any, *, add_special_tokens: bool) -> list[Prompt]:
+        """Return the prompts of a request field; raise InvalidRequestError.
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
-        """The prompts of texts; raises InvalidRequestError for one that is empty or too long."""
+        value: a string, a list of strings, a list of token ids or a list of such lists.
+        """
+        if isinstance(value, str):
+            return await self.encode_texts([value], add_special_tokens=add_special_tokens)
+        if not isinstance(value, list):
+            raise self._invalid("prompt must be a string, strings, token ids or lists of token ids")
+        if not value:
+            raise self._invalid("prompt must not be empty")
+        if not isinstance(value[0], str | list):
+            return [self._id_prompt(value)]
+        if len(value) > MAX_PROMPTS:
+            raise self._invalid(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
+        if all(isinstance(item, str) for item in value):
+            return await self.encode_texts(value, add_special_tokens=add_special_tokens)
+        return [self._id_prompt(ids) for ids in value]
+
+    async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
+        """Return the prompts of texts; raise InvalidRequestError for an empty or too long one."""
         for text in texts:
             if not text:
-                raise self._wrong("prompt must not be empty")
+                raise self._invalid("prompt must not be empty")
             self.check_text(text)
-        truncates = self.truncation.most is not None
-        if truncates:  # more characters cannot be said by the tokens that are kept
-            texts = [self.truncation.cut(text, self._most_characters) for text in texts]
+        truncates = self.truncation.max_tokens is not None
+        if truncates:  # the kept tokens cannot contain more characters
+            texts = [self.truncation.cut(text, self._max_characters) for text in texts]
         encoded = await self.tokenizer.encode(
             texts, add_special_tokens=add_special_tokens, truncation=self.truncation
         )
@@ -81,60 +80,62 @@ class PromptReader:
         return prompts
 
     @property
-    def _most_characters(self) -> int:
-        return self.max_model_len * self.tokenizer.longest_token * SHRINK
+    def _max_characters(self) -> int:
+        return self.max_model_len * self.tokenizer.longest_token * MAX_NORMALIZATION_RATIO
 
     def check_text(self, text: str) -> None:
-        """Raise InvalidRequestError for what is no text, or longer than any prompt."""
+        """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long."""
         self.check_characters(len(text))
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise self._wrong("prompt holds half of a surrogate pair, which is no text") from None
+            raise self._invalid("prompt holds half of a surrogate pair, which is no text") from None
 
     def check_characters(self, number: int) -> None:
-        """Raise InvalidRequestError when no tokens that fit can say so many characters.
+        """Raise InvalidRequestError if a text of this length cannot fit into the context.
 
-        Of a prompt that is cut in any case there may be more.
+        A prompt that will be truncated may have any length.
         """
-        if self.truncation.most is None and number > self._most_characters:
-            raise self._wrong(
+        if self.truncation.max_tokens is None and number > self._max_characters:
+            raise self._invalid(
                 f"the prompt of {number} characters is longer than the maximum context "
                 f"length of {self.max_model_len} tokens can be"
             )
 
-    def _checked(self, ids: Any) -> Prompt:
-        """Looks at the ids only when there are not too many."""
+    def _id_prompt(self, ids: Any) -> Prompt:
+        """Return a prompt of token ids. Checks the length before it looks at the ids."""
         if not isinstance(ids, list):
-            raise self._wrong("a prompt of token ids must be a list of integers")
+            raise self._invalid("a prompt of token ids must be a list of integers")
         ids = self.truncation.cut_ids(ids)
         self._check_length(ids)
-        if not all(type(each) is int for each in ids):  # True and False are integers to Python
-            raise self._wrong("a prompt of token ids must be a list of integers")
+        if not all(
+            type(token_id) is int for token_id in ids
+        ):  # True and False are integers to Python
+            raise self._invalid("a prompt of token ids must be a list of integers")
         self._check_range(ids)
         return Prompt(ids)
 
     def _check_range(self, ids: list[int]) -> None:
         for bound in (min(ids), max(ids)):
             if not 0 <= bound < self.vocab_size:
-                raise self._wrong(
+                raise self._invalid(
                     f"token id {shown(bound)} is outside the vocabulary [0, {self.vocab_size})"
                 )
 
     def _check_length(self, ids: list[Any]) -> None:
         if not ids:
-            raise self._wrong("prompt must not be empty")
+            raise self._invalid("prompt must not be empty")
         if len(ids) >= self.max_model_len:
-            raise self._wrong(
+            raise self._invalid(
                 f"the prompt has {len(ids)} tokens, the maximum context length is "
                 f"{self.max_model_len} tokens of prompt and output together"
             )
 
-    def _wrong(self, message: str) -> InvalidRequestError:
+    def _invalid(self, message: str) -> InvalidRequestError:
         return InvalidRequestError(message, self.field)
 
 
 def num_prompts(value: Any) -> int:
-    """How many prompts a field of a request holds, if it is none of the wrong ones."""
+    """Return the number of prompts in a request field; 1 if the field is invalid."""
     several = isinstance(value, list) and value and isinstance(value[0], str | list)
     return len(value) if several else 1

@@ -1,7 +1,7 @@
 """The model's tokenizer: text to ids, ids to text, names of single tokens.
 
-Owns the `tokenizers` object. Long texts are encoded on a thread, so that the event
-loop goes on; only calls for batches let other threads run meanwhile.
+Long texts are encoded on a thread, so that the event loop continues. Of the `tokenizers` package
+only the batch functions release the GIL.
 """
 
 import asyncio
@@ -25,40 +25,38 @@ from api_server.text.detokenizer import (
 )
 from proto.errors import InvalidRequestError, ModelError
 
-# How much of a prompt is kept, and which end of it.
-
-
 Side = Literal["left", "right"]
-AS_MUCH_AS_FITS: Final = -1
+FILL_CONTEXT: Final = -1
+"""Value of truncate_prompt_tokens: keep as many tokens as the context leaves."""
 T = TypeVar("T", str, list[int])
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """most: tokens that are kept, None for all. side: the end that is cut.
+    """Truncation of prompts. max_tokens: None keeps all. side: the end that is cut.
 
-    left     . . . . |-- most --|
-    right    |-- most --| . . . .
+    left     . . . . |-- max_tokens --|
+    right    |-- max_tokens --| . . . .
     """
 
-    most: int | None = None
+    max_tokens: int | None = None
     side: Side = "left"
 
-    def cut(self, value: T, most: int) -> T:
-        """The tokens or characters that are kept of so many at most."""
-        if len(value) <= most:
+    def cut(self, value: T, length: int) -> T:
+        """Return at most `length` tokens or characters of a list or text."""
+        if len(value) <= length:
             return value
-        return value[len(value) - most :] if self.side == "left" else value[:most]
+        return value[len(value) - length :] if self.side == "left" else value[:length]
 
     def cut_ids(self, token_ids: list[int]) -> list[int]:
-        """The tokens that are kept."""
-        return token_ids if self.most is None else self.cut(token_ids, self.most)
+        """Return the token ids that are kept."""
+        return token_ids if self.max_tokens is None else self.cut(token_ids, self.max_tokens)
 
     def encode(
         self, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The tokens of each text that are kept; special tokens that are added are among them."""
-        if self.most is None:
+        """Return the kept token ids of each text, with added special tokens counted."""
+        if self.max_tokens is None:
             encodings = tokenizer.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
@@ -66,42 +64,43 @@ class Truncation:
         added = tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         for encoding in encodings:
-            encoding.truncate(max(self.most - added, 0), direction=self.side)
+            encoding.truncate(max(self.max_tokens - added, 0), direction=self.side)
         return [
             tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
             for encoding in encodings
         ]
 
 
-ALL: Final = Truncation()
+NO_TRUNCATION: Final = Truncation()
 
 
-def truncation(most: int | None, side: Side, room: int) -> Truncation:
-    """What a request asks for. room: prompt tokens that the context leaves for it.
+def truncation(max_tokens: int | None, side: Side, context_tokens: int) -> Truncation:
+    """Return the truncation that a request asks for.
 
-    Raises InvalidRequestError for a prompt without tokens.
+    context_tokens: prompt tokens for which the context has space. Raises InvalidRequestError if
+    no token of the prompt would be left.
     """
-    if most is None:
-        return ALL
-    if most == 0 or (most == AS_MUCH_AS_FITS and room < 1):
+    if max_tokens is None:
+        return NO_TRUNCATION
+    fills_context = max_tokens == FILL_CONTEXT
+    if max_tokens == 0 or (fills_context and context_tokens < 1):
         raise InvalidRequestError(
             "truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens"
         )
-    return Truncation(room if most == AS_MUCH_AS_FITS else most, side)
+    return Truncation(context_tokens if fills_context else max_tokens, side)
 
 
 INLINE_SIZE: Final = 4096
-"""Work on up to so many characters or tokens is done at once: a thread would cost more."""
+"""Characters or tokens up to which a thread would cost more than the work itself."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ModelTokenizer:
-    """tokenizer.json of one folder.
+    """The tokenizer of a model, from its tokenizer.json.
 
-    special_ids: tokens without text. longest_token: characters of the longest token, so
-    no text of n tokens is longer than n times that.
+    special_ids: ids of special tokens. longest_token: length of the longest token in characters.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -118,7 +117,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: str) -> "ModelTokenizer":
-        """Raises ModelError when the folder has no usable tokenizer.json."""
+        """Return the tokenizer of a folder; raise ModelError if its tokenizer.json is unusable."""
         path = Path(folder, "tokenizer.json")
         if not path.is_file():
             raise ModelError(f"{path}: no such file; a tokenizer folder holds tokenizer.json")
@@ -128,9 +127,13 @@ class ModelTokenizer:
             raise ModelError(f"{path}: {error}") from None
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, truncation: Truncation = ALL
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        truncation: Truncation = NO_TRUNCATION,
     ) -> list[list[int]]:
-        """Ids of each text."""
+        """Return the token ids of each text."""
         return await self.run_in_thread_if_large(
             sum(map(len, texts)),
             truncation.encode,
@@ -142,25 +145,28 @@ class ModelTokenizer:
     async def run_in_thread_if_large(
         self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs
     ) -> R:
-        """Do `work` on so many characters or tokens, on the thread when they are many."""
+        """Return the result of `work`, which runs on a thread if `size` is large.
+
+        size: characters or tokens that the work processes.
+        """
         if size <= INLINE_SIZE:
             return work(*args, **fields)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
 
     def special_id(self, text: str) -> int | None:
-        """The special token that is spelt so; None where there is none."""
+        """Return the id of the special token with this text, None if there is none."""
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # `decode` would keep other threads from running meanwhile; the batch of one does not
+        # only the batch function releases the GIL
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_names(self, ids: Sequence[int]) -> list[str | None]:
-        """As the vocabulary spells each token; None for an id without one."""
-        return [self._tokenizer.id_to_token(each) for each in ids]
+        """Return each token as the vocabulary spells it, None for an id without a token."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
 
     def detokenizer(
         self,
@@ -169,7 +175,7 @@ class ModelTokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
-        """For the tokens that follow `prompt`."""
+        """Return a detokenizer for the tokens that follow a prompt."""
         if self._byte_level:
             return ByteLevelDetokenizer(self._tokens if skip_special_tokens else self._all_tokens)
         if skip_special_tokens:
@@ -180,20 +186,20 @@ class ModelTokenizer:
         return JoinedSpecialTokens(window, self.special_ids)
 
     def token_text(self, token_id: int) -> str:
-        """What a single token is called; broken characters are U+FFFD."""
+        """Return the text of a single token, with U+FFFD for incomplete characters."""
         if self._byte_level:
             return self._all_tokens.raw(token_id).decode(errors="replace")
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a single token stands for, exact if the tokenizer provides them."""
+        """Return the bytes of a single token; exact for a byte-level tokenizer."""
         if self._byte_level:
             return self._all_tokens.raw(token_id)
         return self.token_text(token_id).encode()
 
 
 def special_token_texts(folder: str) -> dict[str, Any]:
-    """bos_token, eos_token and their like of tokenizer_config.json, for chat templates."""
+    """Return bos_token, eos_token and others of tokenizer_config.json, for chat templates."""
     path = Path(folder, "tokenizer_config.json")
     if not path.is_file():
         return {}

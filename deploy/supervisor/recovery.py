@@ -142,9 +142,9 @@ class Recovery:
         return True
 
     def disconnect(self, hung: Child) -> list[Announcement]:
-        """Return the messages that disconnect the others from a process that will be killed.
+        """Return the messages that disconnect the other processes from one that will be killed.
 
-        They wait for its successor, so further messages of it have no effect. Nothing more is
+        The others wait for its successor, so its further messages have no effect. Nothing more is
         announced when it has died.
         """
         slot = _slot(hung)

@@ -198,7 +198,7 @@ class Watchdog:
                 self._watched[key] = child
 
     def _not_ready(self) -> Iterator[NotReady]:
-        """Yield the hung processes of the current generation, and those that may hang."""
+        """Yield reasons: processes of the current generation that hang, or are near their limit."""
         detector = self._detectors.get(self._epochs.generation)
         if detector is not None:
             yield from detector.not_ready()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -37,6 +37,14 @@ MAX_ERROR_CHARS: Final = 300
 WHITESPACE: Final = r"[ ]|\n[ ]{0,24}"
 """White space between the parts of JSON: a space, or a new line with indentation. It is bounded
 because small models may otherwise generate white space for ever."""
+ESCAPES: Final = r'"\bfnrt'
+"""Characters that JSON strings may have after a backslash. Without `u` and `/` a text has one
+spelling, so that a property cannot be repeated under another spelling of its name."""
+MAX_ITEMS_IN_ROW: Final = 8_000
+"""Enough for an object with 2,000 optional properties, whose first mask takes about 20 ms."""
+_WALK_TOKENS: Final = 32
+_PREFERRED_TEXTS: Final = ('"', "}", "]", '":', ":", ",", "{", "[", "0", "-")
+"""Texts that lead through a JSON value on a short way."""
 
 
 class LLGuidanceMatcher:
@@ -77,14 +85,19 @@ class LLGuidanceBackend:
         num_threads: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
+        eos = list(eos_token_ids)
         try:
-            self._tokenizer = LLTokenizer(
-                str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids)
-            )
+            tokenizer = LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=eos)
+            literal = TokenizerWrapper(_LiteralTokenizer(tokenizer))
+            self._tokenizer = LLTokenizer(literal, n_vocab=vocab_size, eos_token=eos)
         except Exception as error:  # llguidance documents no type
             raise ModelError(
                 f"{tokenizer_json}: no grammars with this tokenizer: {error}"
             ) from None
+        self._end_mask = _empty_masks(1, vocab_size)[0]
+        self._end_mask[:] = 0
+        for token_id in eos:
+            self._end_mask.view(np.uint32)[token_id >> 5] |= 1 << (token_id & 31)
         self._limits = _limits()
         self._executor = LLExecutor(num_threads)
 
@@ -107,6 +120,32 @@ class LLGuidanceBackend:
             )
         return compiled
 
+    def explore(self, matcher: Matcher) -> str:
+        """Return the error that a short text of the grammar meets; empty if it meets none.
+
+        A grammar can exceed the limits after its first token only. Takes up to 32 masks.
+        """
+        explored, mask = matcher.copy(), _empty_masks(1, self.vocab_size)
+        preferred = [
+            token_ids[0]
+            for token_ids in map(self.tokens_of, map(str.encode, _PREFERRED_TEXTS))
+            if len(token_ids) == 1
+        ]
+        for _ in range(_WALK_TOKENS):
+            self.fill_masks([explored], mask)
+            if explored.error or explored.is_free:
+                return explored.error
+            text_mask = mask[0] & ~self._end_mask
+            token_id = next((one for one in preferred if _allows(text_mask, one)), None)
+            if token_id is None:
+                words = np.flatnonzero(text_mask)
+                if len(words) == 0:
+                    return ""
+                word = int(text_mask.view(np.uint32)[words[0]])
+                token_id = 32 * int(words[0]) + (word & -word).bit_length() - 1
+            explored.consume([token_id])
+        return explored.error
+
     def fill_masks(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> None:
         """Fill a mask for each matcher: int32 [len(matchers), ceil(vocab_size / 32)]."""
         bound = []
@@ -118,6 +157,9 @@ class LLGuidanceBackend:
                 bound.append((_llguidance_matcher(text_matcher), row))
         if bound:
             fill_next_token_bitmask_par(self._executor, bound, masks)
+        for inner, row in bound:
+            if not inner.is_error() and not inner.is_accepting():
+                masks[row] &= ~self._end_mask
         for mask, matcher in zip(masks, matchers, strict=True):
             if isinstance(matcher, ThinkingMatcher):
                 matcher.edit_mask(mask)
@@ -133,10 +175,40 @@ class LLGuidanceBackend:
         return self._tokenizer.tokenize_bytes(text)
 
 
+class _LiteralTokenizer:
+    """The tokenizer for texts that a grammar forces: the text of a special token is plain text.
+
+    llguidance calls it with such texts, for example a literal that contains "<|im_end|>", which
+    must not become the token that ends a message. Has the attributes of a `TokenizerWrapper`.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        vocabulary = range(tokenizer.vocab_size)
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token, None
+        self.tokens = [tokenizer.decode_bytes([token_id]) for token_id in vocabulary]
+        self.special_token_ids = [one for one in vocabulary if tokenizer.is_special_token(one)]
+        texts = sorted({self.tokens[one] for one in self.special_token_ids} - {b""}, reverse=True)
+        self._special = (
+            re.compile(b"(" + b"|".join(map(re.escape, texts)) + b")") if texts else None
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        if self._special is None:
+            return self._tokenizer.tokenize_bytes(text)
+        token_ids: list[int] = []
+        for index, part in enumerate(self._special.split(text)):
+            if index % 2:
+                token_ids += self._tokenizer.greedy_tokenize(part.decode())
+            elif part:
+                token_ids += self._tokenizer.tokenize_bytes(part)
+        return token_ids
+
+
 def _limits() -> LLParserLimits:
     """Return limits of about 20 ms per mask, and 100 ms for compiling most grammars."""
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=MAX_ITEMS_IN_ROW,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
@@ -157,6 +229,10 @@ def _llguidance_matcher(matcher: Matcher) -> LLMatcher:
     return matcher.inner
 
 
+def _allows(mask: npt.NDArray[np.int32], token_id: int) -> bool:
+    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
+
+
 def _empty_masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
     return np.empty((rows, mask_words(vocab_size)), dtype=np.int32)
 
@@ -164,15 +240,18 @@ def _empty_masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
 def _llguidance_source(source: GrammarSource) -> str:
     """Translate to a grammar of llguidance; raises GrammarError."""
     if source.kind == "json_schema":
-        spacing: JsonCompileOptions = (
-            {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": WHITESPACE}
-        )
-        return LLMatcher.grammar_from_json_schema(source.source, spacing)
+        options: JsonCompileOptions = {"json_allowed_escapes": ESCAPES}
+        if source.compact:
+            options["whitespace_flexible"] = False
+        else:
+            options["whitespace_pattern"] = WHITESPACE
+        return LLMatcher.grammar_from_json_schema(source.source, options)
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.source)
     if source.kind == "choice":
+        # One terminal: tens of thousands of rules would exceed the limits.
         choices = " | ".join(map(json.dumps, json.loads(source.source)))
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(source.source))
     except Exception as error:  # a parser in Python that raises any type

@@ -1,7 +1,7 @@
 """Structured output: requests that wait for their grammar, and masks for those that have it.
 
-    InputProcessor   admit_request ─▶ compiler ─▶ event_fd ─▶ pop_compiled ─▶ the request is
-                                                                            unblocked, or refused
+    InputProcessor   admit_request ─▶ compiler ─▶ event_fd ─▶ pop_compiled_requests ─▶ accept
+                                                                                     or refuse
     BusyLoop         request_masks(oldest step) ─▶ thread ─▶ event_fd ─▶ pop_masks ─▶ workers
                      find_violations(result): a token that its mask forbids ends the request
 
@@ -126,8 +126,8 @@ class StructuredOutputManager:
     """Owns the grammars of all requests, from admission to their end.
 
     For the scheduler it is the gate that blocks requests whose grammar is being compiled. Matchers
-    outlive preemptions and workers. descriptor: readable when `pop_compiled` or `pop_masks` has
-    something to return.
+    outlive preemptions and workers. descriptor: readable when `pop_compiled_requests` or
+    `pop_masks` has something to return.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
@@ -159,7 +159,7 @@ class StructuredOutputManager:
     # Requests that come in.
 
     def admit_request(self, client: int, message: EngineCoreRequest) -> bool:
-        """Return whether a request can be accepted now; otherwise `pop_compiled` names it later.
+        """Return whether a request can be accepted now; else `pop_compiled_requests` returns it.
 
         Raises GrammarError if its grammar is known to be unusable.
         """
@@ -183,7 +183,7 @@ class StructuredOutputManager:
         if compiled is not None and not isinstance(compiled, GrammarError):
             self._unblock_request(request.request_id, compiled)
 
-    def pop_compiled(self) -> list[tuple[int, int, GrammarError | None]]:
+    def pop_compiled_requests(self) -> list[tuple[int, int, GrammarError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
 
         A request is (client, request id, error); the error is None for a valid grammar.

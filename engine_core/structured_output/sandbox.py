@@ -147,12 +147,12 @@ def main() -> None:
 def _compile_error(backend: LLGuidanceBackend, source: GrammarSource) -> bytes:
     """Return why a grammar cannot be compiled; empty if it can."""
     try:
-        backend.compile(source)
+        found = backend.explore(backend.compile(source))
     except GrammarError as error:
-        return error.message.encode(errors="backslashreplace")
+        found = error.message
     except Exception as error:
-        return f"the grammar cannot be used: {type(error).__name__}".encode()
-    return b""
+        found = f"the grammar cannot be used: {type(error).__name__}"
+    return found.encode(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ async def test_a_turn_that_cannot_be_read_fails_no_answer(start, say, monkeypatc
     def fail(text):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("api_server.parsers.called_tool.called_tool", fail)
+    monkeypatch.setattr("api_server.parsers.called_tool.guess_called_tool", fail)
     async with start(say("```bash\nls\n```")) as front_end:
         await asked(front_end, session_id="s", max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == ""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from api_server.protocol.responses.request import folded
-from api_server.text.chat_prompt import with_ids_of_length
-from api_server.text.chat_template import facts_of, template_environment
+from api_server.protocol.responses.input import with_merged_roles
+from api_server.text.chat_prompt import with_call_ids_of_length
+from api_server.text.chat_template import template_environment, template_facts
 from tests.api_server.conftest import prepared
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -98,7 +98,7 @@ async def test_a_call_can_be_given_back(start, say, serve, name):
 
 def test_ids_of_the_length_that_a_template_wants():
     def length(source: str) -> int:
-        return facts_of(template_environment().parse(source)).call_id_length
+        return template_facts(template_environment().parse(source)).call_id_length
 
     assert length((TEMPLATES / "mistral.jinja").read_text()) == 9
     assert length("{% if message['tool_call_id']|length == 7 %}x{% endif %}") == 7
@@ -113,14 +113,14 @@ def test_ids_of_the_length_that_a_template_wants():
         {"role": "tool", "tool_call_id": "call_1", "content": "x"},
         {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "y"},
     ]
-    found = with_ids_of_length(messages, 9)
+    found = with_call_ids_of_length(messages, 9)
     changed = found[0]["tool_calls"][0]["id"]
     assert len(changed) == 9
     assert changed.isalnum()
     assert found[0]["tool_calls"][1] == call
     assert [each.get("tool_call_id") for each in found[1:]] == [changed, "aB3dE6gH9"]
     assert messages[0]["tool_calls"][0]["id"] == "call_1", "those of the request are not touched"
-    assert with_ids_of_length(messages, 0) is messages
+    assert with_call_ids_of_length(messages, 0) is messages
 
 
 def test_folding():
@@ -139,7 +139,7 @@ def test_folding():
     ]
     messages = [{"role": role, "content": content} for role, content in told]
     messages[4]["tool_calls"] = calls
-    found = folded(messages)
+    found = with_merged_roles(messages)
     assert [(each["role"], each["content"]) for each in found] == [
         ("system", "be brief"),
         ("user", "on Linux\nweather?"),
@@ -150,4 +150,4 @@ def test_folding():
         ("user", "hm"),
     ]
     assert found[2]["tool_calls"] is calls
-    assert folded(found) == found
+    assert with_merged_roles(found) == found

@@ -5,8 +5,20 @@ import re
 
 import pytest
 
-from api_server.parsers.called_tool import KEPT_CHARACTERS, AgentTurn, called_tool, tool_of
-from api_server.parsers.parts import PLAIN_TEXT, CallArguments, CallBegins, Content, Reasoning
+from api_server.parsers.called_tool import (
+    KEPT_CHARACTERS,
+    AgentTurn,
+    find_called_tool,
+    guess_called_tool,
+)
+from api_server.parsers.output import (
+    PLAIN_TEXT,
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from api_server.protocol.agents import tool_name
 
 CALLS = {
     "shell": ("I look.\n```bash\nls -la\n```\n", "ls"),
@@ -57,12 +69,12 @@ NO_CALLS = (
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_seen(name):
     text, tool = CALLS[name]
-    assert called_tool(text) == tool
+    assert guess_called_tool(text) == tool
 
 
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_other_text_calls_nothing(text):
-    assert called_tool(text) == ""
+    assert guess_called_tool(text) == ""
 
 
 def test_any_text_gives_a_short_plain_name():
@@ -78,7 +90,7 @@ def test_any_text_gives_a_short_plain_name():
     pieces += ["[TOOL_CALLS]", "<function=", "f(", ")]", "arguments", "a" * 70, "```tool_code\n"]
     for _ in range(20_000):
         text = "".join(rng.choices(pieces, k=rng.randrange(24)))
-        assert re.fullmatch(r"[A-Za-z0-9_.:/-]{0,64}", called_tool(text)), text
+        assert re.fullmatch(r"[A-Za-z0-9_.:/-]{0,64}", guess_called_tool(text)), text
 
 
 PIECES = (
@@ -92,7 +104,7 @@ def test_the_work_grows_with_the_text_alone(piece):
     """Of anything else, so much of a piece would take minutes."""
     text = piece * (KEPT_CHARACTERS // len(piece))
     for each in (text, f"```bash\n{text}", f"<tool_call>{text}", f"[{text}", f'{{"name"{text}'):
-        assert len(called_tool(each)) <= 64
+        assert len(guess_called_tool(each)) <= 64
 
 
 class Parser:
@@ -101,52 +113,60 @@ class Parser:
     def __init__(self):
         self._text = ""
 
-    def feed(self, text):
+    def parse_delta(self, text):
         self._text += text
         return ()
 
-    def end(self):
+    def parse_end(self):
         parts = []
         for word in re.findall(r"<\w+>|[^<]+", self._text):
             if word.startswith("<"):
-                parts += [CallBegins(len(parts), "call_1", word[1:-1]), CallArguments(0, "{}")]
+                parts += [
+                    ToolCallStart(len(parts), "call_1", word[1:-1]),
+                    ToolCallArguments(0, "{}"),
+                ]
             else:
-                parts.append((Reasoning if word.isupper() else Content)(word))
+                parts.append((ReasoningText if word.isupper() else ContentText)(word))
         return parts
 
 
 def test_a_parser_knows_better():
-    assert tool_of(Parser(), "get_time()<weather><other>") == "weather"
-    assert tool_of(Parser(), "get_time()") == "get_time"
-    assert tool_of(Parser(), "```BASH\nLS\n```") == ""
-    assert tool_of(PLAIN_TEXT, "get_time()") == "get_time"
+    assert find_called_tool(Parser(), "get_time()<weather><other>") == "weather"
+    assert find_called_tool(Parser(), "get_time()") == "get_time"
+    assert find_called_tool(Parser(), "```BASH\nLS\n```") == ""
+    assert find_called_tool(PLAIN_TEXT, "get_time()") == "get_time"
 
 
 def test_the_first_choice_that_calls_one_tells():
-    turn = AgentTurn(Parser, str.upper)
-    for text in ("no call", "a<b>", "c<d>"):
-        listen = turn.listener()
+    turn = AgentTurn([Parser(), Parser(), Parser()], tenant=5)
+    for tail, text in zip(turn.tails, ("no call", "a<b>", "c<d>"), strict=True):
         for character in text:
-            listen(character)
-    assert turn.tool() == "B"
+            tail.append_text(character)
+    assert turn.called_tool() == tool_name("b", 5)
+
+
+def test_the_tool_that_the_client_declares_wins():
+    turn = AgentTurn([Parser()], tenant=0, declared_tool="pytest")
+    assert turn.tails == []
+    assert turn.called_tool() == "pytest"
 
 
 def test_of_a_long_text_the_end_is_kept():
-    turn = AgentTurn(lambda: PLAIN_TEXT, str)
-    listen = turn.listener()
+    turn = AgentTurn([PLAIN_TEXT], tenant=0)
+    listen = turn.tails[0].append_text
     listen("```bash\nold\n```\n")
     for _ in range(5 * KEPT_CHARACTERS // 100):
         listen("x" * 100)
     listen("\n```bash\nnew\n```")
-    assert turn.tool() == "new"
+    assert turn.called_tool() == "new"
 
 
 def test_a_parser_that_fails_is_a_turn_without_a_tool(caplog):
     class Broken:
-        def feed(self, text):
+        def parse_delta(self, text):
             raise ValueError(text)
 
-    turn = AgentTurn(Broken, str)
-    turn.listener()("secret")
-    assert turn.tool() == ""
-    assert "not understood" in caplog.text
+    turn = AgentTurn([Broken()], tenant=0)
+    turn.tails[0].append_text("secret")
+    assert turn.called_tool() == ""
+    assert "could not be parsed" in caplog.text

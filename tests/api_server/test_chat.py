@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from api_server.text.chat_template import JinjaChatTemplate
+from api_server.text.chat_template import ChatTemplate
 from tests.api_server.conftest import prepared
 
 PATH = "/v1/chat/completions"
@@ -88,7 +88,7 @@ async def test_errors_name_the_length_as_the_client_did(start, say):
 async def test_what_cannot_fit_is_never_rendered(start, say, messages, monkeypatch):
     async with start(say("Hi")) as front_end:
         rendered = []
-        monkeypatch.setattr(JinjaChatTemplate, "render", lambda _, given: rendered.append(given))
+        monkeypatch.setattr(ChatTemplate, "render", lambda _, given: rendered.append(given))
         response = await front_end.chat(messages=messages)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"

@@ -6,11 +6,11 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from api_server.text.chat_template import (
+    ChatTemplate,
     Conversation,
-    JinjaChatTemplate,
-    NoChatTemplate,
-    load_chat_template,
+    find_chat_template,
 )
+from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import special_token_texts
 from proto.errors import InvalidRequestError, ModelError
 
@@ -63,17 +63,17 @@ def test_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
         add_generation_prompt=True,
         **SPECIALS,
     )
-    assert JinjaChatTemplate(TEMPLATES[name], SPECIALS).render(Conversation(messages)) == expected
+    assert ChatTemplate(TEMPLATES[name], SPECIALS).render(Conversation(messages)) == expected
 
 
 def test_the_date_is_there() -> None:
-    rendered = JinjaChatTemplate("{{ strftime_now('%Y') }}", {}).render(Conversation([]))
+    rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(Conversation([]))
     assert rendered.isdecimal()
     assert len(rendered) == 4
 
 
 def test_a_template_may_refuse() -> None:
-    template = JinjaChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         template.render(Conversation(CONVERSATIONS[0]))
     assert caught.value.param == "messages"
@@ -88,7 +88,7 @@ def test_a_template_may_refuse() -> None:
     ],
 )
 def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
-    template = JinjaChatTemplate(source, {})
+    template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequestError):
         template.render(Conversation(CONVERSATIONS[0]))
 
@@ -103,7 +103,7 @@ def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
     ],
 )
 def test_nothing_of_the_interpreter_shows(source: str) -> None:
-    template = JinjaChatTemplate(source, {})
+    template = ChatTemplate(source, {})
     rendered = ""
     with contextlib.suppress(InvalidRequestError):
         rendered = template.render(Conversation(CONVERSATIONS[0]))
@@ -112,14 +112,14 @@ def test_nothing_of_the_interpreter_shows(source: str) -> None:
 
 def test_a_broken_template_stops_the_start() -> None:
     with pytest.raises(ModelError, match="line 2"):
-        JinjaChatTemplate("\n{% for %}", {})
+        ChatTemplate("\n{% for %}", {})
 
 
-def test_a_base_model_has_none(tmp_path) -> None:
-    template = load_chat_template((str(tmp_path),), "base", {})
-    assert isinstance(template, NoChatTemplate)
+async def test_a_base_model_has_none(tmp_path) -> None:
+    template = find_chat_template((str(tmp_path),), {})
+    assert template is None
     with pytest.raises(InvalidRequestError, match="base has no chat template"):
-        template.render(Conversation(CONVERSATIONS[0]))
+        await TemplateRenderer(template, "base").render(Conversation(CONVERSATIONS[0]))
 
 
 def test_special_tokens_as_text_or_object(tmp_path) -> None:

@@ -46,7 +46,7 @@ def metaspace_tokenizer() -> Tokenizer:
 
 def pieces_of(tokenizer: ModelTokenizer, ids: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
     detokenizer = tokenizer.detokenizer(prompt)
-    return [*(detokenizer.feed(token_id) for token_id in ids), detokenizer.flush()]
+    return [*(detokenizer.decode_token(token_id) for token_id in ids), detokenizer.flush_text()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -118,5 +118,5 @@ def test_bytes_of_tokens_concatenate(tokenizer: Tokenizer) -> None:
 def test_text_is_kept_once(tokenizer: Tokenizer) -> None:
     """A front end that has said every token of a large vocabulary holds no second copy of it."""
     detokenizer = ModelTokenizer(tokenizer).detokenizer(())
-    assert "".join(map(detokenizer.feed, tokenizer.encode("hello fox").ids)) == "hello fox"
+    assert "".join(map(detokenizer.decode_token, tokenizer.encode("hello fox").ids)) == "hello fox"
     assert not detokenizer._tokens._bytes

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from api_server.protocol.answers import KEEP_ALIVE_COMMENT as COMMENT
+from api_server.protocol.encoder import KEEP_ALIVE_COMMENT as COMMENT
 from api_server.request_stream import StreamNotifier
 from api_server.response import KeepAlive
 from proto.config import FrontEndConfig

@@ -1,28 +1,33 @@
-"""Thoughts are told from answers, wherever the text is cut."""
+"""Reasoning is separated from content, wherever the text is cut."""
 
 import random
 
 import pytest
 
-from api_server.parsers.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
+from api_server.parsers.output import (
+    PLAIN_TEXT,
+    ContentText,
+    OutputParser,
+    OutputPart,
+    ReasoningText,
+)
 from api_server.parsers.reasoning import (
     NO_REASONING,
-    STYLES,
-    CountingDetokenizer,
-    Opening,
+    REASONING_FORMATS,
+    OutputStart,
     ReasoningParser,
-    opening_of,
-    style_of,
+    ReasoningTokenCounter,
+    reasoning_format,
 )
-from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer
+from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer
 from proto.config import FrontEndConfig, ReasoningParserName
 from proto.sampling_params import BLANKS, MAX_BLANKS
 
-THINK = STYLES["qwen3"]
-INSIDE, UNKNOWN = Opening.INSIDE, Opening.UNKNOWN
+THINK = REASONING_FORMATS["qwen3"]
+INSIDE, UNKNOWN = OutputStart.REASONING, OutputStart.UNKNOWN
 
 OUTPUTS = [
-    # opening, text, thoughts, answer
+    # start of the output, text, reasoning, content
     (UNKNOWN, "<think>\nTwo and two.\n</think>\n\n4", "Two and two.", "4"),
     (UNKNOWN, "<think>Two</think>4", "Two", "4"),
     (UNKNOWN, " \n <think>Two</think>4", "Two", "4"),
@@ -58,32 +63,32 @@ OUTPUTS = [
 ]
 
 
-def read(parser: PartsParser, pieces: list[str]) -> tuple[str, str]:
-    """(thoughts, answer); thoughts come before the answer."""
-    parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
-    parts += parser.end()
+def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
+    """Return (reasoning, content); reasoning comes first."""
+    parts: list[OutputPart] = [part for piece in pieces for part in parser.parse_delta(piece)]
+    parts += parser.parse_end()
     kinds = [type(part) for part in parts]
-    assert kinds == sorted(kinds, key=lambda kind: kind is Content), kinds
+    assert kinds == sorted(kinds, key=lambda kind: kind is ContentText), kinds
     assert all(part.text for part in parts)  # type: ignore[union-attr]
-    thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    return thoughts, "".join(part.text for part in parts if isinstance(part, Content))
+    thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningText))
+    return thoughts, "".join(part.text for part in parts if isinstance(part, ContentText))
 
 
 @pytest.mark.parametrize(("opening", "text", "thoughts", "answer"), OUTPUTS)
-def test_wherever_it_is_cut(opening: Opening, text: str, thoughts: str, answer: str) -> None:
-    def parser(*, shows: bool = True) -> ReasoningParser:
-        return ReasoningParser(THINK, opening, PLAIN_TEXT, shows=shows)
+def test_wherever_it_is_cut(opening: OutputStart, text: str, thoughts: str, answer: str) -> None:
+    def parser(*, is_shown: bool = True) -> ReasoningParser:
+        return ReasoningParser(THINK, opening, PLAIN_TEXT, is_shown=is_shown)
 
     assert read(parser(), [text]) == (thoughts, answer)
     assert read(parser(), list(text)) == (thoughts, answer)
     for place in range(len(text) + 1):
         assert read(parser(), [text[:place], text[place:]]) == (thoughts, answer), place
-    assert read(parser(shows=False), list(text)) == ("", answer)
+    assert read(parser(is_shown=False), list(text)) == ("", answer)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_random_texts_in_random_pieces(name: str) -> None:
-    style, random_ = STYLES[name], random.Random(name)
+    style, random_ = REASONING_FORMATS[name], random.Random(name)
     words = [style.start, style.end, *style.start[:5], style.end[:-1], " ", "\n", "a", "\t" * 70]
     for _ in range(300):
         text = "".join(random_.choices(words, k=random_.randrange(12)))
@@ -98,21 +103,21 @@ def test_random_texts_in_random_pieces(name: str) -> None:
             assert cut == whole, (text, pieces)
 
 
-def test_thoughts_are_told_as_they_come() -> None:
+def test_reasoning_is_returned_as_it_comes() -> None:
     parser = ReasoningParser(THINK, UNKNOWN, PLAIN_TEXT)
-    assert parser.feed("<think>") == []
-    assert parser.feed("One") == [Reasoning("One")]
-    assert parser.feed(" \n") == []
-    assert parser.feed("two <") == [Reasoning(" \ntwo")]
-    assert parser.feed("/think>\n") == []
-    assert parser.feed("\nx") == [Content("x")]
+    assert parser.parse_delta("<think>") == []
+    assert parser.parse_delta("One") == [ReasoningText("One")]
+    assert parser.parse_delta(" \n") == []
+    assert parser.parse_delta("two <") == [ReasoningText(" \ntwo")]
+    assert parser.parse_delta("/think>\n") == []
+    assert parser.parse_delta("\nx") == [ContentText("x")]
 
 
 @pytest.mark.parametrize("piece", [" ", "<", "x", "</think", "\n<"])
 def test_little_is_held_back(piece: str) -> None:
     held = ReasoningParser(THINK, INSIDE, PLAIN_TEXT)
     for _ in range(10_000):
-        held.feed(piece)
+        held.parse_delta(piece)
     assert len(held._held) <= MAX_BLANKS + 2 * len(THINK.end)
 
 
@@ -122,19 +127,19 @@ def test_little_is_held_back(piece: str) -> None:
         ("qwen3", "user\nhi\nassistant\n", "", UNKNOWN),
         ("qwen3", "user\n<think>\nassistant\n", "", UNKNOWN),
         ("qwen3", "assistant\n<think>\n", "", INSIDE),
-        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "", Opening.OUTSIDE),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "", OutputStart.CONTENT),
         ("qwen3", "assistant\n<think>a", "<think>a", INSIDE),
-        ("qwen3", "assistant\n<think>a</think>b", "<think>a</think>b", Opening.OUTSIDE),
-        ("qwen3", "assistant\nb", "b", Opening.OUTSIDE),
+        ("qwen3", "assistant\n<think>a</think>b", "<think>a</think>b", OutputStart.CONTENT),
+        ("qwen3", "assistant\nb", "b", OutputStart.CONTENT),
         ("deepseek_r1", "assistant\n", "", INSIDE),
-        ("deepseek_r1", "assistant\n</think>", "", Opening.OUTSIDE),
-        ("none", "assistant\n<think>\n", "", Opening.OUTSIDE),
+        ("deepseek_r1", "assistant\n</think>", "", OutputStart.CONTENT),
+        ("none", "assistant\n<think>\n", "", OutputStart.CONTENT),
     ],
 )
-def test_the_end_of_the_prompt_tells_where_an_answer_begins(
-    name: str, prompt: str, continued: str, opening: Opening
+def test_the_end_of_the_prompt_decides_what_the_output_starts_with(
+    name: str, prompt: str, continued: str, opening: OutputStart
 ) -> None:
-    assert opening_of(style_of(name, None), prompt, continued) is opening
+    assert reasoning_format(name, None).output_start(prompt, continued) is opening
 
 
 @pytest.mark.parametrize(
@@ -143,31 +148,31 @@ def test_the_end_of_the_prompt_tells_where_an_answer_begins(
         (None, NO_REASONING),
         ("{{ messages }}", NO_REASONING),
         ("{{ '<think>\n\n</think>' }}", THINK),
-        ("{{ content.split('</think>')[-1] }}", STYLES["deepseek_r1"]),
-        ("{{ '[THINK]' + text + '[/THINK]' }}", STYLES["mistral"]),
+        ("{{ content.split('</think>')[-1] }}", REASONING_FORMATS["deepseek_r1"]),
+        ("{{ '[THINK]' + text + '[/THINK]' }}", REASONING_FORMATS["mistral"]),
     ],
 )
-def test_auto_looks_into_the_template(template: str | None, style: object) -> None:
-    assert style_of("auto", template) == style
-    assert style_of("none", template) == NO_REASONING
-    assert style_of("qwen3", template) == THINK
+def test_auto_detects_the_format_from_the_template(template: str | None, style: object) -> None:
+    assert reasoning_format("auto", template) == style
+    assert reasoning_format("none", template) == NO_REASONING
+    assert reasoning_format("qwen3", template) == THINK
 
 
-def test_the_setting_knows_every_style() -> None:
-    assert {"auto", "none", *STYLES} == set(ReasoningParserName.__args__)  # type: ignore[attr-defined]
+def test_the_setting_names_every_format() -> None:
+    assert {"auto", "none", *REASONING_FORMATS} == set(ReasoningParserName.__args__)  # type: ignore[attr-defined]
     assert FrontEndConfig().reasoning_parser == "auto"
 
 
 class Spelled:
-    """A token is a place in a list of texts."""
+    """A detokenizer whose token ids are indices into a list of texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
 
-    def feed(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         return self._texts[token_id]
 
-    def flush(self) -> str:
+    def flush_text(self) -> str:
         return "…"
 
 
@@ -190,15 +195,17 @@ class Spelled:
         (UNKNOWN, [], 0),
     ],
 )
-def test_tokens_of_thoughts_are_counted(opening: Opening, texts: list[str], number: int) -> None:
-    counting = CountingDetokenizer(Spelled(texts), THINK, opening)
-    assert [counting.feed(each) for each in range(len(texts))] == texts
+def test_tokens_of_thoughts_are_counted(
+    opening: OutputStart, texts: list[str], number: int
+) -> None:
+    counting = ReasoningTokenCounter(Spelled(texts), THINK, opening)
+    assert [counting.decode_token(each) for each in range(len(texts))] == texts
     assert counting.num_tokens == number
-    assert counting.flush() == "…"
+    assert counting.flush_text() == "…"
 
 
-def test_markers_without_text_get_theirs() -> None:
+def test_special_tokens_that_are_markers_have_text() -> None:
     inner: Detokenizer = Spelled(["a", "", "b"])
-    marked = MarkedDetokenizer(inner, {1: "[THINK]"})
-    assert [marked.feed(each) for each in range(3)] == ["a", "…[THINK]", "b"]
-    assert marked.flush() == "…"
+    marked = MarkerDetokenizer(inner, {1: "[THINK]"})
+    assert [marked.decode_token(each) for each in range(3)] == ["a", "…[THINK]", "b"]
+    assert marked.flush_text() == "…"

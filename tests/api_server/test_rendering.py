@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from api_server.text.chat_template import Conversation, JinjaChatTemplate
+from api_server.text.chat_template import ChatTemplate, Conversation
 from api_server.text.rendering import TemplateRenderer
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
@@ -24,7 +24,7 @@ SLOW = "{% if messages|length > 1 %}" + ENDLESS["loops"] + "{% endif %}done"
 
 
 def timed(source: str, limit: float = 0.2) -> TemplateRenderer:
-    return TemplateRenderer(JinjaChatTemplate(source, {}), limit)
+    return TemplateRenderer(ChatTemplate(source, {}), limit=limit)
 
 
 def num_renders() -> int:
@@ -122,20 +122,20 @@ def test_no_operator_makes_anything_enormous(expression: str) -> None:
     start = time.monotonic()
     for source in (f"{{{{ {expression} }}}}", f"{{% set x = {expression} %}}"):
         with pytest.raises(InvalidRequestError, match="too large"):
-            JinjaChatTemplate(source, {}).render(Conversation(MESSAGES))
+            ChatTemplate(source, {}).render(Conversation(MESSAGES))
     assert time.monotonic() - start < 5.0
 
 
 def test_operators_still_do_what_templates_need() -> None:
     source = "{{ '-' * 80 }}{{ 2**10 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ (1, 2) * 2 }}"
     expected = "-" * 80 + "1024123.00.5(1, 2, 1, 2)"
-    assert JinjaChatTemplate(source, {}).render(Conversation(MESSAGES)) == expected
+    assert ChatTemplate(source, {}).render(Conversation(MESSAGES)) == expected
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ (" * 3000, "{{ '%d' % 'x' }}"])
 def test_whatever_a_template_does_is_an_error_of_ours(source: str) -> None:
     with pytest.raises((InvalidRequestError, ModelError)):
-        JinjaChatTemplate(source, {}).render(Conversation(MESSAGES))
+        ChatTemplate(source, {}).render(Conversation(MESSAGES))
 
 
 async def test_the_route_answers_400(start, model, tmp_path) -> None:

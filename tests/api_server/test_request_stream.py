@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
-from api_server.text.stop_strings import stop_matcher
+from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
@@ -23,7 +23,7 @@ def make(tokenizer: Tokenizer, metrics: Metrics):
     def stream(stop: list[str] | None = None, min_tokens: int = 0, n: int = 1) -> RequestStream:
         model = ModelTokenizer(tokenizer)
         choices = [
-            Choice(index, model.detokenizer(()), stop_matcher(stop or []), min_tokens)
+            Choice(index, model.detokenizer(()), StopStrings(stop) if stop else None, min_tokens)
             for index in range(n)
         ]
         return RequestStream(7, [5, 6, 7], choices, StreamNotifier(), metrics, Timeline(100.0))

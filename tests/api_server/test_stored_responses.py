@@ -5,7 +5,7 @@ import random
 import pytest
 
 from api_server.protocol.responses import stored as stored_responses
-from api_server.protocol.responses.stored import StoredResponses, num_bytes
+from api_server.protocol.responses.stored import StoredResponses, json_size
 from tests.fakes.clock import FakeClock
 
 ANN, BEN = (0, "ann"), (0, "ben")
@@ -22,21 +22,23 @@ def clock() -> FakeClock:
 
 def test_the_oldest_of_a_client_with_too_much_goes_first(clock):
     stored = StoredResponses(4000, 60, clock)
-    stored.keep(BEN, response("b", 500), [])
+    stored.store_response(BEN, response("b", 500), [])
     for number in range(10):
-        stored.keep(ANN, response(str(number), 300), [])
-    assert [stored.find(ANN, str(number)) is not None for number in range(10)] == (
+        stored.store_response(ANN, response(str(number), 300), [])
+    assert [stored.find_stored(ANN, str(number)) is not None for number in range(10)] == (
         [False] * 7 + [True] * 3
     )
-    assert stored.find(BEN, "b")
+    assert stored.find_stored(BEN, "b")
 
 
 def test_the_oldest_of_all_goes_when_there_is_too_much_altogether(clock):
     stored = StoredResponses(4000, 60, clock)
     owners = [(number, "") for number in range(8)]
     for owner in owners:
-        stored.keep(owner, response("r", 900), [])
-    assert [stored.find(owner, "r") is not None for owner in owners] == [False] * 4 + [True] * 4
+        stored.store_response(owner, response("r", 900), [])
+    assert [stored.find_stored(owner, "r") is not None for owner in owners] == [False] * 4 + [
+        True
+    ] * 4
     assert stored.num_bytes <= 4000
 
 
@@ -45,34 +47,34 @@ def test_numbers_are_limited(clock, monkeypatch):
     monkeypatch.setattr(stored_responses, "MAX_STORED", 5)
     stored = StoredResponses(1 << 20, 60, clock)
     for number in range(4):
-        stored.keep(ANN, response(str(number)), [])
+        stored.store_response(ANN, response(str(number)), [])
     assert len(stored) == 3
     for number in range(3):
-        stored.keep(BEN, response(str(number)), [])
+        stored.store_response(BEN, response(str(number)), [])
     assert len(stored) == 5
-    assert stored.find(ANN, "1") is None
+    assert stored.find_stored(ANN, "1") is None
 
 
 def test_time_passes(clock):
     stored = StoredResponses(1 << 20, 60, clock)
-    stored.keep(ANN, response("a"), [])
+    stored.store_response(ANN, response("a"), [])
     clock.now += 59
-    stored.keep(ANN, response("b"), [])
-    assert stored.find(ANN, "a")
+    stored.store_response(ANN, response("b"), [])
+    assert stored.find_stored(ANN, "a")
     clock.now += 1
-    assert stored.find(ANN, "a") is None
-    assert stored.find(ANN, "b")
+    assert stored.find_stored(ANN, "a") is None
+    assert stored.find_stored(ANN, "b")
     clock.now += 59
-    assert not stored.drop(ANN, "b")
+    assert not stored.delete_stored(ANN, "b")
     assert stored.num_bytes == len(stored) == 0
 
 
 def test_what_is_too_large_is_not_kept(clock):
     stored = StoredResponses(4000, 60, clock)
-    stored.keep(ANN, response("a", 900), [{"role": "user", "content": "x" * 200}])
-    assert stored.find(ANN, "a") is None
-    stored.keep(ANN, response("a", 900), [])
-    assert stored.find(ANN, "a")
+    stored.store_response(ANN, response("a", 900), [{"role": "user", "content": "x" * 200}])
+    assert stored.find_stored(ANN, "a") is None
+    stored.store_response(ANN, response("a", 900), [])
+    assert stored.find_stored(ANN, "a")
 
 
 def test_the_count_of_bytes_is_that_of_what_is_there(clock):
@@ -82,14 +84,14 @@ def test_the_count_of_bytes_is_that_of_what_is_there(clock):
         owner, name = rng.choice([ANN, BEN, (1, "")]), str(rng.randrange(20))
         clock.now += rng.random() * 5
         if rng.random() < 0.2:
-            stored.drop(owner, name)
+            stored.delete_stored(owner, name)
         else:
-            stored.keep(owner, response(name, rng.randrange(2500)), [])
+            stored.store_response(owner, response(name, rng.randrange(2500)), [])
         kept = [
             found
             for each in (ANN, BEN, (1, ""))
             for number in range(20)
-            if (found := stored.find(each, str(number)))
+            if (found := stored.find_stored(each, str(number)))
         ]
-        assert stored.num_bytes == sum(num_bytes(each.response) + 2 for each in kept) <= 8000
+        assert stored.num_bytes == sum(json_size(each.response) + 2 for each in kept) <= 8000
         assert len(stored) == len(kept)

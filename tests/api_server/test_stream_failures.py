@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from api_server.http.http_protocol import ChunkWriter
-from api_server.protocol.completions import CompletionAnswer
+from api_server.protocol.completions import CompletionEncoder
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 
@@ -83,7 +83,7 @@ async def test_the_end_of_the_daemon(start):
 async def test_a_mistake_of_ours(start, monkeypatch):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
-        monkeypatch.setattr(CompletionAnswer, "chunk", lambda self, delta: 1 // 0)
+        monkeypatch.setattr(CompletionEncoder, "encode_delta", lambda self, delta: 1 // 0)
         front_end.engine.emit(request, [40])
         await connection.read_stream()
         error = json.loads(connection.events[-2].removeprefix("data: "))["error"]
@@ -107,7 +107,7 @@ async def test_after_a_stream_that_succeeds_the_connection_stays(start):
 async def test_tokens_are_told_past_the_task_and_words_that_fail_end_the_stream(start, monkeypatch):
     """The usual chunk is written by who hears of the token; one that cannot be put into words is
     the end of its stream alone."""
-    written, chunk = [], CompletionAnswer.chunk
+    written, chunk = [], CompletionEncoder.encode_delta
 
     def write(self, body):
         written.append(body)
@@ -120,7 +120,7 @@ async def test_tokens_are_told_past_the_task_and_words_that_fail_end_the_stream(
 
     real_write = ChunkWriter.write
     monkeypatch.setattr(ChunkWriter, "write", write)
-    monkeypatch.setattr(CompletionAnswer, "chunk", fail_at_the_fourth)
+    monkeypatch.setattr(CompletionEncoder, "encode_delta", fail_at_the_fourth)
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         for number in range(1, 4):

@@ -122,14 +122,14 @@ async def test_a_gap_fails_only_its_request(start):
 
 
 async def test_a_detokenizer_that_fails_ends_only_its_request(start, monkeypatch):
-    healthy = ByteLevelDetokenizer.feed
+    healthy = ByteLevelDetokenizer.decode_token
 
-    def feed(self, token_id):
+    def decode_token(self, token_id):
         if token_id == 41:
             raise RuntimeError("the text at /secret/path is cracked")
         return healthy(self, token_id)
 
-    monkeypatch.setattr(ByteLevelDetokenizer, "feed", feed)
+    monkeypatch.setattr(ByteLevelDetokenizer, "decode_token", decode_token)
     async with start(accepts=True) as front_end:
         bad, good = post(front_end, "/v1/completions"), post(front_end, "/v1/completions")
         first = await front_end.engine.requests.get()

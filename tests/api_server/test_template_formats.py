@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from api_server.text.chat_template import Conversation, JinjaChatTemplate
+from api_server.text.chat_template import ChatTemplate, Conversation
 from proto.errors import InvalidRequestError
 
 TEMPLATES = {
@@ -138,8 +138,8 @@ def expected(name: str, messages: list[dict[str, Any]], options: dict[str, Any])
 
 
 @cache
-def compiled(name: str) -> JinjaChatTemplate:
-    return JinjaChatTemplate(TEMPLATES[name], SPECIALS)
+def compiled(name: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], SPECIALS)
 
 
 def rendered(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
@@ -210,7 +210,7 @@ def test_what_a_template_reads(name: str, knows_tools: bool, takes_parts: bool) 
     ],
 )
 def test_parts_are_found_wherever_they_are_gone_through(source: str) -> None:
-    assert JinjaChatTemplate(source, {}).facts.takes_parts
+    assert ChatTemplate(source, {}).facts.takes_parts
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_parts_are_found_wherever_they_are_gone_through(source: str) -> None:
     ["{{ messages[0].content }}", "{% for w in messages[0].content.split() %}{{ w }}{% endfor %}"],
 )
 def test_text_is_all_that_others_take(source: str) -> None:
-    assert not JinjaChatTemplate(source, {}).facts.takes_parts
+    assert not ChatTemplate(source, {}).facts.takes_parts
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_text_is_all_that_others_take(source: str) -> None:
 )
 def test_nothing_to_go_on_with(messages: list[dict[str, Any]]) -> None:
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    template = JinjaChatTemplate(source, {})
+    template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequestError) as caught:
         template.render(Conversation(messages, continue_final_message=True))
     assert caught.value.param == "continue_final_message"

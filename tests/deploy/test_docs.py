@@ -21,8 +21,7 @@ from api_server.protocol.common import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
-from api_server.protocol.reference import markdown
-from api_server.protocol.responses.items import MAX_ITEMS
+from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
@@ -45,6 +44,7 @@ from proto.sampling_params import (
     MAX_REPEATED_TOKENS,
     MAX_STOP_TOKEN_IDS,
 )
+from tests.deploy.api_reference import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_the_table_of_settings_is_current() -> None:
 
 
 def test_the_tables_of_request_fields_are_current() -> None:
-    """To renew them: `print(markdown())` of api_server.protocol.reference; they end the page."""
+    """To renew them: `print(markdown())` of tests.deploy.api_reference; they end the page."""
     assert markdown() in (ROOT / "docs" / "api.md").read_text()
 
 
@@ -74,14 +74,14 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
         ("URL and headers together", f"{MAX_HEADER_BYTES >> 10} KiB"),
         ("time for the headers to arrive", f"{HEADER_SECONDS:g} s"),
         (
-            "time for the rest of a body that was answered before it was there",
+            "time for the rest of a body after an early answer",
             f"{LEFTOVER_SECONDS:g} s",
         ),
         (
             "text and log-probabilities of a stream that wait to be read",
             f"{MAX_UNSENT_BYTES >> 20} MiB",
         ),
-        ("time without a byte being read, while some wait", f"{STALL_SECONDS:g} s"),
+        ("time in which the client reads nothing while data waits", f"{STALL_SECONDS:g} s"),
         ("headers", f"{MAX_HEADERS}"),
         ("objects and lists around a value of a body", f"{MAX_DEPTH}"),
         ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
@@ -95,7 +95,7 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",
         ),
         ("messages of a chat", f"{MAX_MESSAGES:,}"),
-        ("items of a response, those before them included", f"{MAX_ITEMS:,}"),
+        ("items of a response, including previous responses", f"{MAX_ITEMS:,}"),
         ("tools of a response", f"{MAX_TOOLS:,}"),
         ("stored responses; of one client", f"{MAX_STORED:,}; {MAX_STORED_PER_OWNER:,}"),
         ("time for the chat template", f"{RENDER_SECONDS:g} s"),

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from api_server.text.chat_template import Conversation, load_chat_template
+from api_server.text.chat_template import Conversation, find_chat_template
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from tests.e2e.reference import Reference, packaged_model
 
@@ -64,7 +64,8 @@ async def test_decoding_equals(reference: Reference, tokenizer: ModelTokenizer) 
 
 def test_rendered_chats_equal(reference: Reference) -> None:
     folder = packaged_model().folder
-    template = load_chat_template([folder], "smollm2", special_token_texts(folder))
+    template = find_chat_template([folder], special_token_texts(folder))
+    assert template is not None
     texts = lines()
     for i in range(0, 1000, 4):
         messages = [

@@ -1,4 +1,4 @@
-"""The scheduler's tests, of its sources or, with TOKEND_TEST_COMPILED=1, of its compiled form."""
+"""Tests of the engine, with the scheduler's sources or, with TOKEND_TEST_COMPILED=1, compiled."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if COMPILED:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compiled objects have no attributes to replace, and constants are in the code."""
+    """Skip tests that replace attributes or constants, which compiled code does not allow."""
     skip = pytest.mark.skip(reason="replaces something inside the scheduler")
     for item in items:
         if COMPILED and item.get_closest_marker("interpreted"):

@@ -49,7 +49,7 @@ class LazyWorkers:
             self.log.append(("sent", output.step))
 
     def compute(self):
-        """One step with tokens, and those without before it."""
+        """Compute the next step with tokens, and the steps without tokens before it."""
         while self.queue:
             output = self.queue.popleft()
             self.results.append(self.runner.execute(output))
@@ -68,7 +68,7 @@ class LazyWorkers:
 
 
 class ScriptedIO:
-    """Runs an action at each wait; waits that nothing will end stop the engine."""
+    """Runs one action per wait; stops the engine at a wait that nothing would end."""
 
     def __init__(self, actions=()):
         self.actions = deque(actions)
@@ -275,7 +275,7 @@ def test_it_stops_in_the_middle_of_a_step(depth):
     ids=["unasked", "other sequences", "half of it"],
 )
 def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nonsense, words):
-    """What they sent before it counts; what is not known is computed by others."""
+    """Earlier results are kept; new workers compute the missing tokens."""
 
     def babble(io):
         step = loop.workers.queue[0]
@@ -340,7 +340,7 @@ def stops_now_and_then(token_ids, choice):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_workers_nearly_always_have_the_next_step_before_they_answer_the_last(policy):
-    """While requests come, stop, end at their lengths, are aborted and preempted."""
+    """Requests arrive, stop, reach their length, are aborted and preempted meanwhile."""
 
     def disturb(number):
         def act(io):

@@ -1,4 +1,4 @@
-"""Which form of the scheduler an engine runs: compiled from just these sources, or as they are."""
+"""An engine runs the compiled scheduler only if it was built from the present sources."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ print(engine_core.core.__file__)
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, in place of the package."""
+    """Use a copy of the sources instead of the package."""
     for name in ("engine_core", "proto"):
         source = build_compiled.PACKAGE.parent / name
         ignored = shutil.ignore_patterns("*.so", "__pycache__")

@@ -8,11 +8,11 @@ from engine_core.supervisor_io import SupervisorIO
 from proto.engine_io import AdminCall, AdminReply, AgentHint
 from proto.lifecycle import Paused
 from tests.fakes.clock import FakeClock
-from tests.fakes.intake_desk import Desk
+from tests.fakes.input_desk import Desk
 
 
 class FrontEnds:
-    """One, which asks for what it is given to ask for, once."""
+    """One front end, which sends the given messages once."""
 
     links = ()
     alive = (0,)
@@ -33,7 +33,7 @@ class FrontEnds:
 
 
 def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
-    """Who has it may kill the engine at once: the next one must be born with the pause."""
+    """The operator may kill the engine after the reply; the next engine must start paused."""
     log = []
     desk = Desk()
     supervisor = SimpleNamespace(send=log.append)

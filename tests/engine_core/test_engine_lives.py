@@ -15,7 +15,7 @@ from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
-from tests.fakes.intake_desk import Desk
+from tests.fakes.input_desk import Desk
 from tests.fakes.paged_runner import undisturbed
 
 CRASHES = SchedulerConfig().crashes_until_isolated
@@ -35,7 +35,7 @@ class Stream:
 
 
 class DeadlyGate:
-    """The engine dies when it decides about the guilty one."""
+    """Crashes the engine when it looks at the poisonous request."""
 
     status = RequestStatus.WAITING
 
@@ -58,7 +58,7 @@ class EngineDiesError(Exception):
 
 
 class FrontEnd:
-    """Sends what is open to one engine after the other, and counts as it hears."""
+    """A front end that sends open requests to one engine after the other and counts crashes."""
 
     def __init__(self, prompts):
         self.open = [
@@ -83,7 +83,7 @@ class FrontEnd:
         entry.note_progress(RequestProgress(request.request_id, 0, 0))
 
     def meet(self, epoch):
-        """An engine that has everything that is open."""
+        """Start an engine and send it all open requests."""
         desk = Desk(gates=[DeadlyGate()])
         desk.engine.scheduler.report_crash_progress_to(self)
         for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
@@ -95,7 +95,7 @@ class FrontEnd:
         return desk.engine
 
     def hear(self, engine):
-        """What its steps brought."""
+        """Process the outputs of a step."""
         for (number, _), tokens in engine.tokens.items():
             self.open[number].stream.tokens += tokens
         engine.tokens.clear()
@@ -115,7 +115,7 @@ class FrontEnd:
 
 
 def step(engine):
-    """One that kills where the guilty one is in the line, or runs."""
+    """An engine that crashes when the poisonous request is in its queue, or runs."""
     scheduler = engine.scheduler
     scheduler.isolate_suspect()
     ready = [each for each in scheduler.waiting if not each.status.is_blocked]

@@ -1,4 +1,4 @@
-"""The engine as a process: its start, its service, its end."""
+"""The engine process: start, requests, shutdown."""
 
 import msgspec
 
@@ -169,7 +169,7 @@ def test_a_pause_is_told_and_taken_up_again(start):
 
 
 def test_an_engine_that_is_left_is_paused_by_the_supervisor(start):
-    """Operators ask the engine of now; what this one does is told to nobody."""
+    """Operators call the current engine; this one does not report its pause."""
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -193,7 +193,7 @@ def test_an_engine_that_is_left_is_paused_by_the_supervisor(start):
 
 
 def test_an_engine_that_follows_a_paused_one_is_paused(start):
-    """What had begun with the last engine goes on."""
+    """Requests that ran in the previous engine continue."""
     engine = start(boot={"pause_mode": "finish_running"})
     engine.start()
     (front_end,) = engine.front_ends

@@ -1,4 +1,4 @@
-"""Whether the engine owes a step, while copies of a KV connector are under way."""
+"""Health reports while a KV connector copies: does the engine or a worker owe something?"""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ PROMPT = list(range(37))
 
 
 def test_a_store_that_is_never_reported_does_not_hide_that_nobody_steps() -> None:
-    """Somebody runs, or has room, while blocks are held."""
+    """A request runs, or has room to run, while blocks are held by a copy."""
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 20)
     rig.step()
@@ -72,7 +72,7 @@ def test_who_is_loaded_for_owes_nothing_until_somebody_runs() -> None:
 
 @dataclass
 class Workers:
-    """Two ranks, ready, that owe no step. num_kv_reports: of copies."""
+    """Two ready workers that owe no step."""
 
     epoch: int = 1
     is_ready: bool = True
@@ -96,7 +96,7 @@ def supervisor_io_of(rig: OffloadRig, workers: Workers) -> SupervisorIO:
 
 
 def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang() -> None:
-    """The pool is full of blocks that are being copied; the time limit is that of a step."""
+    """The pool is full of blocks that are being copied; the time limit of a step applies."""
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     rig.run_until_over(rig.add_one(PROMPT, 1))
     rig.add_one([*range(300, 340)], 1)

@@ -1,9 +1,9 @@
-"""Too many requests for the queue, and too little time for them."""
+"""Limits of the queue, and deadlines."""
 
 from proto.engine_io import FinishReason
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS
-from tests.fakes.intake_desk import Desk, refused
+from tests.fakes.input_desk import Desk, refused
 from tests.fakes.messages import request
 
 

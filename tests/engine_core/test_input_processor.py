@@ -1,4 +1,4 @@
-"""Requests, aborts and calls of front ends, and whatever can be wrong with them."""
+"""Requests, aborts and admin calls of front ends, valid and invalid."""
 
 import math
 
@@ -20,7 +20,7 @@ from proto.engine_io import (
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import RepetitionDetection, SamplingParams
 from tests.fakes.engine_harness import EOS
-from tests.fakes.intake_desk import Desk
+from tests.fakes.input_desk import Desk
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
 
@@ -108,7 +108,7 @@ def test_the_longest_possible_request_is_taken():
 
 @pytest.mark.interpreted
 def test_an_unforeseen_error_ends_that_request_only(monkeypatch, caplog):
-    """What it says is for the log: it may name paths, addresses, or another client's words."""
+    """Its text is only logged: it may contain paths, addresses, or another client's text."""
     desk = Desk()
     add_request = desk.engine.scheduler.add_request
 
@@ -215,7 +215,7 @@ def test_pause_and_resume_by_call():
 
 
 def test_a_pause_can_end_what_is_unfinished():
-    """Whatever it waits for; each choice hears of it once, and of the pause whoever comes after."""
+    """In any state: each choice gets one final output, and later requests wait for the resume."""
     desk = Desk()
     desk.take(request(1, max_tokens=30), client=2)
     desk.take(request(2, n=2, beam_width=2, max_tokens=30))

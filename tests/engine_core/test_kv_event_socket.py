@@ -1,4 +1,4 @@
-"""The socket of KV events: whatever is sent to it, it goes on publishing."""
+"""The socket of KV events keeps publishing, whatever subscribers send to it."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from proto.codec import MessageDecoder
 from proto.kv_events import AllBlocksCleared, KVEventBatch
 
 NUM_BATCHES = 20_000
-"""More than the buffers of the kernel hold."""
+"""More bytes than the buffers of the kernel hold."""
 
 
 @pytest.mark.parametrize(

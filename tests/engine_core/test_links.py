@@ -70,7 +70,7 @@ def receive(link, count=1):
 
 
 def hear(link, front_ends):
-    """What a front end is told next; it may not have been connected when that was sent."""
+    """Return the next messages of a front end, which may have connected after they were sent."""
     end = time.monotonic() + WAIT_SECONDS
     while not (messages := link.receive()):
         assert time.monotonic() < end
@@ -169,7 +169,7 @@ def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_di
 
 
 def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, closing):
-    """Its requests are over, and without a word the gauges would still show them."""
+    """Its requests are aborted; without a message the gauges would still count them."""
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
@@ -187,7 +187,7 @@ def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, cl
 
 
 def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
-    """The engine waits no longer than until one is due, and is not idle before."""
+    """The engine waits until a view is due at most, and is not idle before."""
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
@@ -298,14 +298,14 @@ class Ranks:
         ]
 
     def greet(self):
-        """Hear from every worker, as a real engine does before the first step."""
+        """Send WorkerReady from every rank, and receive it."""
         for rank, peer in enumerate(self.peers):
             peer.send(worker_ready(rank))
         while not self.group.workers:
             self.receive()
 
     def start(self):
-        """Bring all workers to where they accept steps."""
+        """Start all workers until they accept steps."""
         self.greet()
         for rank, peer in enumerate(self.peers):
             receive(peer)

@@ -1,4 +1,4 @@
-"""The engine as a process with two steps in flight."""
+"""The engine process with two steps in flight."""
 
 from collections import Counter
 
@@ -52,7 +52,7 @@ def test_overlapped_an_abort_counts_before_two_steps_in_flight(start):
 
 
 def test_overlapped_a_worker_of_20_ms_a_step_nearly_always_has_the_next_one(start):
-    """While requests come, stop, end at their lengths, are aborted and preempted."""
+    """Requests arrive, stop, reach their length, are aborted and preempted meanwhile."""
     engine = start(
         cache=CacheConfig(num_gpu_blocks_override=20),
         scheduler=SchedulerConfig(async_scheduling=True),

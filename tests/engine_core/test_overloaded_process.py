@@ -1,4 +1,4 @@
-"""The real engine process in the middle of a step that does not end."""
+"""The engine process during a step that does not end."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.fakes.engine_process import EngineProcess
 
 @pytest.fixture
 def engine() -> Iterator[EngineProcess]:
-    """Socket paths are short: no tmp_path."""
+    """A short path for sockets; tmp_path is too long."""
     config = ServeConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2))
     process = EngineProcess("/tmp", config=config)
     process.start()

@@ -1,4 +1,4 @@
-"""The engine as a process: the pool, and what is told of its blocks."""
+"""The engine process: size of the KV pool, and KV events."""
 
 import msgspec
 import pytest
@@ -51,7 +51,7 @@ def test_a_model_with_windows(start):
 
 @pytest.fixture
 def subscribe():
-    """Connects SUB sockets that are closed with the test."""
+    """Return a function that connects SUB sockets, which close with the test."""
     sockets = []
 
     def factory(endpoint: str) -> zmq.Socket:

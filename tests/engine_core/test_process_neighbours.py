@@ -1,4 +1,4 @@
-"""The engine as a process whose workers and front ends die, come back, or send garbage."""
+"""The engine process, whose workers and front ends die, restart, or send invalid messages."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ from tests.fakes.paged_runner import undisturbed
 
 
 def test_requests_outlive_their_worker(start):
-    """The old one has said that it failed, and takes a step with it."""
+    """The old worker has reported that it failed, and a step is lost with it."""
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -152,7 +152,7 @@ def test_a_worker_that_sends_garbage_is_given_up_and_its_requests_go_on(start):
 
 
 def test_garbage_from_a_worker_that_was_never_ready_ends_the_engine(start):
-    """What cannot start once will not start twice."""
+    """Workers that cannot start are not replaced, because new ones would fail, too."""
     engine = start()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
     fatal = engine.expect(engine.supervisor, Fatal)

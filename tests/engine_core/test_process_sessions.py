@@ -1,4 +1,4 @@
-"""The engine as a process that waits: for the input of a session, or for anything at all."""
+"""The engine process while it waits for the input of a session, or is idle."""
 
 import subprocess
 
@@ -53,7 +53,7 @@ def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start, se
 
 
 def test_idle_costs_nothing(start):
-    """A whole second of waiting, counted in processor time: a spinning loop would use all of it.
+    """A second of waiting, measured in processor time: a spinning loop would use all of it.
 
     A session at rest is no reason to spin, either, and the loop is the one of an empty engine.
     """

@@ -1,10 +1,10 @@
-"""Input for sessions as it comes from front ends, and whatever can be wrong with it."""
+"""Input of sessions from front ends, valid and invalid."""
 
 import pytest
 
 from proto.engine_io import FinishReason, SessionInput
 from proto.sampling_params import SamplingParams
-from tests.fakes.intake_desk import Desk
+from tests.fakes.input_desk import Desk
 from tests.fakes.messages import request
 
 

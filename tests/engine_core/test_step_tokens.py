@@ -1,4 +1,4 @@
-"""The token budget of a step: what is set, or what the workers have room for."""
+"""The token budget of a step: the setting, or what fits the workers."""
 
 from engine_core.core import with_step_tokens
 from engine_core.scheduler.limits import ChunkRule

@@ -20,7 +20,7 @@ from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import EventFd
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.intake_desk import FakeOutputDispatcher
+from tests.fakes.input_desk import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -36,7 +36,7 @@ class NoSandbox:
 
 
 class GrammarRunner(PagedRunner):
-    """Draws what it may; where there is no mask, what it likes."""
+    """Draws among the tokens that a mask allows, or among all without a mask."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
@@ -64,7 +64,7 @@ class GrammarRunner(PagedRunner):
 
 
 class GrammarEngine:
-    """Take requests, run, look at what came."""
+    """An engine with structured output, driven step by step."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         path, event_fd = folder / "tokenizer.json", EventFd()
@@ -92,7 +92,7 @@ class GrammarEngine:
 
     @property
     def num_constrained(self) -> int:
-        """Choices with a grammar, waiting for it or not."""
+        """Number of choices with a grammar, waiting for it or not."""
         return len(self.manager._blocked) + len(self.manager._rows)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class GrammarEngine:
         wait: bool = True,
         thinking: ThinkingRule | None = None,
     ) -> None:
-        """One request; wait: until its grammar is compiled."""
+        """Send a request. wait: until its grammar is compiled."""
         self.input_processor.process_message(
             0,
             EngineCoreRequest(
@@ -130,7 +130,7 @@ class GrammarEngine:
             self.answer(request_id)
 
     def answer(self, request_id: int) -> None:
-        """Until a request was accepted or refused."""
+        """Wait until a request was accepted or refused."""
         while not any(each == request_id for _, each in self.outputs.accepted) and not any(
             output.request_id == request_id for _, output in self.outputs.outputs
         ):
@@ -139,11 +139,11 @@ class GrammarEngine:
             self.input_processor.accept_compiled_requests()
 
     def send(self) -> SchedulerOutput:
-        """Schedule a step; one without tokens waits for its turn all the same."""
+        """Schedule a step and put it in flight, even if it has no tokens."""
         return self.harness.send()
 
     def compute(self) -> ModelRunnerOutput:
-        """The worker's answer to the oldest step, after it was masked."""
+        """Return the worker's result of the oldest step, with masks."""
         output = self.harness.in_flight[0]
         self.manager.request_masks(output)
         self.runner.masks = GrammarOutput(0, 0, [], b"")
@@ -152,14 +152,14 @@ class GrammarEngine:
         return self.runner.execute(output)
 
     def receive(self, result: ModelRunnerOutput) -> None:
-        """Take an answer in, as the busy loop does."""
+        """Process a result, as the busy loop does."""
         output = self.harness.in_flight.popleft()
         errors = self.manager.find_violations(output, result)
         self.harness.note(self.harness.scheduler.end_with_errors(errors))
         self.harness.note(self.harness.scheduler.update_from_output(output, result))
 
     def step(self) -> None:
-        """Keep as many steps in flight as there may be, and take one answer in."""
+        """Fill the steps in flight, then process one result."""
         scheduler = self.harness.scheduler
         while scheduler.has_work and len(self.harness.in_flight) < self.harness.max_in_flight:
             if not self.send().total_num_scheduled_tokens:
@@ -168,7 +168,7 @@ class GrammarEngine:
             self.receive(self.compute())
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Step until no request is left."""
         for _ in range(5000):
             if not self.harness.scheduler.num_unfinished:
                 break
@@ -178,7 +178,7 @@ class GrammarEngine:
         assert not self.harness.scheduler.num_unfinished
 
     def lose_workers(self) -> None:
-        """They die, and others take over."""
+        """Replace the workers; steps in flight are lost."""
         self.harness.in_flight.clear()
         self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
         self.harness.note(self.harness.scheduler.start_over(2))

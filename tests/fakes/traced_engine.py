@@ -48,7 +48,7 @@ class TracedEngine:
         )
 
     def step(self, seconds: float = 0.003) -> None:
-        """One step, which takes so long."""
+        """Run a step that takes this long."""
         scheduler, harness = self.harness.scheduler, self.harness
         if scheduler.has_work or harness.in_flight:
             output = harness.send()
@@ -57,27 +57,27 @@ class TracedEngine:
             assert output.step == scheduler.step
 
     def finish(self) -> None:
-        """Step until nobody is left."""
+        """Step until no request is left."""
         while self.harness.scheduler.num_unfinished or self.harness.in_flight:
             self.step()
 
     def of(self, kind: type[TraceLine]) -> list[Any]:
-        """The lines of a kind."""
+        """Return the lines of a kind."""
         return [each for each in self.lines if isinstance(each, kind)]
 
     @property
     def recording(self) -> Recording:
-        """What a reader of the file would have: the lines went through their JSON form."""
+        """Return the recording that a reader of the file gets, via JSON."""
         return recording_of(self.header, self.lines)
 
     @property
     def content(self) -> bytes:
-        """Of the file."""
+        """Return the content of the file."""
         return b"".join(msgspec.json.encode(each) + b"\n" for each in (self.header, *self.lines))
 
 
 def recording_of(header: TraceHeader, lines: list[Any]) -> Recording:
-    """As `read` makes it of a file with these lines."""
+    """Return what `read` returns for a file with these lines."""
     recording = Recording(header)
     for line in lines:
         recording.take(read_line(msgspec.json.encode(line)))
@@ -85,7 +85,7 @@ def recording_of(header: TraceHeader, lines: list[Any]) -> Recording:
 
 
 def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None:
-    """Requests that share prefixes, choices, tenants and clients that leave; until all are over."""
+    """Run requests with shared prefixes, several choices and tenants, and aborts, to their end."""
     rng = random.Random(seed)
     by_priority = engine.header.scheduler.scheduling_policy == "priority"
     documents = [[rng.randrange(900) for _ in range(100)] for _ in range(3)]
@@ -110,7 +110,7 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
 
 
 def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
-    """Jobs of a few turns over prefixes that grow, told of as a front end does; until all are over.
+    """Run agent jobs of a few turns over growing prefixes, with the reports of a front end.
 
     While they wait for their tools the engine gives up pins whose time is over.
     """
@@ -152,7 +152,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
 
 
 def chat(num_turns: int, gap: float = 1.0, job: str = "agent") -> list[Any]:
-    """The lines of a job's turns, each of which had taken a second, without steps."""
+    """Return the lines of a job's turns of one second each, without steps."""
     lines: list[Any] = []
     for turn in range(num_turns):
         start = round(turn * (1 + gap) * 1e6)

@@ -6,7 +6,6 @@ Parts are the same however the text is cut. Each call is of one piece, has argum
 JSON object, and calls are numbered as they come.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +13,31 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, Reasoning
-from api_server.parsers.reasoning import NO_REASONING, STYLES, Opening, ReasoningParser
-from api_server.parsers.tools.formats import FORMATS
+from api_server.parsers.output import (
+    ContentText,
+    OutputPart,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from api_server.parsers.reasoning import (
+    NO_REASONING,
+    REASONING_FORMATS,
+    OutputStart,
+    ReasoningParser,
+)
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
 
 RECORDED: Final = Path(__file__).parents[1] / "api_server" / "tools" / "outputs"
 NAMES: Final = ("weather", "now", "find", "run", "book")
 READERS: Final = [
     (name, style, opening)
-    for name in FORMATS
+    for name in TOOL_CALL_FORMATS
     for style, opening in (
-        (NO_REASONING, Opening.OUTSIDE),
-        (STYLES["qwen3"], Opening.UNKNOWN),
-        (STYLES["mistral"], Opening.INSIDE),
+        (NO_REASONING, OutputStart.CONTENT),
+        (REASONING_FORMATS["qwen3"], OutputStart.UNKNOWN),
+        (REASONING_FORMATS["mistral"], OutputStart.REASONING),
     )
 ]
 
@@ -41,8 +51,8 @@ class Answers:
     def seeds(self) -> list[bytes]:
         seeds = []
         for number, (name, style, opening) in enumerate(READERS):
-            start = "" if opening is not Opening.UNKNOWN else style.start
-            thoughts = f"{start}\nWhich?\n{style.end}\n\n" if style.thinks else ""
+            start = "" if opening is not OutputStart.UNKNOWN else style.start
+            thoughts = f"{start}\nWhich?\n{style.end}\n\n" if style.has_reasoning else ""
             path = RECORDED / f"{name.removesuffix('_named')}.json"
             cases: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
             seeds += [bytes([number, 3]) + (thoughts + each["text"]).encode() for each in cases]
@@ -74,32 +84,31 @@ class Answers:
 
 def _read(number: int, pieces: Sequence[str]) -> Told:
     name, style, opening = READERS[number]
-    numbers = itertools.count()
-    calls = FORMATS[name].parser(NAMES, lambda: f"id{next(numbers)}")
+    calls = TOOL_CALL_FORMATS[name].new_parser(NAMES)
     parser = ReasoningParser(style, opening, calls)
-    parts = [part for piece in pieces for part in parser.feed(piece)]
-    return _told([*parts, *parser.end()])
+    parts = [part for piece in pieces for part in parser.parse_delta(piece)]
+    return _told([*parts, *parser.parse_end()])
 
 
-def _told(parts: Sequence[Part]) -> Told:
+def _told(parts: Sequence[OutputPart]) -> Told:
     thoughts, content = [], []
     found: list[tuple[str, str]] = []
     begun = ""
     for part in parts:
         match part:
-            case Reasoning(text):
+            case ReasoningText(text):
                 assert text
                 assert not [*content, *found], "thoughts behind an answer"
                 thoughts.append(text)
-            case Content(text):
+            case ContentText(text):
                 assert text
                 assert not begun
                 content.append(text)
-            case CallBegins(index, _, name):
+            case ToolCallStart(index, _, name):
                 assert index == len(found)
                 assert not begun
                 begun = name
-            case CallArguments(index, text):
+            case ToolCallArguments(index, text):
                 assert index == len(found)
                 assert begun
                 found.append((begun, text))

@@ -27,8 +27,8 @@ PROTO = (
     Fault(
         "orphans_outlive_the_supervisor",
         "proto/process.py",
-        "    _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)\n",
-        "    directory.leave(_ORPHAN_PATIENCE_SECONDS)\n",
+        "    _exit(1, directory, _ORPHAN_WAIT_SECONDS)\n",
+        "    directory.leave(_ORPHAN_WAIT_SECONDS)\n",
         "After the supervisor is killed the other processes run on and keep port and memory.",
         ("tests/deploy/test_supervisor.py", "tests/e2e/test_life_and_death.py"),
     ),
@@ -537,9 +537,9 @@ API_SERVER = (
     ),
     Fault(
         "finish_reason_stop_after_tool_calls",
-        "api_server/protocol/chat.py",
-        "self.has_calls = self.has_calls or any(isinstance(each, CallBegins) for each in parts)",
-        "self.has_calls = any(isinstance(each, CallBegins) for each in parts)",
+        "api_server/parsers/output.py",
+        "        if not self.has_tool_calls:\n            self.has_tool_calls",
+        "        if True:\n            self.has_tool_calls",
         "A streamed answer that calls a tool ends with finish_reason stop, so no tool is run.",
         ("tests/api_server/tools", "tests/api_server/test_streams_and_wholes.py"),
     ),

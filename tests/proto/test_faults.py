@@ -22,27 +22,28 @@ def test_what_is_no_fault(text):
 
 
 def test_it_comes_at_its_step_and_not_again():
-    saboteur = FaultInjector([Fault("worker", 0, "raise", 3)])
-    saboteur.begin_step()
-    saboteur.begin_step()
+    injector = FaultInjector([Fault("worker", 0, "raise", 3)])
+    injector.begin_step()
+    injector.begin_step()
     with pytest.raises(InjectedFaultError):
-        saboteur.begin_step()
-    saboteur.begin_step()
+        injector.begin_step()
+    injector.begin_step()
 
 
-def test_numbers_break_for_one_step_and_slowness_stays():
+def test_nan_lasts_one_step_and_slowness_stays(monkeypatch):
     slept = []
+    monkeypatch.setattr("proto.faults.time.sleep", slept.append)
     faults = [Fault("worker", 0, "nan", 2), Fault("worker", 0, "slow", 2)]
-    saboteur = FaultInjector(faults, slept.append)
+    injector = FaultInjector(faults)
     broken = []
     for _ in range(4):
-        saboteur.begin_step()
-        broken.append(saboteur.breaks_numbers)
+        injector.begin_step()
+        broken.append(injector.injects_nan)
     assert broken == [False, True, False, False]
     assert slept == [SLOW_SECONDS] * 3
 
 
-def test_it_is_meant_for_one_process_and_so_many_lives():
+def test_a_fault_is_for_one_process_and_a_number_of_incarnations():
     faults = parse_faults("worker1:kill@5x2")
     assert not FaultInjector.of(faults, "worker", 1, 1).idle
     assert FaultInjector.of(faults, "worker", 1, 2).idle

@@ -11,11 +11,11 @@ from worker.runner_builder import FaultyModel
 def test_only_the_step_that_is_meant_is_broken() -> None:
     model = Mock(spec=["forward"])
     model.forward.return_value = torch.ones(2, 3)
-    saboteur = FaultInjector([Fault("worker", 0, "nan", 2)])
-    faulty = FaultyModel(model, saboteur)
+    injector = FaultInjector([Fault("worker", 0, "nan", 2)])
+    faulty = FaultyModel(model, injector)
     broken = []
     for _ in range(3):
-        saboteur.begin_step()
+        injector.begin_step()
         hidden = faulty.forward(torch.zeros(2), torch.zeros(2), Mock())
         broken.append(bool(hidden.isnan().all()))
     assert broken == [False, True, False]

@@ -1,1 +1,1 @@
-"""Parsers of tool calls, one family of formats a module."""
+"""The formats of tool calls: parser, grammar and rendering of each."""

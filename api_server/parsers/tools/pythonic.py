@@ -1,30 +1,213 @@
-"""Reads calls that are a list of Python's.
+"""Tool calls that are a Python list: the format `Pythonic` and its parser.
 
     [weather(city="Paris", days=[1, 2]), now()]
 
-Only an answer that begins so, and with a tool that there is, calls anything: lists are common in
-text. Values are literals, spelt as in Python or as in JSON; the emitted arguments are JSON. A
-call is emitted when it is complete; what turns out to be none is content.
+Only an answer that starts with such a list, and whose calls name tools of the request, contains
+calls: lists are common in text. Values are literals of Python or JSON; the arguments are returned
+as JSON. A call is returned when it is complete; anything else is content.
 """
 
 import json
 import re
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
-from api_server.parsers.tools.common import Call, CallsReader, NewId, Scanner, python_scanner
+from api_server.parsers.output import OutputParser
+from api_server.parsers.tools.base import (
+    CallGrammar,
+    CallRules,
+    OfferedTool,
+    ToolCallFormat,
+    compact_schema,
+    json_rule,
+    quoted,
+    schema_properties,
+)
+from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
+from proto.errors import InvalidRequestError
 
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_OPENING: Final = "<|python_start|>"
+_CLOSING: Final = "<|python_end|>"
+_SEPARATORS: Final = ("", ",")
+_FUNCTION_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+
+
+class Pythonic(ToolCallFormat):
+    """`[find(text="a"), …]`, of Llama 3.2 and 4; some models put markers around the list."""
+
+    name = "pythonic"
+    markers = (_OPENING, _CLOSING)
+    template_markers = ((_OPENING,), ("[func_name1(",))
+
+    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
+        return PythonicParser(tool_names)
+
+    def grammar(self, rules: CallRules) -> CallGrammar:
+        calls, argument_rules = [], []
+        for index, tool in enumerate(rules.tools):
+            calls.append(f"{quoted(tool.name + '(')} arguments_{index} {quoted(')')}")
+            argument_rules += _keyword_rules(f"arguments_{index}", tool)
+        further = '", " call'
+        return CallGrammar(
+            [
+                f'calls: "[" {rules.repeated("call", further)} "]"',
+                f"call: {' | '.join(calls)}",
+                *argument_rules,
+            ],
+            free_text=r"/([ \n]*([^ \n\r\t\[<]|<[^|])[\s\S]*)?/",
+        )
+
+    def render_calls(self, calls: Sequence[tuple[str, str]]) -> str:
+        rendered = [f"{name}({_keywords(arguments)})" for name, arguments in calls]
+        return f"[{', '.join(rendered)}]"
+
+
+def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
+    """Return the rules of `a=1, b=2`, with properties in the order of the schema.
+
+    RULE_first_N: the properties from the Nth on, if none came before; RULE_then_N: the same after
+    another property, so with a comma. A call without its schema would admit anything, so a tool
+    that is not strict is held to its schema too.
+    """
+    rules = []
+    try:
+        properties = schema_properties(compact_schema(tool.schema))
+    except InvalidRequestError as error:
+        where = f"{tool.field}.function.parameters"
+        raise InvalidRequestError(f"{where}: {error.message}", where) from None
+    for index, (name, required, schema) in enumerate(properties):
+        value = f"{rule}_value_{index}"
+        pair = f"{quoted(name + '=')} {value}"
+        then, first = f"{rule}_then_{index + 1}", f"{rule}_first_{index + 1}"
+        skipped_first = "" if required else f" | {first}"
+        skipped_then = "" if required else f" | {then}"
+        rules += [
+            f"{rule}_first_{index}: {pair} {then}{skipped_first}",
+            f'{rule}_then_{index}: ", " {pair} {then}{skipped_then}',
+            f"{value}: {_value_rule(schema)}",
+        ]
+    end = len(properties)
+    rules += [f"{rule}: {rule}_first_0", f'{rule}_first_{end}: ""', f'{rule}_then_{end}: ""']
+    return rules
+
+
+def _value_rule(schema: Mapping[str, Any]) -> str:
+    if schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
+        return '"True" | "False"'
+    return json_rule(schema)
+
+
+def _keywords(arguments: str) -> str:
+    pairs = json.loads(arguments).items()
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
+
+
+class PythonicParser(CallParser):
+    """Parser of `[name(argument=literal, …), …]` at the start of an answer."""
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names, _SEPARATORS)
+        self._scanner = python_scanner()
+
+    def _read_start(self) -> bool:
+        self._consume_whitespace()
+        if self._buffer.startswith("["):
+            self._consume(1)
+            self._state = self._expect_call
+        elif self._buffer.startswith(_OPENING):
+            self._consume(len(_OPENING))
+        elif _OPENING.startswith(self._buffer):
+            return False
+        else:
+            self._reject_candidate()
+        return True
+
+    def _expect_call(self) -> bool:
+        """State after the `[` or a comma."""
+        self._consume_whitespace()
+        found = _FUNCTION_NAME.match(self._buffer)
+        if found is None:
+            if self._buffer.startswith("]") and self._parts.is_after_call:
+                self._close_list()  # a comma after the last call
+            elif self._buffer:
+                self._reject_candidate()
+            return bool(self._buffer)
+        if found.end() == len(self._buffer):
+            return False
+        if self._buffer[found.end()] != "(" or found[0] not in self._tool_names:
+            self._reject_candidate()
+            return True
+        self._name = found[0]
+        self._consume(found.end())
+        self._scanner = python_scanner()
+        self._state = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        position = self._scanner.scan_text(self._buffer)
+        self._value.append(self._buffer[:position])
+        self._consume(position)
+        if self._scanner.invalid:
+            self._reject_candidate()
+        elif self._scanner.complete:
+            try:
+                arguments = python_arguments("".join(self._value))
+            except (ValueError, RecursionError):
+                self._reject_candidate()
+                return True
+            self._accept_call(ToolCall(self._name, arguments))
+            self._state = self._after_call
+        return True
+
+    def _after_call(self) -> bool:
+        self._consume_whitespace()
+        if not self._buffer:
+            return False
+        if self._buffer.startswith(","):
+            self._consume(1)
+            self._state = self._expect_call
+        elif self._buffer.startswith("]"):
+            self._close_list()
+        else:
+            self._reject_candidate()
+        return True
+
+    def _close_list(self) -> None:
+        self._candidate.clear()
+        self._buffer = self._buffer[1:]
+        self._state = self._after_list
+
+    def _after_list(self) -> bool:
+        self._consume_whitespace()
+        if self._buffer.startswith(_CLOSING):
+            self._buffer = self._buffer[len(_CLOSING) :]
+            self._candidate.clear()
+            self._state = self._read_text
+        elif _CLOSING.startswith(self._buffer):
+            return False
+        else:
+            self._reject_candidate()
+        return True
+
+    def _read_text(self) -> bool:
+        self._parts.add_content(self._buffer)
+        self._buffer = ""
+        return False
+
+
+# Python literals as JSON.
+
+
 _TOKEN: Final = re.compile(
     r"""[ \t\r\n]*(?:
         (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
       | (?P<number>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?![0-9A-Za-z_.]))
       | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
-      | (?P<mark>[\[\]{}(),:=])
+      | (?P<delimiter>[\[\]{}(),:=])
     )""",
     re.X,
 )
-_WORDS: Final = {
+_CONSTANTS: Final = {
     "True": "true",
     "False": "false",
     "None": "null",
@@ -37,137 +220,36 @@ _ESCAPED: Final = {
     **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"},
     **{"0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""},
 }
-MAX_CODE: Final = 0x10FFFF
-SEPARATORS: Final = ("", ",")
-OPENING: Final = "<|python_start|>"
-CLOSING: Final = "<|python_end|>"
-"""Some models put the list between these."""
+_MAX_CODE_POINT: Final = 0x10FFFF
 
 
-class PythonicParser(CallsReader):
-    """names: of the tools that there are."""
-
-    def __init__(self, names: Collection[str], new_id: NewId) -> None:
-        begin, text = self._begin, self._text
-        super().__init__(names, new_id, begin=begin, text=text, separators=SEPARATORS)
-        self._scanner: Scanner = python_scanner()
-
-    def _begin(self) -> bool:
-        self._skip_blanks()
-        if self._buffer.startswith("["):
-            self._keep(1)
-            self._state = self._element
-        elif self._buffer.startswith(OPENING):
-            self._keep(len(OPENING))
-        elif OPENING.startswith(self._buffer):
-            return False
-        else:
-            self._give_up()
-        return True
-
-    def _element(self) -> bool:
-        self._skip_blanks()
-        found = _NAME.match(self._buffer)
-        if found is None:
-            if self._buffer.startswith("]") and self._writer.is_behind_call:
-                self._close()  # behind a comma
-            elif self._buffer:
-                self._give_up()
-            return bool(self._buffer)
-        if found.end() == len(self._buffer):
-            return False
-        if self._buffer[found.end()] != "(" or found[0] not in self._names:
-            self._give_up()
-            return True
-        self._name = found[0]
-        self._keep(found.end())
-        self._scanner = python_scanner()
-        self._state = self._arguments
-        return True
-
-    def _arguments(self) -> bool:
-        place = self._scanner.feed(self._buffer)
-        self._pieces.append(self._buffer[:place])
-        self._keep(place)
-        if self._scanner.broken:
-            self._give_up()
-        elif self._scanner.complete:
-            try:
-                arguments = read_arguments("".join(self._pieces))
-            except (ValueError, RecursionError):
-                self._give_up()
-                return True
-            self._pieces.clear()
-            self._raw.clear()
-            self._writer.call(Call(self._name, arguments))
-            self._state = self._behind
-        return True
-
-    def _behind(self) -> bool:
-        """After a call."""
-        self._skip_blanks()
-        if not self._buffer:
-            return False
-        if self._buffer.startswith(","):
-            self._keep(1)
-            self._state = self._element
-        elif self._buffer.startswith("]"):
-            self._close()
-        else:
-            self._give_up()
-        return True
-
-    def _close(self) -> None:
-        self._raw.clear()
-        self._buffer = self._buffer[1:]
-        self._state = self._closing
-
-    def _closing(self) -> bool:
-        """After the list."""
-        self._skip_blanks()
-        if self._buffer.startswith(CLOSING):
-            self._buffer = self._buffer[len(CLOSING) :]
-            self._raw.clear()
-            self._state = self._text
-        elif CLOSING.startswith(self._buffer):
-            return False
-        else:
-            self._give_up()
-        return True
-
-    def _text(self) -> bool:
-        self._writer.content(self._buffer)
-        self._buffer = ""
-        return False
+def python_arguments(text: str) -> str:
+    """Return `(city="Paris", days=[1, 2])` as a JSON object; raise ValueError for other text."""
+    return _LiteralReader(text).read_arguments()
 
 
-def read_arguments(text: str) -> str:
-    """`(city="Paris", days=[1, 2])` as JSON; raises ValueError for what is no list of them."""
-    return _Reader(text).arguments()
-
-
-class _Reader:
-    """Reads literals, token by token; the scanner that found their end limits the nesting."""
+class _LiteralReader:
+    """Recursive-descent reader of literals. `ValueScanner` has limited the nesting."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _tokens(text)
-        self._place = 0
+        self._position = 0
 
-    def arguments(self) -> str:
-        found: dict[str, str] = {}
+    def read_arguments(self) -> str:
+        values: dict[str, str] = {}
         self._expect("(")
         while not self._accept(")"):
             kind, name = self._next()
-            if kind != "word" or name in found or name in _WORDS:
-                raise ValueError("no name of an argument, or one that is there twice")
+            if kind != "word" or name in values or name in _CONSTANTS:
+                raise ValueError("no argument name, or a repeated one")
             self._expect("=")
-            found[name] = self._value()
+            values[name] = self._value()
             if not self._accept(","):
                 self._expect(")")
                 break
-        if self._place < len(self._tokens):
-            raise ValueError("there is more")
-        pairs = [f"{json.dumps(name)}: {value}" for name, value in found.items()]
+        if self._position < len(self._tokens):
+            raise ValueError("text after the arguments")
+        pairs = [f"{json.dumps(name)}: {value}" for name, value in values.items()]
         return "{" + ", ".join(pairs) + "}"
 
     def _value(self) -> str:
@@ -176,13 +258,13 @@ class _Reader:
             return json.dumps(_string(text), ensure_ascii=False)
         if kind == "number":
             return text
-        if kind == "word" and text in _WORDS:
-            return _WORDS[text]
+        if kind == "word" and text in _CONSTANTS:
+            return _CONSTANTS[text]
         if text == "[":
             return "[" + ", ".join(self._values()) + "]"
         if text == "{":
             return "{" + ", ".join(self._pairs()) + "}"
-        raise ValueError("no literal")
+        raise ValueError("not a literal")
 
     def _values(self) -> list[str]:
         values = []
@@ -198,7 +280,7 @@ class _Reader:
         while not self._accept("}"):
             kind, key = self._next()
             if kind != "string":
-                raise ValueError("keys are strings")
+                raise ValueError("a key is no string")
             self._expect(":")
             pairs.append(f"{json.dumps(_string(key), ensure_ascii=False)}: {self._value()}")
             if not self._accept(","):
@@ -207,35 +289,36 @@ class _Reader:
         return pairs
 
     def _next(self) -> tuple[str, str]:
-        if self._place == len(self._tokens):
-            raise ValueError("there is no more")
-        self._place += 1
-        return self._tokens[self._place - 1]
+        if self._position == len(self._tokens):
+            raise ValueError("the text ends early")
+        self._position += 1
+        return self._tokens[self._position - 1]
 
-    def _accept(self, mark: str) -> bool:
-        is_there = self._place < len(self._tokens) and self._tokens[self._place] == ("mark", mark)
-        self._place += is_there
-        return is_there
+    def _accept(self, delimiter: str) -> bool:
+        upcoming = self._tokens[self._position : self._position + 1]
+        is_next = upcoming == [("delimiter", delimiter)]
+        self._position += is_next
+        return is_next
 
-    def _expect(self, mark: str) -> None:
-        if not self._accept(mark):
-            raise ValueError(f"no {mark}")
+    def _expect(self, delimiter: str) -> None:
+        if not self._accept(delimiter):
+            raise ValueError(f"no {delimiter}")
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens, place = [], 0
+    tokens, position = [], 0
     end = len(text.rstrip(" \t\r\n"))
-    while place < end:
-        found = _TOKEN.match(text, place)
+    while position < end:
+        found = _TOKEN.match(text, position)
         if found is None or found.lastgroup is None:
-            raise ValueError("no token")
+            raise ValueError("not a token")
         tokens.append((found.lastgroup, found[found.lastgroup]))
-        place = found.end()
+        position = found.end()
     return tokens
 
 
 def _string(token: str) -> str:
-    """As JSON where it is; raises ValueError for what is no text."""
+    """Return the value of a string token; raise ValueError for an unpaired surrogate."""
     if token[0] == '"':
         try:
             value = str(json.loads(token))
@@ -248,9 +331,9 @@ def _string(token: str) -> str:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """Of Python's escapes; one that is none stands for itself, as there."""
+    """Return the character of a Python escape; an unknown one stands for itself, as in Python."""
     code = found[1]
     if code[0] in "xuU" and len(code) > 1:
         number = int(code[1:], 16)
-        return chr(number) if number <= MAX_CODE else found[0]
+        return chr(number) if number <= _MAX_CODE_POINT else found[0]
     return _ESCAPED.get(code, found[0])

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: requests and answers, translated to and from those of chat."""
+"""Anthropic's Messages API, translated into a chat completion and back."""

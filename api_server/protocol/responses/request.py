@@ -1,16 +1,17 @@
-"""The request of POST /v1/responses, and the same in the words of a chat completion.
+"""The request of POST /v1/responses (OpenAI), and its translation into a chat completion.
 
-Owns the fields of that API. What it has in common with chat (see `PASSED`) is checked there;
-items and tools have modules of their own. Names in errors are those that the client used.
+The fields of `PASSED` mean the same as in a chat completion and are checked there. Errors use the
+names of the client's API.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
 from api_server.protocol.common import SAMPLING_NUMBERS, Strict, Text
 from api_server.protocol.fields import (
     CHAT_NEUTRAL,
@@ -23,17 +24,23 @@ from api_server.protocol.fields import (
     nested_fields,
     parse,
 )
-from api_server.protocol.responses.items import MAX_ITEMS, Item, messages_of
-from api_server.protocol.responses.tools import OfferedTools
-from proto.errors import InvalidRequestError
+from api_server.protocol.responses.input import (
+    MAX_ITEMS,
+    Item,
+    ItemTranslator,
+    with_merged_roles,
+)
+from api_server.protocol.responses.tools import ResponseTools
+from api_server.text.chat_template import REASONING_SWITCHES
+from proto.errors import InvalidRequestError, RequestError
 from proto.sampling_params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
-"""The one thing that `include` can add to an answer."""
-MAX_INCLUDED: Final = 64
-MAX_PAIRS: Final = 16
-MAX_KEY_CHARACTERS: Final = 64
-MAX_VALUE_CHARACTERS: Final = 512
+"""The only value of `include` that this server supports."""
+MAX_INCLUDE_VALUES: Final = 64
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_KEY_CHARACTERS: Final = 64
+MAX_METADATA_VALUE_CHARACTERS: Final = 512
 
 PASSED: Final = frozenset(
     {
@@ -47,9 +54,9 @@ PASSED: Final = frozenset(
         *("chat_template_kwargs", "thinking_token_budget", "include_reasoning"),
     }
 )
-"""Fields beyond OpenAI's that mean here what they mean in a chat completion."""
+"""Fields of a chat completion that OpenAI's Responses API lacks and that this server accepts."""
 
-_NAMES: Final = {
+_CLIENT_NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -57,27 +64,27 @@ _NAMES: Final = {
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
-"""What a field of a chat completion was called by the client."""
+"""Field of a chat completion → name of the same in the client's API."""
 _MENTIONED: Final = re.compile(
     r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b|\bresponse_format\b"
     r"|\breasoning_effort\b"
 )
-_EFFORT_NAMES: Final = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
-"""Template variables for how much to reason, or whether. Agents ask every model
-for an effort; one whose template has none of these answers as it does."""
+_EFFORT_VARIABLES: Final = frozenset({"reasoning_effort", *REASONING_SWITCHES})
+"""Template variables that an effort can set. Agents ask every model for an effort, so it is ignored
+if the template reads none of these."""
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
-"""The place of a function in a chat completion."""
+"""Path of a function in a chat completion."""
 
 
 class TextOptions(Strict):
-    """verbosity has no effect: how much a model says is its own."""
+    """Options of the answer's text. verbosity has no effect."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Strict):
-    """generate_summary: the older name of summary."""
+    """Options of the reasoning. generate_summary is the older name of summary."""
 
     effort: Text | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -85,7 +92,7 @@ class ReasoningOptions(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """Has no fields with an effect."""
+    """Stream options; none has an effect."""
 
 
 def _text(value: Any, info: ValidationInfo) -> Any:
@@ -102,27 +109,27 @@ def _stream_options(value: Any, info: ValidationInfo) -> Any:
     )
 
 
-def _not_too_many(value: Any) -> Any:
-    """Before any of them is looked at."""
+def _check_item_count(value: Any) -> Any:
+    """Raise ValueError for too many items, before any of them is parsed."""
     if isinstance(value, list) and len(value) > MAX_ITEMS:
         raise ValueError(f"at most {MAX_ITEMS} items, got {len(value)}")
     return value
 
 
-Label = Annotated[Text, Field(max_length=MAX_VALUE_CHARACTERS)]
+Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 
 class ResponsesRequest(Strict):
     input: Annotated[
         Annotated[Text, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)],
-        BeforeValidator(_not_too_many),
+        BeforeValidator(_check_item_count),
     ]
     """A text, or up to 4096 items: messages, function_call, function_call_output,
     custom_tool_call, custom_tool_call_output and reasoning."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     instructions: Text | None = None
-    """What stands before the conversation, as a system message."""
+    """Instructions before the conversation, as a system message."""
     max_output_tokens: int | None = Field(default=None, ge=1)
     """Most output tokens, reasoning included; by default all that the context leaves."""
     temperature: float = 1.0
@@ -130,7 +137,7 @@ class ResponsesRequest(Strict):
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this probability."""
     tools: list[dict[str, Any]] = []
-    """Functions, custom tools and namespaces of them. Tools that OpenAI runs itself are left out,
+    """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
     and named in X-Tokend-Ignored."""
     tool_choice: Text | dict[str, Any] = "auto"
     """auto, none, required, a function or custom tool by name, or allowed_tools."""
@@ -139,74 +146,62 @@ class ResponsesRequest(Strict):
     text: Annotated[TextOptions | None, BeforeValidator(_text)] = None
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
     reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
-    """effort; summary: send the whole reasoning as a summary too."""
-    include: Annotated[list[Text], Field(max_length=MAX_INCLUDED)] = []
-    """message.output_text.logprobs; anything else is ignored, and said to be."""
+    """effort; summary: return all reasoning as a summary too."""
+    include: Annotated[list[Text], Field(max_length=MAX_INCLUDE_VALUES)] = []
+    """message.output_text.logprobs; other values are ignored and reported."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with these logprobs."""
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: Annotated[ResponseStreamOptions | None, BeforeValidator(_stream_options)] = None
-    """Of its fields only include_obfuscation (false) is taken, which is how it is."""
+    """Only include_obfuscation (false) is accepted; it has no effect."""
     store: bool = False
-    """Keep the response for a while, for GET and for previous_response_id."""
+    """Store the response for a while, for GET and for previous_response_id."""
     background: bool = False
-    """Answer at once and go on without the client; needs store, does not go with stream."""
+    """Answer at once and generate in the background; needs store, excludes stream."""
     previous_response_id: Annotated[Text, Field(max_length=256)] | None = None
-    """A stored response whose conversation this one goes on with; its instructions are not kept."""
+    """A stored response whose conversation this request continues, without its instructions."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto: a conversation that is too long loses its beginning."""
-    metadata: Annotated[dict[str, Label], Field(max_length=MAX_PAIRS)] = {}
-    """Up to 16 pairs that come back with the response."""
+    metadata: Annotated[dict[str, Label], Field(max_length=MAX_METADATA_PAIRS)] = {}
+    """Up to 16 pairs that the response repeats."""
 
     @property
-    def wants_summary(self) -> bool:
-        """The reasoning is sent as a summary too."""
+    def returns_summary(self) -> bool:
+        """The response contains the reasoning as a summary too."""
         reasoning = self.reasoning
-        wish = reasoning and (reasoning.summary or reasoning.generate_summary)
-        return wish not in (None, "none")
+        summary = reasoning and (reasoning.summary or reasoning.generate_summary)
+        return summary not in (None, "none")
 
     @property
-    def wants_logprobs(self) -> bool:
+    def returns_logprobs(self) -> bool:
         return LOGPROBS in self.include
 
 
-_ONLY_CHATS: Final = (
-    ChatCompletionRequest.model_fields.keys() - ResponsesRequest.model_fields.keys() - PASSED
-)
-"""What says something in a chat completion has other words here, or no place."""
+_CHAT_ONLY: Final = chat_only_fields(ResponsesRequest.model_fields, PASSED)
 
 
 def parse_request(body: Any, ignored: IgnoredFields) -> tuple[ResponsesRequest, dict[str, Any]]:
-    """The request, and those of its fields that are passed on to chat as they are.
+    """Return the request, and its fields that are passed to the chat unchanged.
 
-    ignored: collects what has no effect. Raises InvalidRequestError.
+    ignored: collects fields without effect. Raises InvalidRequestError.
     """
-    if not isinstance(body, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    passed = {name: value for name, value in body.items() if name in PASSED}
-    rest = {}
-    for name, value in body.items():
-        if name in RESPONSES_HINTS and value is not None:
-            ignored.add(name)
-        elif name in _ONLY_CHATS:
-            if value is not None and value != ChatCompletionRequest.model_fields[name].default:
-                raise InvalidRequestError(f"{name} is not available here", name)
-        elif name not in PASSED:
-            rest[name] = value
-    request = parse(ResponsesRequest, rest, RESPONSES_NEUTRAL, ignored)
-    for each in request.include:
-        if each != LOGPROBS:
-            ignored.add(f"include.{each}")
+    own_fields, passed = split_fields(
+        body, passed=PASSED, chat_only=_CHAT_ONLY, hints=RESPONSES_HINTS, ignored=ignored
+    )
+    request = parse(ResponsesRequest, own_fields, RESPONSES_NEUTRAL, ignored)
+    for name in request.include:
+        if name != LOGPROBS:
+            ignored.add(f"include.{name}")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         ignored.add("text.verbosity")
-    _check(request)
+    _check_combinations(request)
     return request, passed
 
 
-def _check(request: ResponsesRequest) -> None:
+def _check_combinations(request: ResponsesRequest) -> None:
     """Raise InvalidRequestError for fields that do not go together."""
-    if request.top_logprobs and not request.wants_logprobs:
+    if request.top_logprobs and not request.returns_logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
@@ -215,117 +210,97 @@ def _check(request: ResponsesRequest) -> None:
     if request.background and request.stream:
         raise InvalidRequestError("background does not go with stream here", "background")
     for key in request.metadata:
-        if len(key) > MAX_KEY_CHARACTERS:
+        if len(key) > MAX_METADATA_KEY_CHARACTERS:
             raise InvalidRequestError(
-                f"metadata: a key is longer than {MAX_KEY_CHARACTERS}", "metadata"
+                f"metadata: a key is longer than {MAX_METADATA_KEY_CHARACTERS}", "metadata"
             )
 
 
-def chat_request(
-    request: ResponsesRequest,
-    passed: Mapping[str, Any],
-    items: Sequence[Item],
-    tools: OfferedTools,
-    template_names: Collection[str],
-    ignored: IgnoredFields,
-    *,
-    is_folded: bool = False,
-) -> ChatCompletionRequest:
-    """Return the arguments of the same request as a chat.
+class ResponsesTranslation(ChatTranslation):
+    """A request of /v1/responses, translated into a chat completion.
 
     items: the conversation, from its first item to its last. template_names: variables that the
-    chat template reads. is_folded: see folding.py. Raises InvalidRequestError that names what the
-    client wrote.
+    chat template reads. Raises InvalidRequestError.
     """
-    messages = messages_of(items, request.instructions, tools, ignored)
-    fields: dict[str, Any] = {
-        **passed,
-        "model": request.model,
-        "stream": request.stream,
-        "messages": folded(messages) if is_folded else messages,
-        "max_completion_tokens": request.max_output_tokens,
-        "response_format": _response_format(request, ignored),
-        **tools.chat_fields(request.parallel_tool_calls),
-    }
-    for name in ("temperature", "top_p"):
-        if name in request.model_fields_set:
-            fields[name] = getattr(request, name)
-    effort = None if request.reasoning is None else request.reasoning.effort
-    if effort in (None, "none") or not _EFFORT_NAMES.isdisjoint(template_names):
-        fields["reasoning_effort"] = effort
-    else:
-        ignored.add("reasoning.effort")
-    if request.wants_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    if request.truncation == "auto":
-        fields.setdefault("truncate_prompt_tokens", -1)
-    try:
-        return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
-    except InvalidRequestError as error:
-        raise in_client_names(error, tools) from None
 
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        passed: Mapping[str, Any],
+        items: Sequence[Item],
+        ignored: IgnoredFields,
+        *,
+        template_names: frozenset[str],
+    ) -> None:
+        self._request = request
+        self._passed = passed
+        self._items = items
+        self._ignored = ignored
+        self._template_names = template_names
+        self.tools = ResponseTools(request.tools, request.tool_choice, ignored)
 
-def in_client_names(error: InvalidRequestError, tools: OfferedTools) -> InvalidRequestError:
-    """The same error with the names and places that the fields have in this API."""
-    places = tools.places
+    def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
+        request, ignored = self._request, self._ignored
+        translator = ItemTranslator(request.instructions, self.tools, ignored)
+        translator.append_items(self._items)
+        messages = translator.build_messages()
+        fields: dict[str, Any] = {
+            **self._passed,
+            "model": request.model,
+            "stream": request.stream,
+            "messages": with_merged_roles(messages) if merge_roles else messages,
+            "max_completion_tokens": request.max_output_tokens,
+            "response_format": _response_format(request, ignored),
+            **self.tools.chat_fields(request.parallel_tool_calls),
+        }
+        for name in ("temperature", "top_p"):
+            if name in request.model_fields_set:
+                fields[name] = getattr(request, name)
+        effort = None if request.reasoning is None else request.reasoning.effort
+        if effort in (None, "none") or not _EFFORT_VARIABLES.isdisjoint(self._template_names):
+            fields["reasoning_effort"] = effort
+        else:
+            ignored.add("reasoning.effort")
+        if request.returns_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+        if request.truncation == "auto":
+            fields.setdefault("truncate_prompt_tokens", -1)
+        try:
+            return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
+        except InvalidRequestError as error:
+            raise self.translate_error(error) from None
 
-    def place(found: re.Match[str]) -> str:
-        number = int(found.group(1))
-        return places[number] if number < len(places) else "tools"
+    def translate_error(self, error: RequestError) -> RequestError:
+        if not isinstance(error, InvalidRequestError):
+            return error
+        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], error.message)
+        name = error.param
+        if name is not None:
+            first, dot, rest = name.partition(".")
+            name = _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
+        return InvalidRequestError(_FUNCTION.sub(self._tool_path, message), name)
 
-    message = _MENTIONED.sub(lambda found: _NAMES[found.group()], error.message)
-    name = error.param
-    if name is not None:
-        first, dot, rest = name.partition(".")
-        name = _FUNCTION.sub(place, _NAMES.get(first, first) + dot + rest)
-    return InvalidRequestError(_FUNCTION.sub(place, message), name)
+    def _tool_path(self, found: re.Match[str]) -> str:
+        number, paths = int(found.group(1)), self.tools.paths
+        return paths[number] if number < len(paths) else "tools"
 
 
 def _response_format(request: ResponsesRequest, ignored: IgnoredFields) -> dict[str, Any] | None:
-    """As chat has it: the schema in an object of its own."""
-    wanted = None if request.text is None else request.text.format
-    if wanted is None:
+    """Return `text.format` as the `response_format` of a chat completion."""
+    text_format = None if request.text is None else request.text.format
+    if text_format is None:
         return None
-    kind = wanted.get("type")
+    kind = text_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise InvalidRequestError(
             "text.format.type must be 'text', 'json_object' or 'json_schema'", "text.format.type"
         )
-    taken = ("name", "schema", "description", "strict") if kind == "json_schema" else ()
-    rest = {name: value for name, value in wanted.items() if name != "type"}
-    given = given_fields(rest, taken, {}, ignored, "text.format.")
+    known = ("name", "schema", "description", "strict") if kind == "json_schema" else ()
+    rest = {name: value for name, value in text_format.items() if name != "type"}
+    given = given_fields(rest, known, {}, ignored, "text.format.")
     if kind != "json_schema":
         return {"type": kind}
     for name in ("name", "schema"):
         if name not in given:
             raise InvalidRequestError(f"text.format.{name} is missing", "text")
     return {"type": kind, "json_schema": given}
-
-
-# Messages of a chat for templates that take few orders of roles.
-#
-#     system       "be brief"                        system       "be brief"
-#     user         "on a Linux machine"            ┐ user         "on a Linux machine
-#     user         "weather?"                      ┘               weather?"
-#     assistant    weather(…)                        assistant    weather(…)
-#     tool         "21 °C"                         ┐ tool         "21 °C
-#     user         "And tomorrow?"                 ┘               And tomorrow?"
-
-
-Json = dict[str, Any]
-
-
-def folded(messages: Sequence[Json]) -> list[Json]:
-    """The same conversation; contents of all but the assistant's are texts."""
-    found: list[Json] = []
-    for message in messages:
-        role = message["role"]
-        if found and role in ("system", "user"):
-            before = found[-1]
-            if before["role"] in ("user", "tool"):
-                texts = (before["content"], message["content"])
-                found[-1] = before | {"content": "\n".join(each for each in texts if each)}
-                continue
-            role = "user"
-        found.append({**message, "role": role})
-    return found

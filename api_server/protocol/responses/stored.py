@@ -1,74 +1,87 @@
-"""Responses that clients asked to be kept, and those that are under way.
+"""Responses in memory: those that clients asked to store, and those that are running.
 
-Kept in memory, per client and invisible to other clients, within limits of bytes and entries (in
-total and per client) and of time. The oldest response of a client above its limits is dropped
-first.
+Stored responses are limited in bytes and number, in total and per client, and in age. A client
+sees only its own. If a client exceeds its limits, its oldest response is dropped first.
 
-    enter ─▶ under way ─▶ keep ─▶ stored ─▶ too old, too many, or deleted
-                   └────▶ leave (not to be stored, or failed on its way)
+    add_running ─▶ running ─▶ store_response ─▶ stored ─▶ expired, dropped for space, or deleted
+                      └────▶ remove_running (not to be stored, or failed)
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from api_server.protocol.responses.encoder import ResponsesEncoder
+    from api_server.stream import TokenStream
 
 MAX_STORED: Final = 4096
 MAX_STORED_PER_OWNER: Final = 1024
-OWNERS_SHARE: Final = 4
-"""One client has at most this part of the bytes."""
+OWNER_SHARE: Final = 4
+"""A client may use at most one part in this many of the bytes."""
 
 Owner = tuple[int, str]
-"""Tenant and name of the key."""
+"""(tenant, name of the API key)"""
 Json = dict[str, Any]
 _Key = tuple[Owner, str]
 
 
-class UnderWay(Protocol):
-    """A response that is being generated."""
-
-    @property
-    def stored(self) -> bool:
-        """It may be asked for."""
-        ...
-
-    def so_far(self) -> Json: ...
-
-    def cancel(self) -> Json:
-        """End it, and what it is then. Later calls do nothing more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """response: as clients get it. items: the conversation, the response's own included.
+class StoredResponse:
+    """A finished response.
 
-    until: monotonic seconds.
+    items: of the conversation, including those of the response. expires_at: monotonic seconds.
     """
 
     response: Json
     items: list[Json]
     num_bytes: int
-    until: float
+    expires_at: float
+
+
+class RunningResponse:
+    """A response that is being generated. is_stored: it will be stored when it is finished."""
+
+    def __init__(
+        self, stream: "TokenStream", encoder: "ResponsesEncoder", *, is_stored: bool
+    ) -> None:
+        self._stream = stream
+        self._encoder = encoder
+        self._is_cancelled = False
+        self.is_stored = is_stored
+
+    def snapshot(self) -> Json:
+        """Return the response with all output so far."""
+        return self._encoder.snapshot("cancelled" if self._is_cancelled else "in_progress")
+
+    def cancel(self) -> Json:
+        """Stop the generation and return the response; further calls change nothing."""
+        self._is_cancelled = True
+        self._stream.cancel()
+        return self.snapshot()
 
 
 class StoredResponses:
-    """Of one API server. max_bytes: 0 stores nothing. seconds: how long. clock: monotonic."""
+    """The responses of one API server.
 
-    def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float]) -> None:
+    max_bytes: of all stored responses; 0 stores nothing. max_age: seconds. clock: monotonic time.
+    """
+
+    def __init__(self, max_bytes: int, max_age: float, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
-        self._seconds = seconds
+        self._max_age = max_age
         self._clock = clock
-        self._under_way: dict[_Key, UnderWay] = {}
-        self._stored: OrderedDict[_Key, Stored] = OrderedDict()
+        self._running: dict[_Key, RunningResponse] = {}
+        self._stored: OrderedDict[_Key, StoredResponse] = OrderedDict()
         self._bytes: dict[Owner, int] = {}
         self._counts: dict[Owner, int] = {}
 
     @property
     def max_entry_bytes(self) -> int:
-        """No conversation that is longer can be stored."""
-        return self._max_bytes // OWNERS_SHARE
+        """Largest size of a response with its conversation."""
+        return self._max_bytes // OWNER_SHARE
 
     @property
     def num_bytes(self) -> int:
@@ -77,26 +90,29 @@ class StoredResponses:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def enter(self, owner: Owner, name: str, response: UnderWay) -> None:
-        """It begins. Where a client uses an id again, the later one counts."""
-        self._under_way[owner, name] = response
+    def add_running(self, owner: Owner, response_id: str, response: RunningResponse) -> None:
+        """Add a running response. It replaces one of the same id."""
+        self._running[owner, response_id] = response
 
-    def leave(self, owner: Owner, name: str, response: UnderWay) -> None:
-        """Remove a running response; nothing for one that is not listed."""
-        if self._under_way.get((owner, name)) is response:
-            del self._under_way[owner, name]
+    def remove_running(self, owner: Owner, response_id: str, response: RunningResponse) -> None:
+        """Remove a running response unless another has replaced it."""
+        if self._running.get((owner, response_id)) is response:
+            del self._running[owner, response_id]
 
-    def under_way(self, owner: Owner, name: str) -> UnderWay | None:
-        return self._under_way.get((owner, name))
+    def find_running(self, owner: Owner, response_id: str) -> RunningResponse | None:
+        return self._running.get((owner, response_id))
 
-    def keep(self, owner: Owner, response: Json, items: list[Json]) -> None:
-        """Store a finished response, within the limits of size and time."""
-        name = response["id"]
-        self.drop(owner, name)
-        size = num_bytes(response) + num_bytes(items)
+    def store_response(self, owner: Owner, response: Json, items: list[Json]) -> None:
+        """Store a finished response; drop older ones if a limit is exceeded.
+
+        items: of the conversation, including those of the response.
+        """
+        response_id = response["id"]
+        self.delete_stored(owner, response_id)
+        size = json_size(response) + json_size(items)
         if size > self.max_entry_bytes:
             return
-        self._expire()
+        self._drop_expired()
         while (
             self._bytes.get(owner, 0) + size > self.max_entry_bytes
             or self._counts.get(owner, 0) >= MAX_STORED_PER_OWNER
@@ -104,36 +120,53 @@ class StoredResponses:
             self._drop(next(key for key in self._stored if key[0] == owner))
         while self.num_bytes + size > self._max_bytes or len(self._stored) >= MAX_STORED:
             self._drop(next(iter(self._stored)))
-        self._stored[owner, name] = Stored(response, items, size, self._clock() + self._seconds)
+        self._stored[owner, response_id] = StoredResponse(
+            response, items, size, self._clock() + self._max_age
+        )
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self._counts[owner] = self._counts.get(owner, 0) + 1
 
-    def find(self, owner: Owner, name: str) -> Stored | None:
-        self._expire()
-        return self._stored.get((owner, name))
+    def find_stored(self, owner: Owner, response_id: str) -> StoredResponse | None:
+        self._drop_expired()
+        return self._stored.get((owner, response_id))
 
-    def drop(self, owner: Owner, name: str) -> bool:
-        """Forget it; False where there is none."""
-        self._expire()
-        if (owner, name) not in self._stored:
+    def delete_stored(self, owner: Owner, response_id: str) -> bool:
+        """Delete a stored response; return False if there is none of this id."""
+        self._drop_expired()
+        if (owner, response_id) not in self._stored:
             return False
-        self._drop((owner, name))
+        self._drop((owner, response_id))
         return True
 
-    def _expire(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
-        while self._stored and next(iter(self._stored.values())).until <= now:
+        while self._stored and next(iter(self._stored.values())).expires_at <= now:
             self._drop(next(iter(self._stored)))
 
     def _drop(self, key: _Key) -> None:
         owner = key[0]
-        gone = self._stored.pop(key)
-        self._bytes[owner] -= gone.num_bytes
+        dropped = self._stored.pop(key)
+        self._bytes[owner] -= dropped.num_bytes
         self._counts[owner] -= 1
         if not self._counts[owner]:
             del self._bytes[owner], self._counts[owner]
 
 
-def num_bytes(value: Any) -> int:
-    """What a JSON value counts for."""
+@dataclass(frozen=True, slots=True)
+class ResponseRecord:
+    """Where one response is stored when it is finished.
+
+    items: of the conversation before the response.
+    """
+
+    store: StoredResponses
+    owner: Owner
+    items: list[Json]
+
+    def save_response(self, response: Json) -> None:
+        self.store.store_response(self.owner, response, [*self.items, *response["output"]])
+
+
+def json_size(value: Any) -> int:
+    """Return the size of a JSON value in bytes, as the limits count it."""
     return len(json.dumps(value))

@@ -243,7 +243,7 @@ async def _send_and_disconnect(
 
 # ---- The control: a server that only closes connections ----
 #
-# What disconnecting clients cost beside it, is the cost of these clients and of the kernel alone.
+# Its effect on other clients is the cost of the disconnecting clients and of the kernel alone.
 # `python -m` this module prints its port and serves until it is killed.
 
 

@@ -1,13 +1,18 @@
 """What parsers make of recorded outputs."""
 
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, PartsParser
-from api_server.parsers.tools.formats import FORMATS
+from api_server.parsers.output import (
+    ContentText,
+    OutputParser,
+    OutputPart,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 
 OUTPUTS = Path(__file__).parent / "outputs"
 NAMES = ("weather", "now", "find", "run", "book")
@@ -19,27 +24,28 @@ def recorded(name: str) -> list[dict[str, Any]]:
     return cases
 
 
-def parser(name: str) -> PartsParser:
-    """A fresh one, whose calls are numbered."""
-    numbers = itertools.count()
-    return FORMATS[name].parser(NAMES, lambda: f"id{next(numbers)}")  # type: ignore[index]
+def parser(name: str) -> OutputParser:
+    """A fresh parser of a format."""
+    return TOOL_CALL_FORMATS[name].new_parser(NAMES)  # type: ignore[index]
 
 
-def read(name: str, pieces: Iterable[str]) -> list[Part]:
+def read(name: str, pieces: Iterable[str]) -> list[OutputPart]:
     """All parts, of a text in pieces."""
     reading = parser(name)
-    return [*(part for piece in pieces for part in reading.feed(piece)), *reading.end()]
+    return [
+        *(part for piece in pieces for part in reading.parse_delta(piece)),
+        *reading.parse_end(),
+    ]
 
 
-def joined(parts: Sequence[Part]) -> tuple[str, list[tuple[str, str, str]]]:
-    """(content, [(id, name, arguments)]); checks that calls are numbered as they come."""
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    begun = [part for part in parts if isinstance(part, CallBegins)]
+def joined(parts: Sequence[OutputPart]) -> tuple[str, list[tuple[str, str]]]:
+    """(content, [(name, arguments)]); checks the indices and ids of the calls."""
+    content = "".join(part.text for part in parts if isinstance(part, ContentText))
+    begun = [part for part in parts if isinstance(part, ToolCallStart)]
     assert [part.index for part in begun] == list(range(len(begun)))
+    assert len({part.call_id for part in begun}) == len(begun)
     texts = ["" for _ in begun]
     for part in parts:
-        if isinstance(part, CallArguments):
+        if isinstance(part, ToolCallArguments):
             texts[part.index] += part.text
-    return content, [
-        (part.call_id, part.name, text) for part, text in zip(begun, texts, strict=True)
-    ]
+    return content, [(part.name, text) for part, text in zip(begun, texts, strict=True)]

@@ -8,7 +8,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from api_server.parsers.tools.formats import FORMATS
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import byte_level_tokenizer, prepared, samples
@@ -30,7 +30,7 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 CALLS = [("weather", '{"city": "Zürich 😀"}'), ("now", "{}")]
-TEXT = "Let me see.\n" + FORMATS["hermes"].written(CALLS)
+TEXT = "Let me see.\n" + TOOL_CALL_FORMATS["hermes"].render_calls(CALLS)
 TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
     "{% for message in messages %}{{ message.role }}:{{ message.content }}"

@@ -8,8 +8,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from api_server.parsers.tool_calling import ToolCaller
-from api_server.parsers.tools.formats import FORMATS
+from api_server.parsers.tool_calls import ModelToolCalls
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.tools import ToolFields
 from api_server.text.chat_template import TemplateFacts
@@ -66,8 +66,8 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> LLGuidanceBackend:
 def grammar(name, own=None, tools=TOOLS, **fields) -> GrammarSource | None:
     body = {"tools": [{"type": "function", "function": tool} for tool in tools], **fields}
     asked = ToolFields.model_validate(body, context=IgnoredFields())
-    caller = ToolCaller(name, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
-    return caller.calling(asked, own).grammar
+    caller = ModelToolCalls(name, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
+    return caller.plan(asked, own).grammar
 
 
 def walk(backend, source, seed, first="") -> str:
@@ -92,23 +92,23 @@ def walk(backend, source, seed, first="") -> str:
 def check(name, text, schemas=SCHEMAS) -> list[str]:
     """Names of the calls that a text is; nothing else is in it."""
     names = [tool["name"] for tool in TOOLS]
-    parser = FORMATS[name].parser(names, lambda: "id")
-    content, calls = joined([*parser.feed(text), *parser.end()])
+    parser = TOOL_CALL_FORMATS[name].new_parser(names)
+    content, calls = joined([*parser.parse_delta(text), *parser.parse_end()])
     assert content == "", text
     assert calls, text
-    for _, called, arguments in calls:
+    for called, arguments in calls:
         jsonschema.validate(json.loads(arguments), schemas[called])
-    return [called for _, called, _ in calls]
+    return [called for called, _ in calls]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_required(backend, name):
     source = grammar(name, tool_choice="required")
     called = [check(name, walk(backend, source, seed)) for seed in range(20)]
     assert {each for calls in called for each in calls} == set(SCHEMAS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_by_name(backend, name):
     choice = {"type": "function", "function": {"name": "find"}}
     source = grammar(name, tool_choice=choice)
@@ -117,11 +117,11 @@ def test_by_name(backend, name):
         assert check(name, walk(backend, source, seed)) == ["find"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_calls_that_are_written_in_a_row(backend, name):
     """Several are allowed, unless one call is asked for; none but those of the tools."""
     several = [("now", "{}"), ("book-it", '{"n": 5}'), ("now", "{}")]
-    written = FORMATS[name].written
+    render_calls = TOOL_CALL_FORMATS[name].render_calls
     for fields, calls, allowed in (
         ({}, several, True),
         ({}, several * 6, False),
@@ -131,7 +131,7 @@ def test_calls_that_are_written_in_a_row(backend, name):
         ({}, [("book-it", '{"n": "five"}')], False),
     ):
         source = grammar(name, tool_choice="required", **fields)
-        assert accepts(backend, source, written(calls)) == allowed, calls
+        assert accepts(backend, source, render_calls(calls)) == allowed, calls
 
 
 def accepts(backend, source, text) -> bool:
@@ -147,22 +147,22 @@ def accepts(backend, source, text) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_auto_with_a_strict_tool(backend, name):
     """Free until a call begins; from there on like required."""
     assert grammar(name, tools=TOOLS[1:]) is None
     source = grammar(name)
-    written = FORMATS[name].written
+    render_calls = TOOL_CALL_FORMATS[name].render_calls
     for text in ("", "It is cold.", "Well, 1 < 2 [see] {this}. <b>", "\n\nSo"):
         assert accepts(backend, source, text) or source.trigger
     good, bad = [("find", '{"text": "a", "exact": true}')], [("find", '{"text": 5}')]
     if name == "pythonic":
         assert accepts(backend, source, '[find(text="a", exact=True)]')
     else:
-        assert accepts(backend, source, written(good))
-    assert not accepts(backend, source, written(bad))
-    assert not accepts(backend, source, written([("print", "{}")]))
-    assert accepts(backend, source, written([("now", "{}")]))
+        assert accepts(backend, source, render_calls(good))
+    assert not accepts(backend, source, render_calls(bad))
+    assert not accepts(backend, source, render_calls([("print", "{}")]))
+    assert accepts(backend, source, render_calls([("now", "{}")]))
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
@@ -171,13 +171,13 @@ def test_the_grammar_begins_at_the_mark(backend, name):
     text = "I will look.\n" + source.trigger
     for seed in range(10):
         found = walk(backend, source, seed, first=text)
-        parser = FORMATS[name].parser([], lambda: "id")
-        content, calls = joined([*parser.feed(found), *parser.end()])
+        parser = TOOL_CALL_FORMATS[name].new_parser([])
+        content, calls = joined([*parser.parse_delta(found), *parser.parse_end()])
         assert content == "I will look."
         assert calls
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_beside_an_answer_of_a_schema(backend, name):
     own = GrammarSource(
         "json_schema",
@@ -194,7 +194,7 @@ def test_beside_an_answer_of_a_schema(backend, name):
     else:
         source = grammar(name, own)
         assert accepts(backend, source, '{"x": 5}')
-        assert accepts(backend, source, FORMATS[name].written([("now", "{}")]))
+        assert accepts(backend, source, TOOL_CALL_FORMATS[name].render_calls([("now", "{}")]))
         assert not accepts(backend, source, "text")
     for fields, wrong in wrongs:
         with pytest.raises(InvalidRequestError) as caught:
@@ -215,14 +215,14 @@ def test_marks_that_are_special_tokens():
     }
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     facts = TemplateFacts(frozenset({"tools"}))
-    calling = ToolCaller("mistral", "", facts, MarkTokens()).calling(asked, None)
-    assert calling.marks == {5: "[TOOL_CALLS]"}
-    assert calling.grammar.trigger_token_id == 5
-    assert "<[5]>" in calling.grammar.source
-    calling = ToolCaller("llama3_json", "", facts, MarkTokens()).calling(asked, None)
-    assert calling.marks == {6: "<|python_tag|>"}
-    assert calling.grammar.trigger_token_id is None
-    assert "<[6]>" in calling.grammar.source
+    plan = ModelToolCalls("mistral", "", facts, MarkTokens()).plan(asked, None)
+    assert plan.markers == {5: "[TOOL_CALLS]"}
+    assert plan.grammar.trigger_token_id == 5
+    assert "<[5]>" in plan.grammar.source
+    plan = ModelToolCalls("llama3_json", "", facts, MarkTokens()).plan(asked, None)
+    assert plan.markers == {6: "<|python_tag|>"}
+    assert plan.grammar.trigger_token_id is None
+    assert "<[6]>" in plan.grammar.source
 
 
 def test_a_schema_that_python_has_no_words_for():

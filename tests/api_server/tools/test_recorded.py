@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from api_server.parsers.parts import CallArguments, Content
-from api_server.parsers.tools.formats import FORMATS
+from api_server.parsers.output import ContentText, ToolCallArguments
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from tests.api_server.tools.reading import NAMES, joined, read, recorded
 
 RECORDED = ("hermes", "llama3_json", "mistral", "pythonic")
@@ -18,7 +18,7 @@ CASES = [
 
 
 def test_there_are_enough_of_each_format():
-    assert {*RECORDED, "mistral_named"} == set(FORMATS)
+    assert {*RECORDED, "mistral_named"} == set(TOOL_CALL_FORMATS)
     for name in RECORDED:
         cases = recorded(name)
         assert len(cases) >= 20
@@ -29,7 +29,7 @@ def test_there_are_enough_of_each_format():
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_whole(name, case):
     content, calls = joined(read(name, [case["text"]]))
-    found = [{"name": called, "arguments": json.loads(text)} for _, called, text in calls]
+    found = [{"name": called, "arguments": json.loads(text)} for called, text in calls]
     assert (content, found) == (case["content"], case["calls"])
 
 
@@ -51,24 +51,24 @@ def test_cut_anywhere(name, case):
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_cut_short_anywhere(name, case):
-    """Whatever is told of a call is valid: an answer may end in the middle of the next."""
+    """Every returned call is valid, also if the output ends inside the next call."""
     text = case["text"]
     for end in range(len(text)):
         content, calls = joined(read(name, [text[:end]]))
-        for _, called, arguments in calls:
+        for called, arguments in calls:
             assert isinstance(json.loads(arguments), dict)
             assert called in NAMES
         if not calls:
             assert content == text[:end]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_written_is_read(name):
-    """The form in which templates without tools are told of earlier calls."""
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_rendered_calls_are_parsed(name):
+    """Templates without tools receive earlier calls as this text."""
     calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]
-    content, found = joined(read(name, [FORMATS[name].written(calls)]))
+    content, found = joined(read(name, [TOOL_CALL_FORMATS[name].render_calls(calls)]))
     assert content == ""
-    assert [(called, json.loads(text)) for _, called, text in found] == [
+    assert [(called, json.loads(text)) for called, text in found] == [
         (called, json.loads(text)) for called, text in calls
     ]
 
@@ -82,9 +82,9 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_random_text(name):
-    """Nothing is raised, calls are valid, and how the text is cut makes no difference."""
+    """No exception, valid calls, and the same result wherever the text is cut."""
     common = ["x", '"', "\\", "{}", '{"name": "now", "arguments": {}}', "é😀", "\x00", " ", ": "]
     for seed in range(400):
         draw = random.Random(seed)
@@ -92,18 +92,17 @@ def test_random_text(name):
         whole = joined(read(name, ["".join(pieces)]))
         assert joined(read(name, pieces)) == whole
         assert joined(read(name, "".join(pieces))) == whole
-        for _, _, arguments in whole[1]:
+        for _, arguments in whole[1]:
             assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_nothing_is_read_again(name):
-    """What is kept back while a call is under way is bounded by the call, and told in one piece;
-    text that is none is told as soon as that is known."""
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_content_is_not_held_back(name):
+    """Arguments are returned at once, other text as soon as it is known to be content."""
     long = "x" * 20_000
-    reading = FORMATS[name].written([("run", json.dumps({"code": long}))])
+    reading = TOOL_CALL_FORMATS[name].render_calls([("run", json.dumps({"code": long}))])
     parts = read(name, reading)
-    assert [part.text for part in parts if isinstance(part, CallArguments)]
+    assert [part.text for part in parts if isinstance(part, ToolCallArguments)]
     text = "Some words. " * 1000
     told = read(name, text)
-    assert sum(isinstance(part, Content) for part in told) > 5000
+    assert sum(isinstance(part, ContentText) for part in told) > 5000

@@ -1,4 +1,4 @@
-"""The map of the blocks against the pool itself, one block at a time, in random lives."""
+"""The block map equals the state of each block of the pool, in random runs."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from tests.fakes.kv_requests import Requests, make_manager
 
 
 def truth(kv_cache, numbers):
-    """[(state, owner)] of every block, by the reference counts and hashes of the pool."""
+    """Return [(state, owner)] of every block, from reference counts and hashes of the pool."""
     pool = kv_cache.pool
     users = {block: set() for block in range(pool.num_blocks)}
     for group in kv_cache.groups:
@@ -32,7 +32,7 @@ def truth(kv_cache, numbers):
 
 
 def decoded(blocks):
-    """[(length, state, owner)] of a map."""
+    """Return [(length, state, owner)] of a map."""
     lengths = np.frombuffer(blocks.lengths, "<i4").tolist()
     owners = np.frombuffer(blocks.owners, "<i4").tolist()
     return list(zip(lengths, blocks.states, owners, strict=True))
@@ -43,7 +43,7 @@ def spread(runs):
 
 
 class ShownLife(Life):
-    """After every operation the map is that of the pool."""
+    """Compares the map with the pool after every operation."""
 
     def __init__(self, *args, **more) -> None:
         self.owners = OwnerNumbers()

@@ -13,7 +13,7 @@ EPOCH = 3
 
 
 class KeptViews(FrontEndLinks):
-    """views: (client, view), in the order in which they were sent. slow: who does not read."""
+    """views: (client, view), in order. slow: clients that do not read their messages."""
 
     def __init__(self) -> None:
         super().__init__("", EPOCH, ())
@@ -39,7 +39,7 @@ class KeptViews(FrontEndLinks):
 
 
 class Rig:
-    """An engine that flushes after every step and waits, as the daemon's does."""
+    """An engine that flushes after every step and then waits, like that of the daemon."""
 
     def __init__(self, **config) -> None:
         self.clock = FakeClock()
@@ -65,13 +65,13 @@ class Rig:
             self.wait()
 
     def wait(self, seconds=0.0) -> None:
-        """Flush; then the engine waits, after so long."""
+        """Flush, and send a view if one is due after these seconds."""
         self.outputs.flush()
         self.clock.now += seconds
         self.views.send_if_due()
 
     def view(self, seconds=VIEW_SECONDS) -> EngineView:
-        """The one that is made when so much time has gone by."""
+        """Return the view that is sent after these seconds."""
         self.links.take()
         self.clock.now += seconds
         self.views.send_if_due()

@@ -1,4 +1,4 @@
-"""The toy vocabulary, written once."""
+"""The toy vocabulary as a tokenizer folder, and a backend for it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Grammars over a toy vocabulary: what a mask leaves, and how errors read."""
+"""Grammars over a toy vocabulary: masks and error messages."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def allowed(backend: LLGuidanceBackend, matcher: Matcher) -> set[int]:
 
 
 def walk(backend: LLGuidanceBackend, matcher: Matcher, seed: int) -> str:
-    """A text of random tokens, ended as soon as that is allowed."""
+    """Return a text of random allowed tokens, ended as soon as the end is allowed."""
     draw, token_ids = random.Random(seed), []
     for _ in range(500):
         choices = allowed(backend, matcher)
@@ -88,6 +88,66 @@ def test_a_complete_text_may_only_end_and_special_tokens_are_no_text(backend):
     done.consume([BYTE])
     assert done.error
     assert allowed(backend, done) == {EOS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"enum": ["a<special>b"]}'),
+        ("json_schema", '{"type": "string", "pattern": "^a<eos>b$"}'),
+        (
+            "json_schema",
+            '{"type": "object", "properties": {"a<special>": {"const": 1}},'
+            ' "required": ["a<special>"], "additionalProperties": false}',
+        ),
+        ("choice", '["a<special>b"]'),
+        ("regex", "a<eos>b"),
+        ("grammar", 'start: "a<eos>b" | "a<special>"'),
+    ],
+)
+def test_the_text_of_a_special_token_in_a_literal_is_made_of_ordinary_tokens(backend, kind, source):
+    compiled = backend.compile(GrammarSource(kind, source))
+    token_ids: list[int] = []
+    while (choices := allowed(backend, compiled)) != {EOS}:
+        assert not choices & {EOS, SPECIAL}
+        token_ids.append(min(choices))
+        compiled.consume(token_ids[-1:])
+    assert re.search("a<(eos|special)>", text_of(token_ids))
+
+
+def test_an_end_token_within_a_grammar_is_not_allowed(backend):
+    """A client's grammar may name special tokens; the end token would end the answer early."""
+    compiled = backend.compile(GrammarSource("grammar", 'start: "a" <eos> "b"'))
+    compiled.consume(tokens_of("a"))
+    assert allowed(backend, compiled) == set()
+
+
+def test_a_property_has_one_spelling(backend):
+    """`\\u0070` for `p` would pass for an additional property."""
+    schema = {"type": "object", "properties": {"p": {"type": "integer"}}}
+    compiled = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
+    compiled.consume(tokens_of('{"\\'))
+    assert compiled.error == ""
+    letters = {text_of([token_id])[0] for token_id in allowed(backend, compiled)}
+    assert letters == set('"\\bfnrt')
+
+
+def test_a_choice_may_have_thousands_of_strings(backend):
+    choices = [f"n{number}" for number in range(6_000)]
+    compiled = backend.compile(GrammarSource("choice", json.dumps(choices)))
+    assert backend.explore(compiled) == ""
+    assert walk(backend, compiled, 5) in choices
+
+
+@pytest.mark.parametrize(("num_properties", "words"), [(800, ""), (2_100, "cannot be used")])
+def test_a_grammar_that_fails_after_its_first_token_is_found(backend, num_properties, words):
+    names = [f"p{number}" for number in range(num_properties)]
+    schema = {"type": "object", "properties": {name: {"const": 1} for name in names}}
+    compiled = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
+    error = backend.explore(compiled)
+    assert words in error
+    assert bool(words) is bool(error)
+    assert compiled.error == ""
 
 
 def test_copies_stand_on_their_own(backend):
@@ -166,7 +226,7 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error(tmp_path: Path):
 
 
 def ids(text: str) -> list[int]:
-    """One token for all of it."""
+    """A token that is the whole text."""
     return [BYTE + 256 + LONGER.index(text)]
 
 

@@ -1,4 +1,4 @@
-"""What was compiled is kept within two bounds."""
+"""The cache of grammars stays within its two limits."""
 
 from engine_core.structured_output.compiler import GrammarCache
 from engine_core.structured_output.matchers import GrammarError

@@ -63,7 +63,7 @@ def test_refusals_of_each_stage_name_the_field(backend):
                 raise GrammarError("too much")
 
         def close(self):
-            """Nothing to end."""
+            pass
 
     case = Case(lambda: backend, Suspicious())
     for source in ("", "bomb", "("):

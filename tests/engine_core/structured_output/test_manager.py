@@ -15,7 +15,7 @@ from proto.engine_io import FinishReason
 from proto.grammar import GrammarSource
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.grammar_engine import GrammarEngine
-from tests.fakes.intake_desk import Desk, refused
+from tests.fakes.input_desk import Desk, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.paged_runner import undisturbed
 from tests.fakes.toy_vocabulary import BYTE, EOS, text_of

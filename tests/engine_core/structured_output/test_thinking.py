@@ -1,4 +1,4 @@
-"""Thoughts are free, end when their budget is used up, and grammars hold after them."""
+"""Reasoning is free, ends when its budget is used up, and grammars apply after it."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
-from tests.fakes.intake_desk import Desk, refused
+from tests.fakes.input_desk import Desk, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.toy_vocabulary import BYTE, EOS, LONGER, SIZE, SPECIAL, text_of, tokens_of
 

@@ -1,4 +1,4 @@
-"""Numbers for block contents say what is alike, and only that."""
+"""Numbers of block contents tell which are equal, and nothing else."""
 
 import random
 from hashlib import sha256
@@ -9,7 +9,7 @@ from tests.benchmarks.simulator.recording import Chains
 
 
 def hashes(text):
-    """A chain, as the block hashes of a sequence are."""
+    """Return chained hashes, like the block hashes of a sequence."""
     found, parent = [], b""
     for letter in text:
         parent = sha256(parent + letter.encode()).digest()

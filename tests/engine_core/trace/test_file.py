@@ -1,4 +1,4 @@
-"""The file of a trace: who may read it, what happens when it is full or the disk is slow."""
+"""The file of a trace: permissions, size limit, slow disks."""
 
 import os
 import stat
@@ -72,7 +72,7 @@ def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
 
 
 def test_lines_that_the_disk_has_no_time_for_are_counted(tmp_path: Path) -> None:
-    """Nothing is written before the end, because the thread is told to end at once."""
+    """Nothing is written before `close`, because the thread ends at once."""
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), MUCH, max_unwritten=100)
     file._closing.set()

@@ -41,7 +41,7 @@ def test_what_the_engine_decided_is_in_its_file_and_is_decided_again(start, tmp_
 
 
 def _serve_until_over(engine, number) -> None:
-    """Answer all steps until so many choices have had their final output."""
+    """Answer all steps until this many choices have had their final output."""
     (front_end,) = engine.front_ends
     while number:
         assert Poller([engine.worker, front_end]).wait(PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""What the lines of a trace say, beside the scheduler that they are about."""
+"""The lines of a trace, compared with the state of the scheduler."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from proto.sched_trace import (
 from tests.fakes.traced_engine import BUDGET, SEATS, TracedEngine, random_load
 
 SECRET = 877
-"""A token id that is nothing else."""
+"""A token id that no prompt contains."""
 
 
 def test_one_request_from_its_arrival_to_its_end() -> None:
@@ -95,7 +95,7 @@ def test_queues_by_status_preemptions_and_resumptions() -> None:
 
 
 def test_who_waits_for_something_is_counted_by_what_for() -> None:
-    """In a pause nobody begins."""
+    """No request starts during a pause."""
     engine = TracedEngine()
     engine.harness.add_one([3] * 30, 9)
     engine.step()

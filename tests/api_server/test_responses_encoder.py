@@ -5,13 +5,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, Reasoning
-from api_server.protocol.answers import Shape
+from api_server.parsers.output import (
+    ChoiceParser,
+    ContentText,
+    OutputPart,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from api_server.protocol.encoder import ResponseOptions
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.answer import ResponsesAnswer
-from api_server.protocol.responses.items import messages_of
-from api_server.protocol.responses.request import in_client_names, parse_request
-from api_server.protocol.responses.tools import OfferedTools
+from api_server.protocol.responses.encoder import ResponsesEncoder
+from api_server.protocol.responses.input import ItemTranslator
+from api_server.protocol.responses.request import ResponsesTranslation, parse_request
+from api_server.protocol.responses.stored import ResponseRecord, StoredResponses
+from api_server.protocol.responses.tools import ResponseTools
 from api_server.request_stream import Delta, Usage
 from proto.errors import InvalidRequestError
 from tests.api_server.test_responses import decoded
@@ -40,38 +48,54 @@ FILES = {
 class Parts:
     """A parser that knows what is meant: the text is a number of the parts to come."""
 
-    def __init__(self, *steps: Sequence[Part]) -> None:
+    def __init__(self, *steps: Sequence[OutputPart]) -> None:
         self._steps = list(steps)
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def parse_delta(self, text: str) -> Sequence[OutputPart]:
         return [part for _ in range(len(text)) for part in self._steps.pop(0)]
 
-    def end(self) -> Sequence[Part]:
+    def parse_end(self) -> Sequence[OutputPart]:
         return [part for step in self._steps for part in step]
 
 
-def play(steps: Sequence[Sequence[Part]], finish: str = "stop", **fields):
+def translated(request) -> ResponsesTranslation:
+    return ResponsesTranslation(request, {}, [], IgnoredFields(), template_names=frozenset())
+
+
+def chat_messages(items: list[dict], tools: ResponseTools) -> list[dict]:
+    translator = ItemTranslator(None, tools, IgnoredFields())
+    translator.append_items(items)
+    return translator.build_messages()
+
+
+def play(steps: Sequence[Sequence[OutputPart]], finish: str = "stop", **fields):
     """The events of a stream with these parts, one step a token; and the whole answer."""
     asked, _ = parse_request(
         {"input": "x", "tools": [WEATHER, PATCH, FILES], **fields}, IgnoredFields()
     )
-    ended = []
+    saved = []
 
-    def start(*steps: Sequence[Part]) -> ResponsesAnswer:
-        tools = OfferedTools(asked.tools, asked.tool_choice, IgnoredFields())
-        shape = Shape("resp_1", 1, "toy", None, None, None, None, False, False, False)
-        return ResponsesAnswer(shape, asked, Parts(*steps), tools, ended.append)
+    class Store(StoredResponses):
+        def store_response(self, owner, response, items) -> None:
+            saved.append(response)
+
+    record = ResponseRecord(Store(0, 0, lambda: 0.0), (0, ""), [])
+
+    def start(*steps: Sequence[OutputPart]) -> ResponsesEncoder:
+        options = ResponseOptions("resp_1", 1, "toy", None, None, None, None, False, False, False)
+        translation = translated(asked)
+        return ResponsesEncoder(options, asked, ChoiceParser(Parts(*steps)), translation, record)
 
     usage, number = Usage(5, len(steps), 2, 2), len(steps)
     streamed = start(*steps)
-    text = streamed.begin()
+    text = streamed.encode_start()
     for step in range(number):
-        text += streamed.chunk(Delta(0, "x", [step], [], step + 1))
-    text += streamed.chunk(Delta(0, "", [], [], number, finish)) + streamed.end(usage)
+        text += streamed.encode_delta(Delta(0, "x", [step], [], step + 1))
+    text += streamed.encode_delta(Delta(0, "", [], [], number, finish)) + streamed.encode_end(usage)
     events = decoded(text)
     delta = Delta(0, "x" * number, list(range(number)), [], number, finish)
-    whole = start(*steps).body([delta], usage)
-    assert [ended[0], ended[1]] == [events[-1]["response"], whole]
+    whole = start(*steps).encode_body([delta], usage)
+    assert [saved[0], saved[1]] == [events[-1]["response"], whole]
     return events, whole
 
 
@@ -84,14 +108,16 @@ def bare(item: dict) -> dict:
 
 
 CALL = [
-    [CallBegins(0, "call_1", "weather")],
-    [CallArguments(0, '{"city": ')],
-    [CallArguments(0, '"Paris"}')],
+    [ToolCallStart(0, "call_1", "weather")],
+    [ToolCallArguments(0, '{"city": ')],
+    [ToolCallArguments(0, '"Paris"}')],
 ]
 
 
 def test_thinking_text_and_a_call():
-    events, whole = play([[Reasoning("Hm")], [Reasoning(". ")], [Content("Look.")], *CALL])
+    events, whole = play(
+        [[ReasoningText("Hm")], [ReasoningText(". ")], [ContentText("Look.")], *CALL]
+    )
     assert names(events) == [
         "output_item.added",
         "content_part.added",
@@ -133,7 +159,7 @@ def test_thinking_text_and_a_call():
 
 
 def test_a_summary_is_what_was_thought():
-    events, _ = play([[Reasoning("Hm")], [Content("Yes")]], reasoning={"summary": "auto"})
+    events, _ = play([[ReasoningText("Hm")], [ContentText("Yes")]], reasoning={"summary": "auto"})
     assert names(events)[:10] == [
         "output_item.added",
         "content_part.added",
@@ -151,9 +177,12 @@ def test_a_summary_is_what_was_thought():
 
 
 def test_two_calls_of_different_kinds():
-    begin = [CallBegins(1, "call_2", "apply_patch"), CallArguments(1, '{"input": "*** Begin')]
-    more = [CallArguments(1, '\\nEnd"}'), CallBegins(2, "call_3", "files__read")]
-    events, whole = play([*CALL, begin, more, [CallArguments(2, "{}")]])
+    begin = [
+        ToolCallStart(1, "call_2", "apply_patch"),
+        ToolCallArguments(1, '{"input": "*** Begin'),
+    ]
+    more = [ToolCallArguments(1, '\\nEnd"}'), ToolCallStart(2, "call_3", "files__read")]
+    events, whole = play([*CALL, begin, more, [ToolCallArguments(2, "{}")]])
     _, patch, read = events[-1]["response"]["output"]
     assert (patch["type"], patch["name"], patch["input"]) == (
         "custom_tool_call",
@@ -178,7 +207,7 @@ def test_two_calls_of_different_kinds():
     ],
 )
 def test_the_input_of_a_custom_tool(arguments, given):
-    steps = [[CallBegins(0, "c", "apply_patch")], [CallArguments(0, arguments)]]
+    steps = [[ToolCallStart(0, "c", "apply_patch")], [ToolCallArguments(0, arguments)]]
     events, _ = play(steps)
     assert events[-1]["response"]["output"][0]["input"] == given
 
@@ -192,7 +221,7 @@ def test_a_call_that_is_cut_is_incomplete():
 
 def test_tools_become_functions():
     ignored = IgnoredFields()
-    tools = OfferedTools([WEATHER, PATCH, FILES, {"type": "web_search"}], "auto", ignored)
+    tools = ResponseTools([WEATHER, PATCH, FILES, {"type": "web_search"}], "auto", ignored)
     fields = tools.chat_fields(True)
     assert [each["function"]["name"] for each in fields["tools"]] == [
         "weather",
@@ -210,12 +239,12 @@ def test_tools_become_functions():
 def test_names_in_namespaces():
     def offered(namespace: str, name: str) -> str:
         tool = {"type": "namespace", "name": namespace, "tools": [{**WEATHER, "name": name}]}
-        tools = OfferedTools([{"type": "web_search"}, tool], "auto", IgnoredFields())
+        tools = ResponseTools([{"type": "web_search"}, tool], "auto", IgnoredFields())
         (function,) = tools.chat_fields(True)["tools"]
         written = function["function"]["name"]
-        found = tools.tool_of(written)
+        found = tools.client_tool(written)
         assert (found.namespace, found.name) == (namespace, name)
-        assert tools.places == ["tools[1].tools[0]"]
+        assert tools.paths == ["tools[1].tools[0]"]
         return written
 
     assert offered("mcp__github__", "read") == "mcp__github__read"
@@ -225,7 +254,10 @@ def test_names_in_namespaces():
 
 
 def test_errors_of_a_chat_are_told_as_of_this_api():
-    tools = OfferedTools([{"type": "web_search"}, WEATHER, FILES], "auto", IgnoredFields())
+    request, _ = parse_request(
+        {"input": "x", "tools": [{"type": "web_search"}, WEATHER, FILES]}, IgnoredFields()
+    )
+    translation = translated(request)
     for theirs, param, ours, place in (
         (
             "max_completion_tokens must be",
@@ -244,18 +276,18 @@ def test_errors_of_a_chat_are_told_as_of_this_api():
         ("tools[1].function.parameters", "tools", "tools[2].tools[0].parameters", "tools"),
         ("tools[7] is odd", None, "tools is odd", None),
     ):
-        found = in_client_names(InvalidRequestError(theirs, param), tools)
+        found = translation.translate_error(InvalidRequestError(theirs, param))
         assert (found.message, found.param) == (ours, place)
 
 
 def test_without_functions_nothing_is_said_of_tools():
-    tools = OfferedTools([{"type": "web_search"}], "auto", IgnoredFields())
+    tools = ResponseTools([{"type": "web_search"}], "auto", IgnoredFields())
     assert tools.chat_fields(False) == {}
 
 
 def test_a_choice_of_tools():
     def chosen(choice):
-        return OfferedTools([WEATHER, PATCH, FILES], choice, IgnoredFields()).chat_fields(True)
+        return ResponseTools([WEATHER, PATCH, FILES], choice, IgnoredFields()).chat_fields(True)
 
     for kind, name in (("function", "weather"), ("custom", "apply_patch")):
         assert chosen({"type": kind, "name": name})["tool_choice"] == {
@@ -297,12 +329,12 @@ def test_a_choice_of_tools():
 )
 def test_tools_that_are_refused(tools):
     with pytest.raises(InvalidRequestError) as caught:
-        OfferedTools(tools, "auto", IgnoredFields())
+        ResponseTools(tools, "auto", IgnoredFields())
     assert caught.value.param.startswith("tools")
 
 
 def test_a_turn_of_the_assistant_is_one_message():
-    tools = OfferedTools([WEATHER, PATCH, FILES], "auto", IgnoredFields())
+    tools = ResponseTools([WEATHER, PATCH, FILES], "auto", IgnoredFields())
     items = [
         {"role": "user", "content": "weather?"},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
@@ -329,7 +361,7 @@ def test_a_turn_of_the_assistant_is_one_message():
         function = {"name": name, "arguments": json.dumps(arguments)}
         return {"id": number, "type": "function", "function": function}
 
-    assert messages_of(items, None, tools, IgnoredFields()) == [
+    assert chat_messages(items, tools) == [
         {"role": "user", "content": "weather?"},
         {
             "role": "assistant",
@@ -346,17 +378,17 @@ def test_a_turn_of_the_assistant_is_one_message():
 
 @pytest.mark.parametrize("arguments", ['{"city": "Pa', "[1]", "5", "[" * 100_000])
 def test_a_call_that_was_cut_can_be_sent_back(arguments):
-    tools = OfferedTools([], "auto", IgnoredFields())
+    tools = ResponseTools([], "auto", IgnoredFields())
     item = {"type": "function_call", "call_id": "1", "name": "x", "arguments": arguments}
-    (message,) = messages_of([item], None, tools, IgnoredFields())
+    (message,) = chat_messages([item], tools)
     found = message["tool_calls"][0]["function"]["arguments"]
     assert json.loads(found) == {"arguments": arguments}
 
 
 def test_what_an_answer_said_can_be_said_again():
     """Its items, sent back, are the message that they came from."""
-    _, whole = play([[Content("Look.")], *CALL])
-    tools = OfferedTools([WEATHER], "auto", IgnoredFields())
-    (message,) = messages_of(whole["output"], None, tools, IgnoredFields())
+    _, whole = play([[ContentText("Look.")], *CALL])
+    tools = ResponseTools([WEATHER], "auto", IgnoredFields())
+    (message,) = chat_messages(whole["output"], tools)
     assert message["content"] == "Look."
     assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'

@@ -1,4 +1,4 @@
-"""/v1/messages with a model that thinks, and with templates that take few orders of roles."""
+"""/v1/messages with a model with reasoning, and with templates that accept few orders of roles."""
 
 import pytest
 from anthropic.types import Message
@@ -36,7 +36,7 @@ def serve(tokenizer, tmp_path):
     return served
 
 
-async def test_thoughts_are_a_block_of_their_own(start, say, serve):
+async def test_reasoning_is_a_block_of_its_own(start, say, serve):
     async with start(say(SAID), served=serve(THINKING)) as front_end:
         found = await answer(front_end)
         thinking, text = found["content"]
@@ -52,7 +52,7 @@ async def test_thoughts_are_a_block_of_their_own(start, say, serve):
         assert told[-2]["usage"] == found["usage"]
 
 
-async def test_thoughts_that_are_not_to_be_shown(start, say, serve):
+async def test_reasoning_can_be_omitted(start, say, serve):
     async with start(say(SAID), served=serve(THINKING)) as front_end:
         thinking, text = (
             await answer(front_end, thinking={"type": "adaptive", "display": "omitted"})

@@ -1,4 +1,4 @@
-"""The table of request fields for docs/api.md, read from the models.
+"""The tables of request fields in docs/api.md, generated from the request models.
 
 Python drops the strings under the fields, so they are read from the source.
 """
@@ -23,7 +23,7 @@ _NO_DEFAULT = "required"
 
 
 def markdown() -> str:
-    """Every field that a request may have, by endpoint, and those that are refused or pass by."""
+    """Return the fields of all requests by endpoint, and those that are refused or ignored."""
     shared = set(GenerationRequest.model_fields)
     parts = [
         "## Fields of both endpoints",
@@ -54,12 +54,12 @@ def _as_in_a_chat(names: frozenset[str]) -> str:
     return "As in a chat completion: " + ", ".join(f"`{name}`" for name in sorted(names)) + "."
 
 
-def _table(model: type[BaseModel], without: set[str]) -> str:
+def _table(model: type[BaseModel], excluded: set[str]) -> str:
     texts = _texts(model)
     rows = [
         f"| `{name}` | {_default(field)} | {texts[name]} |"
         for name, field in model.model_fields.items()
-        if name not in without
+        if name not in excluded
     ]
     return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
 
@@ -79,14 +79,14 @@ def _names(names: frozenset[str]) -> str:
 
 
 def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """The string literal under each field, of the class and those that it is made of."""
+    """Return the string literal under each field of a model and its base classes."""
     texts = {
         name: field.description for name, field in model.model_fields.items() if field.description
     }
-    for each in model.__mro__[: model.__mro__.index(BaseModel)]:
-        if each is SamplingNumbers:
+    for base in model.__mro__[: model.__mro__.index(BaseModel)]:
+        if base is SamplingNumbers:
             continue  # made from the table of proto/sampling_params.py
-        (body,) = ast.parse(inspect.getsource(each)).body
+        (body,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
             if (

@@ -8,7 +8,7 @@ LIMITS = RequestLimits(vocab_size=1000, max_model_len=64)
 
 
 class FakeOutputDispatcher:
-    """Keeps what would be sent."""
+    """Keeps what would be sent to front ends."""
 
     def __init__(self):
         self.accepted = []
@@ -44,5 +44,5 @@ class Desk:
 
 
 def refused(desk):
-    """Ids and kinds of what was refused or ended, in order."""
+    """Return (request id, kind of error) of all error outputs, in order."""
     return [(output.request_id, output.error.kind) for _, output in desk.outputs.outputs]

@@ -1,0 +1,104 @@
+"""The parts of a model's output: content, reasoning and tool calls.
+
+    <think>Which city?</think>               ReasoningText("Which city?")
+    Let me look.                             ContentText("Let me look.")
+    <tool_call>{"name": "weather",           ToolCallStart(0, "call_…", "weather")
+    "arguments": {"city": "Paris"}}          ToolCallArguments(0, '{"city": "Paris"}')
+
+A parser knows the markers of one model family and returns these parts. The encoders in
+`api_server/protocol/` write the parts in the words of each API.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from api_server.metrics.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Text of the answer itself. Consecutive parts continue the same text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """Text of the model's reasoning. Consecutive parts continue the same text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The start of a tool call. index: 0 for the first call of a choice; call_id: unique."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More arguments of a tool call. All parts of one index together are a JSON object."""
+
+    index: int
+    text: str
+
+
+OutputPart = ContentText | ReasoningText | ToolCallStart | ToolCallArguments
+
+
+class OutputParser(Protocol):
+    """Splits the text of one choice into parts while it is generated.
+
+    The text arrives in deltas that may be cut anywhere, also inside a marker. No character is
+    lost: text that turns out not to be a tool call is content.
+    """
+
+    def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        """Return the parts that are certain after this additional text."""
+        ...
+
+    def parse_end(self) -> Sequence[OutputPart]:
+        """Return the parts of all text that was held back; the text is complete."""
+        ...
+
+
+class PlainTextParser:
+    """Returns all text as content. Has no state, so PLAIN_TEXT serves all choices."""
+
+    def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        return (ContentText(text),) if text else ()
+
+    def parse_end(self) -> Sequence[OutputPart]:
+        return ()
+
+
+PLAIN_TEXT: Final = PlainTextParser()
+
+
+class ChoiceParser:
+    """Parses one choice for its response, and records whether it contains a tool call.
+
+    metrics: counts the choice at its end, with or without a tool call; None for a request
+    without tools.
+    """
+
+    def __init__(self, parser: OutputParser, metrics: Metrics | None = None) -> None:
+        self._parser = parser
+        self._metrics = metrics
+        self.is_plain = parser is PLAIN_TEXT
+        self.has_tool_calls = False
+
+    def parse_delta(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
+        """Return the parts of additional text. is_last: the choice ends with this text."""
+        parts = [*self._parser.parse_delta(text)]
+        if is_last:
+            parts += self._parser.parse_end()
+        if not self.has_tool_calls:
+            self.has_tool_calls = any(isinstance(part, ToolCallStart) for part in parts)
+        if is_last and self._metrics is not None:
+            self._metrics.count_tool_parse(self.has_tool_calls)
+        return parts

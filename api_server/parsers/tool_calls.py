@@ -1,0 +1,254 @@
+"""Tools of a chat request: how the prompt shows them, and how the answer may call them.
+
+    tool_choice            grammar of the answer
+    auto                   none
+    auto, and a strict     after the marker of a call; a format without markers is constrained from
+    tool or at most        the start, with any other text as an alternative
+    one call
+    required, or a name    from the start: calls only
+    none                   the grammar of the request, as without tools
+
+`ModelToolCalls.plan` implements this table. The formats of calls are in `tools/`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from api_server.parsers.output import PLAIN_TEXT, OutputParser
+from api_server.parsers.tools.base import (
+    MAX_CALLS_IN_GRAMMAR,
+    CallGrammar,
+    CallRules,
+    OfferedTool,
+    ToolCallFormat,
+    json_rule,
+)
+from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
+from api_server.protocol.tools import ToolFields
+from api_server.text.chat_template import Conversation, TemplateFacts
+from api_server.text.tokenizer import ModelTokenizer
+from proto.config import ToolCallParser
+from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource, decoded
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPlan:
+    """How the answer to one request may call tools.
+
+    format: None for an answer that calls none. tool_names: of all tools in the request. grammar:
+    of the answer; None for any text. markers: token id → text of the special tokens that the
+    parser must see.
+    """
+
+    format: ToolCallFormat | None = None
+    tool_names: Sequence[str] = ()
+    grammar: GrammarSource | None = None
+    markers: Mapping[int, str] = field(default_factory=dict)
+
+    def new_parser(self) -> OutputParser:
+        """Return a parser for one choice."""
+        return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tool_names)
+
+
+TEXT_ONLY: Final = ToolCallPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelToolCalls:
+    """How the served model calls tools.
+
+    parser_name: value of --tool-call-parser. template: source of the chat template.
+    """
+
+    parser_name: ToolCallParser
+    template: str | None
+    facts: TemplateFacts
+    tokenizer: ModelTokenizer
+
+    @property
+    def template_has_tools(self) -> bool:
+        """The chat template renders tools."""
+        return "tools" in self.facts.names
+
+    @property
+    def format(self) -> ToolCallFormat | None:
+        """The format in which the model writes calls; None if it is unknown."""
+        return tool_call_format(
+            self.parser_name, self.template, template_has_tools=self.template_has_tools
+        )
+
+    def template_tools(self, request: ToolFields) -> list[dict[str, Any]] | None:
+        """Return the request's tools for the chat template; None if no tool may be called."""
+        if not request.callable_tools:
+            return None
+        return [tool.for_template() for tool in request.tools]
+
+    def adapt_conversation(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its tools as text if the chat template has no tools."""
+        if self.template_has_tools:
+            return conversation
+        return with_tools_as_text(conversation, self.format or DEFAULT_FORMAT)
+
+    def plan(self, request: ToolFields, text_grammar: GrammarSource | None) -> ToolCallPlan:
+        """Return how the answer may call the tools of a request.
+
+        text_grammar: the grammar that the request demands of its text, if any. Raises
+        InvalidRequestError for tools that this model cannot call as requested.
+        """
+        tools = request.callable_tools
+        if not tools:
+            return ToolCallPlan(grammar=text_grammar)
+        call_format = self.format
+        if call_format is None:
+            raise InvalidRequestError(
+                "the format of this model's tool calls is unknown: its chat template matches none "
+                "of the formats that --tool-call-parser accepts",
+                "tools",
+            )
+        token_ids = {}
+        for marker in call_format.markers:
+            token_id = self.tokenizer.special_id(marker)
+            if token_id is not None:
+                token_ids[marker] = token_id
+        offered = [
+            OfferedTool(tool.name, tool.parameters, tool.strict or request.must_call, tool.field)
+            for tool in tools
+        ]
+        rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
+        return ToolCallPlan(
+            call_format,
+            [tool.name for tool in request.tools],
+            _answer_grammar(request, call_format, rules, text_grammar),
+            {token_id: marker for marker, token_id in token_ids.items()},
+        )
+
+
+def _answer_grammar(
+    request: ToolFields,
+    call_format: ToolCallFormat,
+    rules: CallRules,
+    text_grammar: GrammarSource | None,
+) -> GrammarSource | None:
+    if request.must_call:
+        if text_grammar is not None:
+            raise InvalidRequestError(
+                f"{text_grammar.field} does not go with a tool_choice that asks for a call",
+                text_grammar.field,
+            )
+        return _grammar_source(["start: calls"], call_format.grammar(rules), rules)
+    if text_grammar is not None:
+        return _calls_or_schema(text_grammar, call_format.grammar(rules), rules)
+    if not request.calls_once and not any(tool.strict for tool in rules.tools):
+        return None
+    grammar = call_format.grammar(rules)
+    if not grammar.trigger:
+        start = ["start: calls | FREE", f"FREE: {grammar.free_text}"]
+        return _grammar_source(start, grammar, rules)
+    return _grammar_source(["start: after_trigger"], grammar, rules, trigger=grammar.trigger)
+
+
+def _calls_or_schema(
+    text_grammar: GrammarSource, grammar: CallGrammar, rules: CallRules
+) -> GrammarSource:
+    """Return the grammar of an answer that is either calls or JSON of the requested schema."""
+    if text_grammar.kind != "json_schema" or not grammar.trigger:
+        raise InvalidRequestError(
+            f"beside tools {text_grammar.field} takes a JSON schema, and a model that marks its "
+            "calls; tool_choice none lets it be",
+            text_grammar.field,
+        )
+    answer = f"answer: {json_rule(decoded(text_grammar.source))}"
+    return _grammar_source(["start: calls | answer", answer], grammar, rules)
+
+
+def _grammar_source(
+    start_rules: list[str], grammar: CallGrammar, rules: CallRules, *, trigger: str = ""
+) -> GrammarSource:
+    (first, *others) = rules.tools
+    field = "tools" if others else f"{first.field}.function.parameters"
+    source = GrammarSource(
+        "grammar",
+        "\n".join([*start_rules, *grammar.rules]),
+        trigger=trigger,
+        trigger_token_id=rules.token_ids.get(trigger),
+        field=field,
+    )
+    try:
+        source.validate()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}: {error.message}", field) from None
+    return source
+
+
+# Tools as text, for a chat template without tools.
+#
+#     system      You are helpful.            system      You are helpful.
+#                                                         # Tools … one JSON object per line …
+#     user        Is it cold?                 user        Is it cold?
+#     assistant   calls weather          ─▶   assistant   <tool_call>{"name": "weather", …
+#     tool        3 degrees                   user        <tool_response>3 degrees</tool_response>
+
+
+def with_tools_as_text(conversation: Conversation, call_format: ToolCallFormat) -> Conversation:
+    """Return the conversation with tools, calls and results of calls written as text."""
+    messages: list[Message] = []
+    previous_role = ""
+    for message in conversation.messages:
+        if message["role"] != "tool":
+            messages.append(_with_calls_as_text(message, call_format))
+        elif previous_role == "tool":  # results of parallel calls are one message
+            messages[-1]["content"] += f"\n{_tool_response(message)}"
+        else:
+            messages.append({"role": "user", "content": _tool_response(message)})
+        previous_role = message["role"]
+    if conversation.tools:
+        messages = _with_tool_descriptions(messages, conversation.tools, call_format)
+    return replace(conversation, messages=messages, tools=None)
+
+
+def _with_tool_descriptions(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
+) -> list[Message]:
+    """Return the messages with the tools in the system message, which is added if missing."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = call_format.render_calls([("function-name", '{"argument-name": "value"}')])
+    description = (
+        "# Tools\n\nYou may call one or more functions. Their signatures are within <tools> and "
+        f"</tools>:\n<tools>\n{lines}\n</tools>\n\nTo call a function answer with:\n{example}"
+    )
+    if messages and messages[0]["role"] in ("system", "developer"):
+        first, *rest = messages
+        return [{**first, "content": f"{_text(first['content'])}\n\n{description}"}, *rest]
+    return [{"role": "system", "content": description}, *messages]
+
+
+def _with_calls_as_text(message: Mapping[str, Any], call_format: ToolCallFormat) -> Message:
+    """Return the message with its tool calls appended to its content."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    functions = [call["function"] for call in calls]
+    rendered = call_format.render_calls(
+        [
+            (function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+            for function in functions
+        ]
+    )
+    content = "\n".join(text for text in (_text(message["content"]), rendered) if text)
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "content": content}
+
+
+def _tool_response(message: Mapping[str, Any]) -> str:
+    return f"<tool_response>\n{_text(message['content'])}\n</tool_response>"
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)

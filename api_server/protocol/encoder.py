@@ -1,0 +1,184 @@
+"""What the response encoders of the four APIs share. Start reading at `ResponseEncoder`.
+
+    completions.py:CompletionEncoder   chat.py:ChatEncoder
+    messages/encoder.py:MessageEncoder   responses/encoder.py:ResponsesEncoder
+
+A chunk that only adds text is assembled from strings that are prepared once per response, so that
+a streamed token costs the encoding of one string; everything else is rare and goes through
+`json.dumps`. The output is ASCII, so that no Unicode line separator can split an event.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from api_server.errors import error_body
+from api_server.request_stream import Delta, RequestStream, Usage
+from api_server.text.logprobs import TokenNames, prompt_logprobs
+from proto.errors import RequestError
+
+DONE: Final = "data: [DONE]\n\n"
+KEEP_ALIVE_COMMENT: Final = ": keep-alive\n\n"
+"""Clients skip lines that start with a colon (HTML standard, server-sent events)."""
+json_string: Final = json.encoder.encode_basestring_ascii
+
+
+class ResponseEncoder(Protocol):
+    """Encodes the output of one request in the format of its API.
+
+    A streamed response is `encode_start`, `encode_delta` for each delta, and `encode_end`, or at
+    any time `encode_error`. Each returns complete server-sent events, or "" for none. A response
+    that is not streamed is `encode_body`.
+    """
+
+    @property
+    def keep_alive(self) -> str:
+        """The event that keeps a silent connection open."""
+        ...
+
+    def encode_start(self) -> str:
+        """Return the events that are sent with the HTTP status, before the first token."""
+        ...
+
+    def encode_delta(self, delta: Delta) -> str:
+        """Return the events of a delta. The first delta of a choice also opens the choice."""
+        ...
+
+    def encode_end(self, usage: Usage) -> str:
+        """Return the last events of a stream that has not failed."""
+        ...
+
+    def encode_error(self, error: RequestError) -> str:
+        """Return the last events of a stream that has failed."""
+        ...
+
+    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """Return the response as a whole; `deltas` contain all output of each choice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What a response contains.
+
+    token_names: of tokens in `logprobs`; prompt_token_names: of those in `prompt_logprobs`.
+    num_logprobs: alternatives for each token, None for no log-probabilities.
+    num_prompt_logprobs: the same for prompt tokens.
+    includes_usage: a last chunk with the usage; includes_continuous_usage: in every chunk.
+    """
+
+    id: str
+    created: int
+    model: str
+    token_names: TokenNames
+    prompt_token_names: TokenNames
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    returns_token_ids: bool
+    includes_usage: bool
+    includes_continuous_usage: bool
+
+    @property
+    def is_text_only(self) -> bool:
+        """Chunks contain no log-probabilities, token ids or usage."""
+        return (
+            self.num_logprobs is None
+            and not self.returns_token_ids
+            and not self.includes_continuous_usage
+        )
+
+    def envelope(self, object_name: str) -> dict[str, Any]:
+        """Return the fields at the top of every body and chunk. object_name: its `object`."""
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def prompt_logprobs(self, stream: RequestStream) -> list[dict[str, Any] | None] | None:
+        """Return the field `prompt_logprobs`; None if it was not requested."""
+        if self.num_prompt_logprobs is None:
+            return None
+        return prompt_logprobs(
+            stream.prompt_rows, self.num_prompt_logprobs, self.prompt_token_names
+        )
+
+
+class OpenAIStreamEncoder:
+    """Start, end and error of the streams of completions and chat: they end with [DONE]."""
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(self, options: ResponseOptions, chunk_object: str) -> None:
+        self._options = options
+        self._chunk_object = chunk_object
+
+    def encode_start(self) -> str:
+        return ""
+
+    def encode_end(self, usage: Usage) -> str:
+        """Return [DONE], after the usage if it was requested."""
+        if not self._options.includes_usage:
+            return DONE
+        event = self._options.envelope(self._chunk_object) | {"choices": []}
+        return sse_event(event | {"usage": usage_object(self._reported_usage(usage))}) + DONE
+
+    def encode_error(self, error: RequestError) -> str:
+        return sse_event(error_body(error)) + DONE
+
+    def _reported_usage(self, usage: Usage) -> Usage:
+        """Return the usage that the client sees."""
+        return usage
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Return the `usage` of completions and chat."""
+    body: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
+
+
+PLACEHOLDER: Final = "\ue000"
+"""Stands in a prepared chunk for a value that changes."""
+
+
+def text_chunk_parts(chunk: dict[str, Any], last_fields: str) -> tuple[tuple[str, str], str]:
+    """Return ((text before the index, text between index and content), text after the content).
+
+    chunk: a chunk with PLACEHOLDER as index and content. last_fields: JSON text of the fields
+    after `"logprobs": null`.
+    """
+    before, between, after = json.dumps(chunk).split(json.dumps(PLACEHOLDER))
+    after = after.replace('"logprobs": null', f'"logprobs": null, {last_fields}')
+    return (f"data: {before}", between), f"{after}\n\n"
+
+
+def sse_event(body: dict[str, Any]) -> str:
+    """Return a server-sent event without a name."""
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def with_usage(
+    chunk: dict[str, Any], options: ResponseOptions, stream: RequestStream, delta: Delta
+) -> dict[str, Any]:
+    """Return the chunk, with the usage so far if every chunk has it."""
+    if options.includes_continuous_usage:
+        prompt_tokens = len(stream.prompt_token_ids)
+        chunk["usage"] = usage_object(
+            Usage(prompt_tokens, delta.num_tokens, stream.num_cached_tokens)
+        )
+    return chunk
+
+
+def transfer_params(streams: Sequence[RequestStream]) -> dict[str, Any]:
+    """Return `kv_transfer_params` of the last prompt for which the KV connector reported any."""
+    reported = [stream.kv_transfer_params for stream in streams if stream.kv_transfer_params]
+    return {"kv_transfer_params": reported[-1]} if reported else {}
+
+
+def last_chunk_fields(delta: Delta, streams: Sequence[RequestStream]) -> dict[str, Any]:
+    """Return the fields that only the last chunk of a choice has."""
+    return {} if delta.finish_reason is None else transfer_params(streams)

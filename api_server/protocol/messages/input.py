@@ -1,0 +1,235 @@
+"""The messages of /v1/messages, as messages of a chat.
+
+    user        "weather?"                          user       "weather?"
+    assistant   thinking "Paris, then"            ┐
+                text "Let me look."               ├ assistant  reasoning, "Let me look.", tool_calls
+                tool_use weather(…)               ┘
+    user        tool_result "21 °C"                 tool       "21 °C"
+                text "And tomorrow?"                user       "And tomorrow?"
+    system      "40,000 tokens left"                system     in the same position
+
+Consecutive turns of one role become one message. System messages keep their position, so that the
+cached prefix before them stays valid. Some templates accept neither these nor a user's message
+right after a tool's; with `merge_roles`, a later system message becomes part of the user's, and
+what follows a tool's result becomes part of the result.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from api_server.protocol.fields import IgnoredFields, media_placeholder
+from proto.errors import InvalidRequestError, shown
+
+Json = dict[str, Any]
+
+ERROR_PREFIX: Final = "Error: "
+"""Prefix of the result of a tool that failed; templates have no other way to express it."""
+_MEDIA_BLOCKS: Final = frozenset({"image", "document"})
+_ROLES: Final = ("user", "assistant", "system")
+_SERVER_BLOCKS: Final = frozenset(
+    {
+        *("redacted_thinking", "server_tool_use", "web_search_tool_result", "mcp_tool_use"),
+        *("web_fetch_tool_result", "code_execution_tool_result", "mcp_tool_result"),
+        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result"),
+        *("tool_search_tool_result", "container_upload", "compaction", "fallback"),
+    }
+)
+"""Blocks about tools of Anthropic's servers. They contain nothing that this model can read."""
+_BILLING_HEADER: Final = re.compile(r"x-anthropic-billing-header:")
+"""A system block that is no instruction. It differs in each request, so it is dropped: it would
+keep the text after it from being found in the prefix cache."""
+
+
+def system_text(system: Any, ignored: IgnoredFields) -> str:
+    """Return the system prompt, from a string or text blocks; "" for none.
+
+    Raises InvalidRequestError.
+    """
+    if system is None or isinstance(system, str):
+        return _text(system or "", "system")
+    blocks = _blocks(system, "system")
+    texts = [_block_text(block, f"system.{index}") for index, block in enumerate(blocks)]
+    kept_texts = [text for text in texts if not _BILLING_HEADER.match(text)]
+    if len(kept_texts) < len(texts):
+        ignored.add("system.x-anthropic-billing-header")
+    return "\n\n".join(kept_texts)
+
+
+class BlockTranslator:
+    """Translates the messages of a request, which consist of blocks, into chat messages.
+
+    merge_roles: see the top of this file. source_indices: for each chat message, the index of the
+    request's message with which it starts; -1 for the system prompt.
+    """
+
+    def __init__(self, system: str, ignored: IgnoredFields, *, merge_roles: bool) -> None:
+        self.messages: list[Json] = []
+        self.source_indices: list[int] = []
+        self._ignored = ignored
+        self._merge_roles = merge_roles
+        self._source_index = -1
+        if system:
+            self._append_message({"role": "system", "content": system})
+
+    def append_messages(self, messages: Sequence[Json]) -> None:
+        """Translate the messages; raise InvalidRequestError that names the invalid field."""
+        for index, message in enumerate(messages):
+            self._source_index = index
+            where = f"messages.{index}"
+            role = message.get("role")
+            if role not in _ROLES:
+                raise _invalid(f"{where}.role", "must be 'user', 'assistant' or 'system'")
+            for name in message:
+                if name not in ("role", "content"):
+                    self._ignored.add(f"messages.{name}")
+            content = message.get("content")
+            if isinstance(content, str):
+                blocks = [{"type": "text", "text": _text(content, f"{where}.content")}]
+            else:
+                blocks = _blocks(content, f"{where}.content")
+            if role == "assistant":
+                self._append_assistant_blocks(blocks, where)
+            else:
+                self._append_other_blocks(str(role), blocks, where)
+        if messages and messages[-1].get("role") == "assistant":
+            self._check_last_message(len(messages) - 1)
+
+    @property
+    def continues_last_message(self) -> bool:
+        """The last message is the assistant's, so the answer continues it."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    def _check_last_message(self, index: int) -> None:
+        """Raise InvalidRequestError if an answer cannot continue the assistant's last message."""
+        if not self.continues_last_message or self.messages[-1].get("tool_calls"):
+            raise _invalid(f"messages.{index}", "calls a tool, and its result does not follow")
+        if not self.messages[-1]["content"].strip():
+            raise _invalid(f"messages.{index}", "is the last, and has no text to go on with")
+
+    def _append_assistant_blocks(self, blocks: list[Json], where: str) -> None:
+        """Add blocks to the assistant's message: reasoning, text and calls."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            message = self.messages[-1]
+        else:
+            message = {"role": "assistant", "content": ""}
+            self._append_message(message)
+        for index, block in enumerate(blocks):
+            path = f"{where}.content.{index}"
+            kind = block["type"]
+            if kind == "text":
+                message["content"] += _block_text(block, path)
+            elif kind == "thinking":
+                reasoning = _string(block, "thinking", path)
+                if reasoning:
+                    message["reasoning"] = message.get("reasoning", "") + reasoning
+            elif kind == "tool_use":
+                message.setdefault("tool_calls", []).append(_tool_call(block, path))
+            else:
+                self._ignore_block(kind, path)
+
+    def _append_other_blocks(self, role: str, blocks: list[Json], where: str) -> None:
+        """Add blocks of user or system; each tool result is a message of its own."""
+        for index, block in enumerate(blocks):
+            path = f"{where}.content.{index}"
+            kind = block["type"]
+            if kind == "text":
+                self._append_text(role, _block_text(block, path))
+            elif kind == "tool_result" and role == "user":
+                content = self._tool_result(block.get("content", ""), f"{path}.content")
+                if block.get("is_error") is True and not content.startswith(ERROR_PREFIX):
+                    content = ERROR_PREFIX + content
+                call_id = _string(block, "tool_use_id", path)
+                message = {"role": "tool", "tool_call_id": call_id, "content": content}
+                self._append_message(message)
+            else:
+                self._ignore_block(kind, path)
+
+    def _append_text(self, role: str, text: str) -> None:
+        if self._merge_roles and self.messages:
+            role = "user" if self.messages[-1]["role"] != "tool" else "tool"
+        if self.messages and self.messages[-1]["role"] == role:
+            message = self.messages[-1]
+            message["content"] = "\n".join(filter(None, (message["content"], text)))
+        else:
+            self._append_message({"role": role, "content": text})
+
+    def _tool_result(self, content: Any, where: str) -> str:
+        """Return a tool's result as text.
+
+        A text replaces images and documents: an error would end the agent for good, because it
+        sends the whole conversation again each time.
+        """
+        if content is None or isinstance(content, str):
+            return _text(content or "", where)
+        texts = []
+        for index, block in enumerate(_blocks(content, where)):
+            path = f"{where}.{index}"
+            if block["type"] == "tool_reference":
+                texts.append(_string(block, "tool_name", path))
+            elif block["type"] in _MEDIA_BLOCKS:
+                self._ignored.add(f"messages.content.tool_result.{block['type']}")
+                texts.append(media_placeholder(block["type"]))
+            else:
+                texts.append(_block_text(block, path))
+        return "\n".join(texts)
+
+    def _ignore_block(self, kind: str, where: str) -> None:
+        if kind not in _SERVER_BLOCKS:
+            raise _invalid(where, f"blocks of the type {shown(kind)} are not available here")
+        self._ignored.add(f"messages.content.{kind}")
+
+    def _append_message(self, message: Json) -> None:
+        self.messages.append(message)
+        self.source_indices.append(self._source_index)
+
+
+def _tool_call(block: Json, where: str) -> Json:
+    given = block.get("input", {})
+    if not isinstance(given, dict):
+        raise _invalid(f"{where}.input", "must be an object")
+    arguments = json.dumps(given, ensure_ascii=False)
+    _text(arguments, f"{where}.input")
+    return {
+        "id": _string(block, "id", where),
+        "type": "function",
+        "function": {"name": _string(block, "name", where), "arguments": arguments},
+    }
+
+
+def _blocks(value: Any, where: str) -> list[Json]:
+    """Return content blocks; raise InvalidRequestError unless each is an object with a type."""
+    if not isinstance(value, list):
+        raise _invalid(where, "must be a string or a list of blocks")
+    for index, block in enumerate(value):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise _invalid(f"{where}.{index}", "must be an object with a type")
+    return value
+
+
+def _block_text(block: Mapping[str, Any], where: str) -> str:
+    """Return the text of a block; raise InvalidRequestError if it is no text block."""
+    if block["type"] != "text":
+        raise _invalid(where, f"takes text, not blocks of the type {shown(block['type'])}")
+    return _string(block, "text", where)
+
+
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _invalid(f"{where}.{name}", "must be a string")
+    return _text(value, f"{where}.{name}")
+
+
+def _text(value: str, where: str) -> str:
+    """Return a text; raise InvalidRequestError if it cannot be encoded as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _invalid(where, "holds half of a surrogate pair, which is no text") from None
+    return value
+
+
+def _invalid(where: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: {what}", where)

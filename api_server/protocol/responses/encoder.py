@@ -1,0 +1,247 @@
+"""The encoder of /v1/responses, and the order of its stream events.
+
+created ─ in_progress ─ items (see output_items.py), one after the other ─ completed
+                                                                         ├ incomplete
+                                                                         └ error ─ failed
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from api_server.errors import error_body
+from api_server.parsers.output import (
+    ChoiceParser,
+    ContentText,
+    OutputPart,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from api_server.protocol.encoder import KEEP_ALIVE_COMMENT, ResponseOptions
+from api_server.protocol.responses.output_items import (
+    CallItem,
+    ContentTokens,
+    EventBuffer,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    Status,
+    call_item,
+)
+from api_server.protocol.responses.request import ResponsesRequest, ResponsesTranslation
+from api_server.protocol.responses.stored import ResponseRecord
+from api_server.request_stream import Delta, Usage
+from api_server.text.logprobs import TextToken, chat_logprobs
+from proto.errors import OverloadedError, RequestError
+
+Json = dict[str, Any]
+FinalStatus = Literal["completed", "incomplete", "cancelled", "failed"]
+_FINAL_STATUS: Final[dict[str, tuple[FinalStatus, str | None]]] = {
+    "length": ("incomplete", "max_output_tokens"),
+    "abort": ("cancelled", None),
+}
+"""finish_reason → (status, reason of an incomplete response); every other one is completed."""
+
+
+class ResponsesEncoder:
+    """Encoder of /v1/responses, for the only choice of a request.
+
+    translation: knows the client's tools and field names. record: stores the finished response;
+    None if the request does not ask for that.
+    """
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(
+        self,
+        options: ResponseOptions,
+        request: ResponsesRequest,
+        parser: ChoiceParser,
+        translation: ResponsesTranslation,
+        record: ResponseRecord | None = None,
+    ) -> None:
+        self._options = options
+        self._envelope = _envelope(options, request)
+        self._has_summary = request.returns_summary
+        self._parser = parser
+        self._translation = translation
+        self._record = record
+        self._closed_items: list[Json] = []
+        self._open_item: OutputItem | None = None
+        self._call_index = -1
+        self._content_tokens = ContentTokens()
+        self._finish_reason = ""
+        self._events = EventBuffer()
+
+    def encode_start(self) -> str:
+        for name in ("created", "in_progress"):
+            self._events.add_event(name, response=self.snapshot())
+        return self._events.take_events()
+
+    def encode_delta(self, delta: Delta) -> str:
+        self._add_delta(delta)
+        return self._events.take_events()
+
+    def encode_end(self, usage: Usage) -> str:
+        response = self._finish_response(usage)
+        name = "completed" if response["status"] == "completed" else "incomplete"
+        self._events.add_event(name, response=response)
+        return self._events.take_events()
+
+    def encode_error(self, error: RequestError) -> str:
+        body = error_body(self._translation.translate_error(error))["error"]
+        code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
+        message, param = body["message"], body["param"]
+        self._close_item("incomplete")
+        response = self._response("failed") | {"error": {"code": code, "message": message}}
+        self._save(response)
+        self._events.add_unprefixed_event("error", code=code, message=message, param=param)
+        self._events.add_event("failed", response=response)
+        return self._events.take_events()
+
+    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
+        for delta in deltas:
+            self._add_delta(delta)
+        return self._finish_response(usage)
+
+    def snapshot(self, status: Literal["in_progress", "cancelled"] = "in_progress") -> Json:
+        """Return the response with all output so far."""
+        return self._response(status)
+
+    def _finish_response(self, usage: Usage) -> Json:
+        status, reason = _FINAL_STATUS.get(self._finish_reason, ("completed", None))
+        if self._open_item is None and not self._closed_items:
+            self._replace_item(MessageItem(self._events, 0))
+        if isinstance(self._open_item, MessageItem):
+            # the token that ended the choice has a log-probability but no text
+            last_tokens = self._content_tokens.take_last_tokens()
+            self._open_item.append_logprobs(self._logprobs(last_tokens))
+        self._close_item("completed" if status == "completed" else "incomplete")
+        response = self._response(status)
+        if reason is not None:
+            response["incomplete_details"] = {"reason": reason}
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        response["usage"] = _usage_object(usage)
+        self._save(response)
+        return response
+
+    def _save(self, response: Json) -> None:
+        if self._record is not None:
+            self._record.save_response(response)
+
+    def _add_delta(self, delta: Delta) -> None:
+        for text in self._content_tokens.split_delta(delta):
+            self._add_parts(self._parser.parse_delta(text))
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            self._add_parts(self._parser.parse_delta("", is_last=True))
+
+    def _add_parts(self, parts: Sequence[OutputPart]) -> None:
+        for part in parts:
+            self._add_part(part)
+
+    def _add_part(self, part: OutputPart) -> None:
+        item = self._open_item
+        index = len(self._closed_items) + (item is not None)
+        match part:
+            case ContentText(text):
+                if not isinstance(item, MessageItem):
+                    item = MessageItem(self._events, index)
+                    self._replace_item(item)
+                tokens = self._content_tokens.take_tokens(text)
+                item.append_content(text, self._logprobs(tokens))
+            case ReasoningText(text):
+                if not isinstance(item, ReasoningItem):
+                    item = ReasoningItem(self._events, index, has_summary=self._has_summary)
+                    self._replace_item(item)
+                item.append_reasoning(text)
+            case ToolCallStart(call_index, call_id, name):
+                tool = self._translation.tools.client_tool(name)
+                self._replace_item(call_item(self._events, index, call_id, tool))
+                self._call_index = call_index
+            case ToolCallArguments(call_index, text):
+                assert isinstance(item, CallItem)
+                assert call_index == self._call_index, "calls come one after the other"
+                item.append_arguments(text)
+
+    def _replace_item(self, item: OutputItem) -> None:
+        """Close the open item and open another."""
+        self._close_item("completed")
+        self._open_item = item
+        item.open_item()
+
+    def _close_item(self, status: Status) -> None:
+        if self._open_item is not None:
+            self._open_item.close_item(status)
+            self._closed_items.append(self._open_item.full_item(status))
+            self._open_item = None
+
+    def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
+        """Return the log-probabilities of tokens; [] if they were not requested."""
+        options = self._options
+        if options.num_logprobs is None:
+            return []
+        content: list[Json] = chat_logprobs(tokens, options.num_logprobs, options.token_names)[
+            "content"
+        ]
+        return content
+
+    def _response(self, status: FinalStatus | Literal["in_progress"]) -> Json:
+        output = list(self._closed_items)
+        if self._open_item is not None:
+            output.append(self._open_item.full_item("in_progress"))
+        return self._envelope | {"status": status, "output": output}
+
+
+def _usage_object(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _envelope(options: ResponseOptions, request: ResponsesRequest) -> Json:
+    """Return the fields that do not change while the response grows."""
+    text: Json = {"format": {"type": "text"}}
+    if request.text is not None and request.text.format is not None:
+        text = {"format": request.text.format}
+    reasoning: Json = {"effort": None, "summary": None}
+    if request.reasoning is not None:
+        summary = request.reasoning.summary or request.reasoning.generate_summary
+        reasoning = {"effort": request.reasoning.effort, "summary": summary}
+    return {
+        "id": options.id,
+        "object": "response",
+        "created_at": options.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": request.background,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": dict(request.metadata),
+        "model": options.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": reasoning,
+        "service_tier": "default",
+        "store": request.store,
+        "temperature": request.temperature,
+        "text": text,
+        "tool_choice": request.tool_choice,
+        "tools": request.tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation,
+        "usage": None,
+    }

@@ -1,0 +1,375 @@
+"""The output items of /v1/responses, which grow with the output, and their stream events.
+
+    output_item.added ─ content_part.added ─ output_text.delta … output_text.done
+                      ─ content_part.done ─ output_item.done
+
+`encoder.py` decides which item a part of the output belongs to.
+"""
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+from api_server.protocol.encoder import PLACEHOLDER, json_string
+from api_server.protocol.responses.tools import CUSTOM_INPUT, ClientTool
+from api_server.request_stream import Delta
+from api_server.text.logprobs import TextToken
+
+# The events of a stream:
+#
+#     event: response.output_text.delta
+#     data: {"type": "response.output_text.delta", "sequence_number": 4, …}
+
+
+class EventBuffer:
+    """Numbered events that have not been sent yet."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._events: list[str] = []
+
+    def add_event(self, name: str, /, **fields: Any) -> None:
+        """Add an event. name: without its prefix `response.`."""
+        self.add_unprefixed_event(f"response.{name}", **fields)
+
+    def add_unprefixed_event(self, kind: str, /, **fields: Any) -> None:
+        self._events.append(_event({"type": kind, "sequence_number": self._number, **fields}))
+        self._number += 1
+
+    def add_text_event(self, template: "TextEventTemplate", text: str) -> None:
+        """Add an event of a template with this text."""
+        before, between, after = template.pieces
+        self._events.append(f"{before}{self._number}{between}{json_string(text)}{after}")
+        self._number += 1
+
+    def take_events(self) -> str:
+        """Return the events since the last call."""
+        events = "".join(self._events)
+        self._events.clear()
+        return events
+
+
+class TextEventTemplate:
+    """Prepared strings of events that differ only in their number and their `delta`.
+
+    name: without its prefix `response.`. fields: all other fields.
+    """
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, name: str, /, **fields: Any) -> None:
+        event = {"type": f"response.{name}", "sequence_number": PLACEHOLDER, **fields}
+        event["delta"] = PLACEHOLDER
+        self.pieces = _event(event).split(json.dumps(PLACEHOLDER))
+
+
+def _event(fields: dict[str, Any]) -> str:
+    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n"
+
+
+# Which tokens belong to the text of a message, if log-probabilities were requested:
+#
+#     tokens    <think> │ Hm │ . │ </think> │ \n\n │ Let │ _me │ <eos>
+#     parts               Reasoning                    Content
+#     tokens of the message                        Let   _me   <eos>
+
+
+class ContentTokens:
+    """Assigns the tokens of one choice to the content that a parser finds in its text.
+
+    The text offset of the first character must be 0.
+    """
+
+    def __init__(self) -> None:
+        self._unparsed: deque[TextToken] = deque()  # tokens whose text the parser has not read
+        self._parsed: list[TextToken] = []  # tokens that the parser has read and not assigned
+        self._unassigned: list[str] = []  # text that the parser has read since the last content
+        self._num_parsed = 0  # characters
+
+    def split_delta(self, delta: Delta) -> Iterator[str]:
+        """Yield the text of a delta, split where tokens start; whole if it has no tokens."""
+        self._unparsed += delta.tokens
+        start, end = self._num_parsed, self._num_parsed + len(delta.text)
+        while True:
+            while self._unparsed and self._unparsed[0].text_offset <= self._num_parsed:
+                self._parsed.append(self._unparsed.popleft())
+            if self._num_parsed == end:
+                return
+            cut = min(self._unparsed[0].text_offset, end) if self._unparsed else end
+            piece = delta.text[self._num_parsed - start : cut - start]
+            self._num_parsed = cut
+            if self._parsed:
+                self._unassigned.append(piece)
+            yield piece
+
+    def take_tokens(self, text: str) -> list[TextToken]:
+        """Return the tokens of content that the parser has found in the text it has read.
+
+        unassigned    </think>  \\n\\n  Let  <to    tokens before the content are dropped;
+                                       └───┘      its last token may extend beyond it
+        """
+        unassigned = "".join(self._unassigned)
+        position = max(unassigned.rfind(text), 0)
+        self._unassigned = [unassigned[position + len(text) :]]
+        start = self._num_parsed - len(unassigned) + position
+        end = start + len(text)
+        tokens = [token for token in self._parsed if token.text_offset < end]
+        while len(tokens) > 1 and tokens[1].text_offset <= start:
+            tokens.pop(0)
+        self._parsed = [token for token in self._parsed if token.text_offset >= end]
+        return tokens
+
+    def take_last_tokens(self) -> list[TextToken]:
+        """Return the tokens after the last content, such as the one that ended the choice."""
+        tokens, self._parsed, self._unassigned = self._parsed, [], []
+        return tokens
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Json = dict[str, Any]
+
+
+class OutputItem:
+    """One output item. Its events are those of `open_item`, of its deltas and of `close_item`.
+
+    id_prefix: of the item's id. events: receives its events. output_index: its index in `output`.
+    """
+
+    def __init__(self, id_prefix: str, events: EventBuffer, output_index: int) -> None:
+        self._id = f"{id_prefix}_{secrets.token_hex(16)}"
+        self._events = events
+        self._output_index = output_index
+        self._location: Final[Json] = {"item_id": self._id, "output_index": output_index}
+        self._pieces: list[str] = []
+
+    def open_item(self) -> None:
+        raise NotImplementedError
+
+    def close_item(self, status: Status) -> None:
+        raise NotImplementedError
+
+    def full_item(self, status: Status) -> Json:
+        """Return the item with all output so far."""
+        raise NotImplementedError
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._pieces)
+
+    def _add_opening_event(self, item: Json) -> None:
+        index = self._output_index
+        self._events.add_event("output_item.added", output_index=index, item=item)
+
+    def _add_closing_event(self, item: Json) -> None:
+        index = self._output_index
+        self._events.add_event("output_item.done", output_index=index, item=item)
+
+
+class MessageItem(OutputItem):
+    """The content of the answer, with log-probabilities if they were requested."""
+
+    def __init__(self, events: EventBuffer, output_index: int) -> None:
+        super().__init__("msg", events, output_index)
+        self._logprobs: list[Json] = []
+        self._delta_template = TextEventTemplate(
+            "output_text.delta", **self._location, content_index=0, logprobs=[]
+        )
+
+    def open_item(self) -> None:
+        self._add_opening_event(self._item([], "in_progress"))
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._events.add_event("content_part.added", **self._location, content_index=0, part=part)
+
+    def append_logprobs(self, logprobs: list[Json]) -> None:
+        """Add log-probabilities of tokens that have no text."""
+        self._logprobs += logprobs
+
+    def append_content(self, text: str, logprobs: list[Json]) -> None:
+        self._pieces.append(text)
+        if not logprobs:
+            self._events.add_text_event(self._delta_template, text)
+            return
+        self._logprobs += logprobs
+        self._events.add_event(
+            "output_text.delta", **self._location, content_index=0, delta=text, logprobs=logprobs
+        )
+
+    def close_item(self, status: Status) -> None:
+        part = self._part()
+        self._events.add_event(
+            "output_text.done",
+            **self._location,
+            content_index=0,
+            text=part["text"],
+            logprobs=part["logprobs"],
+        )
+        self._events.add_event("content_part.done", **self._location, content_index=0, part=part)
+        self._add_closing_event(self._item([part], status))
+
+    def full_item(self, status: Status) -> Json:
+        return self._item([self._part()], status)
+
+    def _item(self, content: list[Json], status: Status) -> Json:
+        return {
+            "type": "message",
+            "id": self._id,
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def _part(self) -> Json:
+        return {
+            "type": "output_text",
+            "text": self._text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
+
+
+class ReasoningItem(OutputItem):
+    """The reasoning. has_summary: the same text is sent as a summary too."""
+
+    def __init__(self, events: EventBuffer, output_index: int, *, has_summary: bool) -> None:
+        super().__init__("rs", events, output_index)
+        self._has_summary = has_summary
+
+    def open_item(self) -> None:
+        location, part = self._location, {"type": "reasoning_text", "text": ""}
+        self._add_opening_event(self._item([], [], "in_progress"))
+        self._events.add_event("content_part.added", **location, content_index=0, part=part)
+        if self._has_summary:
+            part = {"type": "summary_text", "text": ""}
+            self._events.add_event(
+                "reasoning_summary_part.added", **location, summary_index=0, part=part
+            )
+
+    def append_reasoning(self, text: str) -> None:
+        location = self._location
+        self._pieces.append(text)
+        self._events.add_event("reasoning_text.delta", **location, content_index=0, delta=text)
+        if self._has_summary:
+            self._events.add_event(
+                "reasoning_summary_text.delta", **location, summary_index=0, delta=text
+            )
+
+    def close_item(self, status: Status) -> None:
+        location, text, events = self._location, self._text, self._events
+        (part,) = self._content()
+        events.add_event("reasoning_text.done", **location, content_index=0, text=text)
+        events.add_event("content_part.done", **location, content_index=0, part=part)
+        for part in self._summary():
+            events.add_event("reasoning_summary_text.done", **location, summary_index=0, text=text)
+            events.add_event("reasoning_summary_part.done", **location, summary_index=0, part=part)
+        self._add_closing_event(self.full_item(status))
+
+    def full_item(self, status: Status) -> Json:
+        return self._item(self._summary(), self._content(), status)
+
+    def _item(self, summary: list[Json], content: list[Json], status: Status) -> Json:
+        return {
+            "type": "reasoning",
+            "id": self._id,
+            "summary": summary,
+            "content": content,
+            "encrypted_content": None,
+            "status": status,
+        }
+
+    def _content(self) -> list[Json]:
+        return [{"type": "reasoning_text", "text": self._text}]
+
+    def _summary(self) -> list[Json]:
+        return [{"type": "summary_text", "text": self._text}] if self._has_summary else []
+
+
+class FunctionCallItem(OutputItem):
+    """A call of a function."""
+
+    def __init__(
+        self, events: EventBuffer, output_index: int, call_id: str, tool: ClientTool
+    ) -> None:
+        super().__init__("fc", events, output_index)
+        self._call = {"call_id": call_id, **_tool_fields(tool)}
+        self._delta_template = TextEventTemplate("function_call_arguments.delta", **self._location)
+
+    def open_item(self) -> None:
+        self._add_opening_event(self.full_item("in_progress"))
+
+    def append_arguments(self, arguments: str) -> None:
+        self._pieces.append(arguments)
+        self._events.add_text_event(self._delta_template, arguments)
+
+    def close_item(self, status: Status) -> None:
+        name, arguments = self._call["name"], self._text
+        self._events.add_event(
+            "function_call_arguments.done", **self._location, name=name, arguments=arguments
+        )
+        self._add_closing_event(self.full_item(status))
+
+    def full_item(self, status: Status) -> Json:
+        return {
+            "type": "function_call",
+            "id": self._id,
+            **self._call,
+            "arguments": self._text,
+            "status": status,
+        }
+
+
+class CustomToolCallItem(OutputItem):
+    """A call of a custom tool. Its input is known only when the arguments are complete."""
+
+    def __init__(
+        self, events: EventBuffer, output_index: int, call_id: str, tool: ClientTool
+    ) -> None:
+        super().__init__("ctc", events, output_index)
+        self._call = {"call_id": call_id, **_tool_fields(tool)}
+
+    def open_item(self) -> None:
+        self._add_opening_event(self._item("", "in_progress"))
+
+    def append_arguments(self, arguments: str) -> None:
+        self._pieces.append(arguments)
+
+    def close_item(self, status: Status) -> None:
+        tool_input = _custom_input(self._text)
+        self._events.add_event("custom_tool_call_input.delta", **self._location, delta=tool_input)
+        self._events.add_event("custom_tool_call_input.done", **self._location, input=tool_input)
+        self._add_closing_event(self.full_item(status))
+
+    def full_item(self, status: Status) -> Json:
+        return self._item(_custom_input(self._text), status)
+
+    def _item(self, tool_input: str, status: Status) -> Json:
+        return {
+            "type": "custom_tool_call",
+            "id": self._id,
+            **self._call,
+            "input": tool_input,
+            "status": status,
+        }
+
+
+CallItem = FunctionCallItem | CustomToolCallItem
+
+
+def call_item(events: EventBuffer, output_index: int, call_id: str, tool: ClientTool) -> CallItem:
+    """Return the item for a call of this tool."""
+    item_class = CustomToolCallItem if tool.is_custom else FunctionCallItem
+    return item_class(events, output_index, call_id, tool)
+
+
+def _tool_fields(tool: ClientTool) -> Json:
+    return {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text input of a custom tool; all arguments if they do not have the right form."""
+    try:
+        tool_input = json.loads(arguments)[CUSTOM_INPUT]
+    except (ValueError, TypeError, KeyError):
+        return arguments
+    return tool_input if isinstance(tool_input, str) else json.dumps(tool_input)
