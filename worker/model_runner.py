@@ -178,7 +178,7 @@ class ModelRunner:
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
-        return self._model.scores(
+        return self._model.logits(
             forward.inputs.sampled_hidden(forward.hidden, forward.sample_tokens)
         )
 
@@ -366,7 +366,7 @@ def nonfinite_by_kernel(
     """Compute `nonfinite_sequences` by a kernel for CPUs."""
     hidden = hidden.contiguous()
     nonfinite = np.empty(len(query_start) - 1, dtype=np.bool_)
-    kernels.find_broken(
+    kernels.find_nonfinite(
         DTYPE_CODES[hidden.dtype],
         len(nonfinite),
         query_start.ctypes.data,

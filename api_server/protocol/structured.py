@@ -88,7 +88,10 @@ class StructuredFields(BaseModel):
 
     @property
     def grammar_source(self) -> GrammarSource | None:
-        """What the answer has to be; None for any text. Raises InvalidRequestError by name."""
+        """The grammar or schema of the answer; None for any text.
+
+        Raises InvalidRequestError that names the field.
+        """
         found = [*self._from_format(), *self._from_structured(), *self._from_guided()]
         if len(found) > 1:
             raise InvalidRequestError(
