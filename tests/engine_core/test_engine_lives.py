@@ -101,9 +101,9 @@ class FrontEnd:
         engine.tokens.clear()
 
     def lose(self):
-        any_begun = any(each.begun for each in self.open)
+        any_started = any(each.started for each in self.open)
         for each in self.unfinished:
-            each.lose_engine(CRASHES, others_begun=any_begun)
+            each.lose_engine(CRASHES, others_started=any_started)
 
     @property
     def unfinished(self):
