@@ -80,7 +80,7 @@ class FrontEnd:
     def begins(self, request, *, alone):
         entry = self.open[request.request_id]
         entry.alone = entry.alone or alone
-        entry.note_progress(RequestProgress(request.request_id, 0, 0))
+        entry.record_progress(RequestProgress(request.request_id, 0, 0))
 
     def meet(self, epoch):
         """Start an engine and send it all open requests."""
