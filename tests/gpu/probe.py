@@ -80,14 +80,14 @@ def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
     for size in sizes:
         bench = Bench(gpu, decoder, size * -(-context // BLOCK) * BLOCK, (size,), context)
         started = time.monotonic()
-        forward = bench.graphs((size,), context)
+        graphs = bench.graphs((size,), context)
         gpu.synchronize()
         report.figure(f"graph of {size} captured in s", time.monotonic() - started)
         inputs = step_inputs([context] * size, [1] * size)
         token_ids, positions, _ = bench.sent(inputs)
 
-        def step(forward: Any = forward, sent: Any = (inputs, token_ids, positions)) -> Any:
-            return decoder.logits(forward(*sent)).argmax(dim=1)
+        def step(replay: Any = graphs.replay, sent: Any = (inputs, token_ids, positions)) -> Any:
+            return decoder.logits(replay(*sent)).argmax(dim=1)
 
         report.figure(f"step of {size} decodes, µs", gpu.kernel_times(step))
 
