@@ -66,7 +66,7 @@ $(VENV)/torch: constraints.txt
 	@touch $@
 
 KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/build_kernels.py \
-	$(wildcard engine_core/csrc/*.c worker/csrc/*.cpp worker/csrc/*.h)
+	$(wildcard engine_core/csrc/*.c) $(shell find worker/csrc -name "*.cpp" -o -name "*.h")
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 	@echo "installing tokend and what it needs, building its kernels (once)"

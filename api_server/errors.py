@@ -1,7 +1,6 @@
-"""Every error as the body that clients of the path expect: OpenAI's, or Anthropic's.
+"""Exceptions → HTTP statuses and bodies: OpenAI's, or Anthropic's for the paths of /v1/messages.
 
-Owns the mapping from exceptions to statuses and bodies. What is not a RequestError
-is logged in full and answered in general words.
+An exception that is not a RequestError is logged in full; the client gets a general message.
 """
 
 import logging
@@ -27,14 +26,14 @@ class BodyTooLargeError(RequestError):
 
 
 class SlowUploadError(RequestError):
-    """The body did not come in time; the rest of it is not waited for."""
+    """Headers or body did not arrive in time; the rest is not read."""
 
     status = 408
     type = "RequestTimeoutError"
 
 
 class SlowReaderError(RequestError):
-    """The client does not read its stream as fast as it is produced."""
+    """The client reads its stream more slowly than the engine produces it."""
 
     status = 408
     type = "RequestTimeoutError"
@@ -51,31 +50,31 @@ class NotAvailableError(OverloadedError):
 
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-"""What Python shows of an object that has no better words for itself."""
+"""A heap address, as in Python's default repr of an object."""
 _PATH = re.compile(r"(?<![\w.-])(?<!:/)/(?!v1/)[\w.@+~-]+(?:/[\w.@+~-]+)+")
-"""A file, as an error of the system or of a library names it; the API's own paths may be said."""
+"""A file path in an error of the system or of a library; the API's own paths are excepted."""
 
 
 class DrainingError(NotAvailableError):
-    """The daemon is about to end: what is under way finishes, nothing else begins."""
+    """The daemon drains: running requests finish, new ones are refused."""
 
     def __init__(self) -> None:
-        super().__init__("draining: the server is shutting down and takes no more requests")
+        super().__init__("draining: the server is shutting down and accepts no more requests")
 
 
-_PASSING = frozenset({408, 409, 429})
-"""Errors of a client that may be none when it asks again. Of others Anthropic's clients are told
-that they are not to: an agent may ask ten times with a wrong key before it says so."""
+_RETRYABLE = frozenset({408, 409, 429})
+"""4xx statuses that may disappear on a retry. With the others, Anthropic's clients get
+x-should-retry: false; without it, an agent may try a wrong key ten times."""
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 def public_message(error: RequestError) -> str:
-    """What it says, without addresses of the heap or files."""
+    """Return the error's message without heap addresses and file paths."""
     return _PATH.sub("/…", _ADDRESS.sub("0x…", error.message))
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body that clients of OpenAI's API expect, without addresses of the heap or files."""
+    """Return the error in OpenAI's format, without heap addresses and file paths."""
     return {
         "error": {
             "message": public_message(error),
@@ -87,7 +86,10 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, path: str = "") -> JSONResponse:
-    """path: of the request, which says in whose words it is answered; "" where it is not known."""
+    """Return the response to an error, in the format that clients of the request's path expect.
+
+    path: "" if not known, for OpenAI's format.
+    """
     headers = {}
     if error.retry_after_seconds:
         headers["retry-after"] = str(error.retry_after_seconds)
@@ -95,13 +97,13 @@ def error_response(error: RequestError, path: str = "") -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
-    if is_of_messages(path):
+    if is_messages_path(path):
         return _message_error(error.status, public_message(error), headers)
     return JSONResponse(error_body(error), error.status, headers)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception of a route."""
+    """Register handlers for all exceptions of the routes."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -112,7 +114,7 @@ def _message_error(status: int, message: str, headers: Mapping[str, str]) -> JSO
     request_id = new_request_id()
     body = message_error_body(status, message, request_id)
     named = {**headers, "request-id": request_id}
-    if status < 500 and status not in _PASSING:
+    if status < 500 and status not in _RETRYABLE:
         named["x-should-retry"] = "false"
     return JSONResponse(body, status, named)
 
@@ -126,14 +128,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
     message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-    if is_of_messages(request.url.path):
+    if is_messages_path(request.url.path):
         return _message_error(error.status_code, message, error.headers or {})
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    """The client left during its upload: the answer is not read."""
+    """Return an empty response: the client disconnected during its upload."""
     return Response(status_code=400)
 
 
@@ -142,10 +144,10 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return error_response(RequestError("internal error"), request.url.path)
 
 
-# Errors in Anthropic's shape, for the paths of /v1/messages.
+# Errors in Anthropic's format, for the paths of /v1/messages.
 
 
-PATH: Final = "/v1/messages"
+MESSAGES_PATH: Final = "/v1/messages"
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -160,22 +162,22 @@ _TYPES: Final = {
 }
 
 
-def is_of_messages(path: str) -> bool:
-    """Whether a path is answered in Anthropic's words."""
-    return path == PATH or path.startswith(PATH + "/")
+def is_messages_path(path: str) -> bool:
+    """Return whether responses of a path are in Anthropic's format."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def error_type(status: int) -> str:
-    """The error types of that API."""
+    """Return Anthropic's error type for a status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def message_error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """request_id: is in the header of that name as well."""
+    """Return an error in Anthropic's format. request_id: of the request-id header."""
     error = {"type": error_type(status), "message": message}
     return {"type": "error", "error": error, "request_id": request_id}
 
 
 def new_request_id() -> str:
-    """For an answer that has no other."""
+    """Return a random id in Anthropic's format, for a response that has no id of its own."""
     return f"req_{secrets.token_hex(12)}"

@@ -1,4 +1,8 @@
-"""From a validated body to engine requests and the token stream that receives their output."""
+"""A validated body → engine requests, the token stream that receives their output, the response.
+
+A handler calls `RequestBuilder.build_requests`, `build_stream` and, after `TokenStream.submit`,
+`response`.
+"""
 
 import hashlib
 import math
@@ -46,11 +50,11 @@ from proto.sampling_params import ThinkingRule
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """Options that the endpoints have under different names.
+    """Options that have different names in the endpoints' bodies.
 
-    max_tokens: None when not given. logprobs: alternatives, None for none at all.
-    max_tokens_field: what the client calls max_tokens. edits: of the logits.
-    thinking: how the answer begins with thoughts, where the engine has to know.
+    max_tokens: None if not given. logprobs: number of alternatives; None for no log-probabilities.
+    max_tokens_field: the body's name of max_tokens. edits: of the logits.
+    thinking: limits of the reasoning that the engine enforces; None for no limits.
     """
 
     max_tokens: int | None
@@ -65,7 +69,7 @@ class EndpointOptions:
 class RequestBuilder:
     """Builds the engine requests, the token stream and the response of one HTTP request.
 
-    Constructed when the request arrives.
+    Its creation is the arrival time of the request.
 
     ignored: unknown fields. grammar: of the answer, None for any text.
     """
@@ -121,7 +125,7 @@ class RequestBuilder:
         )
 
     def check_choices(self, num_prompts: int) -> None:
-        """Raise InvalidRequestError for too many choices, before any work on prompts."""
+        """Raise InvalidRequestError for too many choices; call it before tokenising the prompts."""
         n = self._request.n
         if num_prompts > 1 and self._agent is not None:
             field = self._request.job_field
@@ -145,15 +149,17 @@ class RequestBuilder:
     ) -> list[EngineCoreRequest]:
         """Return the engine requests, one per prompt."""
         if self._request.use_beam_search and options.logprobs is not None:
-            raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
+            raise InvalidRequestError(
+                "logprobs cannot be combined with use_beam_search", "logprobs"
+            )
         self._check_queue([len(prompt.token_ids) for prompt in prompts])
         seed = self._seed()
         requests = [self._engine_request(prompt, options, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
         if entries > MAX_LOGPROB_ENTRIES:
             raise InvalidRequestError(
-                f"the answer could hold {entries} log-probabilities, at most "
-                f"{MAX_LOGPROB_ENTRIES} are given: ask for fewer tokens, choices or alternatives",
+                f"the response could contain {entries} log-probabilities, more than "
+                f"{MAX_LOGPROB_ENTRIES}: ask for fewer tokens, choices or alternatives",
                 "logprobs" if options.logprobs is not None else "prompt_logprobs",
             )
         return requests
@@ -204,18 +210,20 @@ class RequestBuilder:
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of this request's answer."""
+        """Return the headers of the response."""
         name = self._request.request_id or self.id
         return [(b"x-request-id", name.encode()), *self._ignored.headers()]
 
     def truncation(self, max_tokens: int | None) -> Truncation:
         """Return how prompts are truncated. max_tokens: as given, or the default."""
         request = self._request
-        room = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
-        return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
+        max_prompt_tokens = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
+        return truncation(
+            request.truncate_prompt_tokens, request.truncation_side, max_prompt_tokens
+        )
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
-        """Return the prompts as the model saw them if the client asked for them, else None."""
+        """Return the text of each prompt if the client requested it, else None for each."""
         if not self._request.return_prompt_text:
             return [None] * len(prompts)
         tokenizer = self._app_state.tokenizer
@@ -223,9 +231,9 @@ class RequestBuilder:
         return await tokenizer.run_in_thread_if_large(num_tokens, _prompt_texts, prompts, tokenizer)
 
     def _check_queue(self, num_tokens: list[int]) -> None:
-        """Raise InvalidRequestError for prompts that would never fit into the queue.
+        """Raise InvalidRequestError for prompts that together never fit into the queue.
 
-        One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
+        A single prompt always fits into an empty queue. num_tokens: of each prompt.
         """
         most = self._app_state.client.engine.max_num_queued_tokens
         if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
@@ -237,11 +245,11 @@ class RequestBuilder:
 
     def _deadline(self, *milliseconds: float | None) -> float:
         """Return the earliest of these deadlines, in monotonic seconds; infinite for none."""
-        given = [each for each in milliseconds if each]
+        given = [limit for limit in milliseconds if limit]
         return self._arrival + min(given) / 1000 if given else math.inf
 
     def _seed(self) -> int:
-        """64 bits; a client's negative seed wraps around."""
+        """Return a 64-bit seed: the client's (a negative one wraps around), or the next one."""
         seed = self._request.seed
         return next(self._app_state.seeds) if seed is None else seed & SEED_MASK
 
@@ -365,7 +373,7 @@ class RequestBuilder:
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
-    """What the client sent, or what the token ids say."""
+    """Return the prompt as the client sent it, or decoded from its token ids."""
     if prompt.text is None:
         return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     return prompt.text
@@ -381,7 +389,7 @@ def hidden_salt(salt: str | None) -> str | None:
 
 
 def _num_logprob_entries(request: EngineCoreRequest) -> int:
-    """Return the most log-probabilities that the answer can hold."""
+    """Return the largest number of log-probabilities that the response can contain."""
     params = request.sampling_params
     entries = 0
     if params.logprobs is not None:
@@ -393,7 +401,7 @@ def _num_logprob_entries(request: EngineCoreRequest) -> int:
 
 
 def check_request(request: GenerationRequest) -> None:
-    """Raise InvalidRequestError for fields that do not go together."""
+    """Raise InvalidRequestError for fields that cannot be combined."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -411,31 +419,31 @@ def checked_grammar(
 ) -> GrammarSource | None:
     """Return the grammar; raise InvalidRequestError for fields that conflict with it.
 
-    The grammar says where the text ends, so nothing else may keep it from ending there; and
-    what tokens are left to choose from, so that no other rule may leave none.
+    A grammar decides where the text ends, so no field may prevent an end; and which tokens are
+    allowed, so no field may forbid those.
     """
     if grammar is not None:
-        for wrong, name in (
+        for is_set, name in (
             (request.use_beam_search, "use_beam_search"),
             (request.ignore_eos, "ignore_eos"),
             (request.min_tokens > 0, "min_tokens"),
             (bool(request.allowed_token_ids), "allowed_token_ids"),
             (bool(request.bad_words), "bad_words"),
         ):
-            if wrong:
-                raise InvalidRequestError(f"{name} does not go with {grammar.field}", name)
+            if is_set:
+                raise InvalidRequestError(f"{name} cannot be combined with {grammar.field}", name)
     return grammar
 
 
 def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> None:
-    """Raise InvalidRequestError for what could rule out the end of the thoughts."""
-    for wrong, name in (
+    """Raise InvalidRequestError for fields that could prevent the end of the reasoning."""
+    for is_set, name in (
         (request.use_beam_search, "use_beam_search"),
         (bool(request.allowed_token_ids), "allowed_token_ids"),
         (bool(request.bad_words), "bad_words"),
     ):
-        if rule is not None and wrong:
-            raise InvalidRequestError(f"{name} does not go with a budget for thoughts", name)
+        if rule is not None and is_set:
+            raise InvalidRequestError(f"{name} cannot be combined with a thinking budget", name)
 
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
@@ -454,7 +462,7 @@ _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def check_beams(request: GenerationRequest) -> None:
-    """Raise InvalidRequestError for what only a beam search has, or what it cannot do."""
+    """Raise InvalidRequestError for fields that need a beam search, or that it does not support."""
     given = request.model_fields_set
     if request.use_beam_search:
         for name, number in SAMPLING_NUMBERS.items():
@@ -462,10 +470,10 @@ def check_beams(request: GenerationRequest) -> None:
             if allowed is None:
                 allowed = type(request).model_fields[name].default
             if name in given and request.number(name) != allowed:
-                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
         for name, neutral in _NEUTRAL_TO_BEAMS.items():
             if name in given and getattr(request, name) not in neutral:
-                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
         return
     if request.length_penalty != 1.0:
         raise InvalidRequestError("length_penalty needs use_beam_search", "length_penalty")

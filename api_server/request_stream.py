@@ -27,14 +27,15 @@ from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 DeltaWriter = Callable[[], bool]
-"""Write the pending deltas to the connection; False, having done nothing, if it cannot."""
+"""Function that writes the pending deltas to the connection; returns False, having done nothing, if
+the connection is blocked."""
 
 
 class StreamNotifier:
-    """Notify the response of an HTTP request of new output.
+    """Notifies the response of an HTTP request of new output.
 
-    Waking the response's task resumes every coroutine between the server and the response. For
-    most tokens a plain function (the DeltaWriter) can write the chunk instead, and the task stays
+    Resuming the response's task resumes every coroutine between uvicorn and the response. For most
+    tokens a plain function, the DeltaWriter, writes the chunk instead, and the task stays
     suspended. All notifications of one iteration of the event loop are handled together.
 
         notify ─▶ (end of this iteration) ─▶ write() ── True ──▶ the task stays suspended
@@ -53,12 +54,12 @@ class StreamNotifier:
         waiter = self._waiter
         if waiter is not None and not self._scheduled:
             self._scheduled = True
-            waiter.get_loop().call_soon(self._deliver)
+            waiter.get_loop().call_soon(self._write_or_resume)
 
     async def wait(self, write: DeltaWriter | None = None) -> None:
-        """Return when there is new output that `write` did not handle.
+        """Return when there is new output that `write` could not write.
 
-        Returns at once after a notification that came since the last call.
+        Returns immediately if there was a notification since the last call.
         """
         if not self._pending:
             self._write = write
@@ -69,7 +70,7 @@ class StreamNotifier:
                 self._waiter = None
         self._pending = False
 
-    def _deliver(self) -> None:
+    def _write_or_resume(self) -> None:
         self._scheduled = False
         waiter = self._waiter
         if waiter is None or waiter.done():
@@ -87,11 +88,11 @@ ENTRY_BYTES: Final = 64
 
 
 class SendBuffer:
-    """Count the output of one HTTP request that the connection has not accepted yet.
+    """Bytes of output of one HTTP request that are not passed to the connection yet.
 
-    limit: bytes; infinite for a response that is not streamed. is_blocked: the connection accepts
-    no more bytes for now; the limit applies only then, because otherwise a burst of the engine is
-    about to be sent. Connections that accept nothing at all are closed by `http_protocol`.
+    limit: most bytes; infinite for a response that is not streamed. is_blocked: the connection
+    accepts no more bytes for now; the limit applies only then, because otherwise the waiting bytes
+    are about to be sent. `http_protocol` closes connections that accept nothing for long.
     """
 
     __slots__ = ("_limit", "is_blocked", "num_bytes")
@@ -108,28 +109,28 @@ class SendBuffer:
         self.num_bytes += ENTRY_BYTES * number
 
     def clear(self) -> None:
-        """Everything counted so far was passed to the connection."""
+        """Set the count to 0: all output was passed to the connection."""
         self.num_bytes = 0
 
     def check(self) -> None:
-        """Raise SlowReaderError when more than the limit waits for a blocked connection."""
+        """Raise SlowReaderError if the connection is blocked and the limit exceeded."""
         if self.is_blocked and self.num_bytes > self._limit:
             raise SlowReaderError(
-                f"the stream was ended: {self.num_bytes} bytes of it waited to be read"
+                f"the stream was ended: the client had not read {self.num_bytes} bytes of it"
             )
 
 
 REPETITION_DETECTED: Final = "repetition_detected"
-"""The stop_reason of a choice that repeats itself."""
+"""stop_reason of a choice that ended because its text repeated."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained since the last call of `Choice.take_delta`.
+    """New output of a choice since its last delta.
 
-    index: of the choice in the answer.
-    tokens: the text offset of each token, when log-probabilities were requested.
-    num_tokens: output tokens of the choice so far, including these.
+    index: of the choice in the response.
+    tokens: text offset and log-probabilities of each new token, if requested.
+    num_tokens: output tokens of the choice so far, including the new ones.
     finish_reason: set only in the last delta of a choice.
     """
 
@@ -146,12 +147,12 @@ class Delta:
 class Choice:
     """The tokens and the text of one choice, and how it ended.
 
-    index: of the choice in the answer, counted over all prompts of the HTTP request.
+    index: of the choice in the response, counted over all prompts of the HTTP request.
     text_start: characters before the first output (an echoed prompt); token offsets include them.
-    min_tokens: stop strings that are complete within so many tokens do not count.
+    min_tokens: stop strings within this number of tokens do not end the choice.
     shows_stop: the text of a stop token is part of the choice.
-    interval: new tokens per delta, after the first one.
-    counts_tokens: tokens without text make a delta too.
+    interval: new tokens per delta, after the first delta.
+    counts_tokens: tokens without text make a delta, too.
     send_buffer: of the HTTP request.
     text_tail: collects the text of an agent's answer; None for other requests.
     """
@@ -170,8 +171,8 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     _num_decoded_characters: int = 0
-    _num_taken: int = 0
-    _pieces: list[str] = field(default_factory=list)
+    _num_sent: int = 0
+    _new_texts: list[str] = field(default_factory=list)
     _new_tokens: list[TextToken] = field(default_factory=list)
     _end_reported: bool = False
 
@@ -180,14 +181,14 @@ class Choice:
         return self.finish_reason is not None
 
     @property
-    def has_news(self) -> bool:
-        """A delta would show something, and the interval has passed."""
+    def has_delta(self) -> bool:
+        """There is new output to send, and enough tokens of it for the interval."""
         if self.finished and not self._end_reported:
             return True
-        num_new = len(self.token_ids) - self._num_taken
-        if self._num_taken and num_new < self.interval:
+        num_new = len(self.token_ids) - self._num_sent
+        if self._num_sent and num_new < self.interval:
             return False
-        return bool(self._pieces or self._new_tokens) or (self.counts_tokens and num_new > 0)
+        return bool(self._new_texts or self._new_tokens) or (self.counts_tokens and num_new > 0)
 
     def extend(
         self,
@@ -196,19 +197,19 @@ class Choice:
         finish_reason: FinishReason | None,
         stop_reason: int | None,
     ) -> int:
-        """Append new tokens; return how many count, fewer when a stop string ended the choice.
+        """Append new tokens; return how many belong to the choice: fewer if a stop string ended it.
 
-        rows: one per token, or empty.
+        rows: log-probabilities, one row per token, or empty.
         """
         stopped = finish_reason is FinishReason.STOP and not self.shows_stop
-        silent = len(token_ids) - 1 if stopped else len(token_ids)
+        num_with_text = len(token_ids) - 1 if stopped else len(token_ids)
         for position, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if rows:
                 offset = self.text_start + self._num_decoded_characters
                 self._new_tokens.append(TextToken(token_id, offset, rows[position]))
                 self.send_buffer.add_logprobs(len(rows[position].token_ids))
-            if position >= silent:
+            if position >= num_with_text:
                 break  # a stop token ends the choice and has no text
             if self._add_text(self.detokenizer.decode_token(token_id)):
                 return position + 1
@@ -217,34 +218,34 @@ class Choice:
         return len(token_ids)
 
     def take_delta(self) -> Delta:
-        """Return everything since the last call."""
-        text = "".join(self._pieces)
+        """Return the output since the last call."""
+        text = "".join(self._new_texts)
         tokens, self._new_tokens = self._new_tokens, []
-        self._pieces.clear()
+        self._new_texts.clear()
         delta = Delta(
             self.index,
             text,
-            self.token_ids[self._num_taken :],
+            self.token_ids[self._num_sent :],
             tokens,
             len(self.token_ids),
         )
-        self._num_taken = len(self.token_ids)
+        self._num_sent = len(self.token_ids)
         if self.finished and not self._end_reported:
             self._end_reported = True
             delta.finish_reason = str(self.finish_reason)
             delta.stop_reason = self.stop_reason
         return delta
 
-    def _add_text(self, piece: str) -> bool:
-        """Return True when a stop string is complete."""
-        if not piece:
+    def _add_text(self, text: str) -> bool:
+        """Append text; return True if it completes a stop string, which ends the choice."""
+        if not text:
             return False
-        self._num_decoded_characters += len(piece)
+        self._num_decoded_characters += len(text)
         if self.stop_strings is None:
-            self._show(piece)
+            self._show(text)
             return False
         can_stop = len(self.token_ids) > self.min_tokens
-        shown, stop = self.stop_strings.filter_text(piece, can_stop=can_stop)
+        shown, stop = self.stop_strings.filter_text(text, can_stop=can_stop)
         if shown:
             self._show(shown)
         if stop is None:
@@ -263,7 +264,7 @@ class Choice:
             self.stop_reason = REPETITION_DETECTED
 
     def _show(self, text: str) -> None:
-        self._pieces.append(text)
+        self._new_texts.append(text)
         if self.text_tail is not None:
             self.text_tail.append_text(text)
         self.send_buffer.add_text(text)
@@ -271,7 +272,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Timeline:
-    """Monotonic seconds of a request's events; None for one that has not happened."""
+    """Times of a request's events, in monotonic seconds; None if not happened yet."""
 
     arrival: float
     queued: float | None = None
@@ -283,16 +284,15 @@ class Timeline:
 class RequestStream:
     """The output of one engine request: acceptance, choices, prompt log-probabilities, times.
 
-    An output that is repeated after an engine restart is recognised by its token index and
-    counted once.
+    After an engine restart, outputs may arrive twice; the token index identifies repeated ones.
 
     request_id: the engine's id.
     prompt_token_ids: [num_prompt_tokens].
     prompt_rows: [num_prompt_tokens] when prompt log-probabilities were requested; the first
         row is None, as are those that have not arrived yet.
-    may_expire_in_queue: it may be refused after its acceptance, for having waited too long.
+    may_expire_in_queue: the engine may still refuse it after acceptance, for waiting too long.
     send_buffer: of the HTTP request.
-    turn: of an agent, which finds the tool that it calls; None for other requests.
+    turn: finds the tool call in an agent's turn; None for other requests.
     max_tokens: requested for each choice.
     reasoning_counters: one per choice of a model with reasoning.
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
@@ -378,8 +378,8 @@ class RequestStream:
             self.error = error
             self.notifier.notify()
 
-    def cut(self) -> None:
-        """End every choice where it is; fail a request that has not been accepted yet."""
+    def finish_early(self) -> None:
+        """End every choice with its output so far; fail a request that was not accepted yet."""
         if not self.accepted:
             self.fail(RequestCancelledError())
             return
@@ -411,34 +411,36 @@ class RequestStream:
             self.metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
             return False
         if output.first is not None:
-            self._note_first(output.first)
+            self._record_first_step(output.first)
         if output.kv_transfer_params:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
         if output.prompt_logprobs is not None:
-            self._note_prompt_rows(output)
-        num_known = self._num_known(choice, output)
-        rows = unpack_logprobs(output.logprobs)[num_known:] if output.logprobs is not None else []
-        new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
-        if num_known:
-            self.metrics.count_discarded_tokens("repeated", num_known)
-        num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
-        if num_counted:
-            self._note_tokens(output.choice, num_counted, timestamp)
+            self._store_prompt_rows(output)
+        num_repeated = self._num_repeated(choice, output)
+        rows = (
+            unpack_logprobs(output.logprobs)[num_repeated:] if output.logprobs is not None else []
+        )
+        new = output.new_token_ids[num_repeated:] if num_repeated else output.new_token_ids
+        if num_repeated:
+            self.metrics.count_discarded_tokens("repeated", num_repeated)
+        num_new = choice.extend(new, rows, output.finish_reason, output.stop_reason)
+        if num_new:
+            self._record_tokens(output.choice, num_new, timestamp)
         if choice.finished:
             self.metrics.count_finished_choice(str(choice.finish_reason), len(choice.token_ids))
-        if choice.has_news:
+        if choice.has_delta:
             self.notifier.notify()
         self.send_buffer.check()
         return choice.finished and output.finish_reason is None
 
-    def _num_known(self, choice: Choice, output: EngineCoreOutput) -> int:
-        """Return how many of the output's tokens were received before."""
+    def _num_repeated(self, choice: Choice, output: EngineCoreOutput) -> int:
+        """Return the number of the output's tokens that were received before."""
         have = len(choice.token_ids)
         if output.token_index > have:
             raise InternalRequestError("outputs of the engine were lost")
         return min(have - output.token_index, len(output.new_token_ids))
 
-    def _note_first(self, first: FirstTokenInfo) -> None:
+    def _record_first_step(self, first: FirstTokenInfo) -> None:
         if self.timeline.queued is None:
             self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
             self.num_cached_tokens = first.num_cached_tokens
@@ -449,7 +451,7 @@ class RequestStream:
                 first.num_external_tokens,
             )
 
-    def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
+    def _record_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)
         self._last_token_times[choice] = timestamp
         if last is None:
@@ -459,7 +461,7 @@ class RequestStream:
         else:
             self.metrics.record_next_tokens(timestamp - last, number)
 
-    def _note_prompt_rows(self, output: EngineCoreOutput) -> None:
+    def _store_prompt_rows(self, output: EngineCoreOutput) -> None:
         arrays = output.prompt_logprobs
         assert arrays is not None
         for position, row in enumerate(unpack_logprobs(arrays), start=arrays.first_position):
@@ -469,7 +471,7 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an answer. reasoning_tokens: None for a model without reasoning."""
+    """Token counts of a response. reasoning_tokens: None for a model without reasoning."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,8 +1,4 @@
-"""A client's sampling fields as `SamplingParams`.
-
-Owns the defaults that depend on the prompt, and the source of seeds for clients
-that give none.
-"""
+"""A client's sampling fields → `SamplingParams` and `LogitEdits`; seeds for requests without."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,7 +16,7 @@ SEED_MASK: Final = (1 << SEED_BITS) - 1
 
 
 def seeds(seed: int | None, index: int) -> Iterator[int]:
-    """64-bit seeds for requests without one; repeatable when the daemon was given a seed.
+    """Yield 64-bit seeds for requests without one; reproducible if the daemon was given a seed.
 
     index: of this API server.
     """
@@ -43,22 +39,23 @@ def sampling_params(
     max_tokens_field: str = "max_tokens",
     edits: LogitEdits | None = None,
 ) -> SamplingParams:
-    """The validated parameters of one prompt.
+    """Return the validated sampling parameters of one prompt.
 
-    max_tokens: as the client gave it; None takes `default_max_tokens` or, when that is
-    None too, all that the context leaves.
-    max_tokens_field: what the client calls it. edits: of the scores. Raises
-    InvalidRequestError naming the field.
+    max_tokens: as the client gave it; None for `default_max_tokens` or, if that is None too, for
+    the rest of the context. max_tokens_field: its name in the body, for errors.
+    edits: of the logits. Raises InvalidRequestError with the name of the field.
     """
-    room = max_model_len - num_prompt_tokens
+    max_output_tokens = max_model_len - num_prompt_tokens
     wanted = max_tokens
     if wanted is None:
-        wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+        wanted = max_output_tokens
+        if default_max_tokens is not None:
+            wanted = min(default_max_tokens, max_output_tokens)
     elif wanted < 1:
         raise InvalidRequestError(
             f"{max_tokens_field} must be at least 1, got {shown(wanted)}", max_tokens_field
         )
-    elif wanted > room:
+    elif wanted > max_output_tokens:
         raise InvalidRequestError(
             f"{num_prompt_tokens} prompt tokens and {max_tokens_field} {shown(wanted)} make "
             f"{shown(num_prompt_tokens + wanted)}; the maximum context length is "
@@ -104,15 +101,14 @@ def _repetition(request: GenerationRequest) -> RepetitionDetection | None:
     )
 
 
-# The fields of a request that change the scores of tokens, as `LogitEdits`.
-
-
 NO_EDITS = LogitEdits()
 
 
 async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> LogitEdits | None:
-    """What the request changes, None for nothing. Raises InvalidRequestError for a bad word
-    that is none; what depends on the vocabulary is not looked at."""
+    """Return the request's edits of the logits; None for no edits.
+
+    Raises InvalidRequestError for an empty bad word. Token ids are validated later.
+    """
     edits = LogitEdits(
         **{name: request.number(name) for name in EDIT_NUMBERS},
         bias_token_ids=tuple(request.logit_bias),
@@ -126,10 +122,10 @@ async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> 
 async def _bad_words(
     words: Sequence[str], tokenizer: ModelTokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each word at the beginning of a text, and after a space where these are others.
+    """Return the token ids of each word, at the start of a text and after a space.
 
-    The second spelling counts as vLLM counts it: where it begins with another token and has
-    as many tokens, so that a space by itself is never forbidden.
+    As in vLLM, the second spelling is used only if it starts with another token and has as many
+    tokens as the first, so that a space alone is never forbidden.
     """
     if not words:
         return ()

@@ -43,8 +43,9 @@ class TokenStream:
     label: the response's id. key_name: of the client's API key.
     requests, streams: one per prompt, in the same order.
     open_streams: contains this stream from its submission to its end.
-    ignored: unknown fields of the request, for the log.
-    cleanup: is closed when the stream ends, however it ends.
+    ignored: names of the request's unknown fields, for the log.
+    log: write a line to the log at the end.
+    cleanup: closed when the stream ends, for any reason.
     disconnected: the client has closed the connection; nothing more is sent.
     """
 
@@ -68,9 +69,10 @@ class TokenStream:
         """Send the requests; return when the engine has accepted all of them.
 
         A request that may expire in the queue counts as accepted once it is scheduled.
-        connection: of the client; when it closes, at any time until the stream ends, the engine
-        requests are aborted, and this returns with `disconnected` set. None: the client need not
-        wait for the answer. Raises the RequestError of the first prompt that is refused.
+        connection: of the client. If it closes before the stream ends, the engine requests are
+        aborted; if it closes during this call, the call returns with `disconnected` set. None if
+        the client does not wait for the response. Raises the RequestError of the first prompt that
+        is refused.
         """
         try:
             if connection is not None:
@@ -80,7 +82,9 @@ class TokenStream:
                     await asyncio.wait([watch])
                     return
             self._send_requests()
-            while not self.disconnected and not all(each.is_answerable for each in self.streams):
+            while not self.disconnected and not all(
+                stream.is_answerable for stream in self.streams
+            ):
                 self._raise_error()
                 await self.notifier.wait()
             self._raise_error()
@@ -89,17 +93,17 @@ class TokenStream:
             raise
 
     async def wait(self, write: DeltaWriter | None = None) -> None:
-        """Return when there is output that `write` did not handle, or at the end."""
+        """Return when there is output that `write` could not write, or at the end."""
         await self.notifier.wait(write)
 
     def take_deltas(self) -> list[Delta]:
-        """Return what each choice gained since the last call, without unchanged choices."""
+        """Return the new output of each choice since the last call; only choices that have some."""
         self.send_buffer.clear()
         return [
             choice.take_delta()
             for stream in self.streams
             for choice in stream.choices
-            if choice.has_news
+            if choice.has_delta
         ]
 
     @property
@@ -136,13 +140,13 @@ class TokenStream:
         )
 
     def disconnect(self, cause: Literal["disconnect", "slow_reader"]) -> None:
-        """Stop at once: the client left, or was cut off because it did not read."""
+        """Close the stream: the client disconnected, or was disconnected for not reading."""
         self.disconnected, self._cause = True, cause
         self.close()
         self.notifier.notify()
 
     def abort(self) -> None:
-        """End the stream on behalf of an operator; the client gets an error, no finish reason."""
+        """End the stream on behalf of an operator; the client gets an error."""
         self.fail(RequestAbortedError())
 
     def fail(self, error: RequestError) -> None:
@@ -151,11 +155,11 @@ class TokenStream:
             stream.fail(error)
 
     def cancel(self) -> None:
-        """End the answer where it is, on behalf of its client."""
+        """End the stream with its output so far, on behalf of its client."""
         if not self.finished and all(stream.accepted for stream in self.streams):
             self.metrics.count_cut_short("cancel")
         for stream in self.streams:
-            stream.cut()
+            stream.finish_early()
             self.client.abort_request(stream)
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""The engine: which tokens of which requests are computed next, and where their KV lies.
+"""The engine process: requests, queues, the scheduler and the bookkeeping of KV blocks.
 
-Owns requests, queues, the scheduler and the KV block books. Knows nothing of
-tensors, text or HTTP; imports no torch.
+It imports no torch and serves no HTTP. Start with `core.py`.
 """

@@ -4,9 +4,10 @@
     python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
-PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
-else. Knows what the library's build asks of a machine: the CUDA toolkit itself and not a
-wrapper of its compiler, a libcuda.so to link with, and headers that are included and not used.
+PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 only from there.
+
+The library's build needs the CUDA toolkit itself and not a wrapper of its compiler, a libcuda.so
+to link with, and headers that are included and not used.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.flashinfer import HEAD_DIMS
-from worker.layers.row_library import VERSION
+from worker.layers.flashinfer_kernels import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")
@@ -33,8 +34,8 @@ TOOLKITS: Final = Path("/usr/local")
 EIGHT_BITS: Final = "float8_e4m3fn"
 
 
-class Variant(NamedTuple):
-    """What names a module of attention kernels. kv_dtype: where it is not `dtype`."""
+class ModuleVariant(NamedTuple):
+    """The properties of a module of attention kernels. kv_dtype: "" for the same as dtype."""
 
     head_dim: int
     dtype: str = "bfloat16"
@@ -44,15 +45,15 @@ class Variant(NamedTuple):
 
 
 TEST_VARIANTS: Final = (
-    Variant(64),
-    Variant(128),
-    Variant(64, "float16"),
-    Variant(64, kv_dtype=EIGHT_BITS),
-    Variant(64, window=True),
-    Variant(64, soft_cap=True),
+    ModuleVariant(64),
+    ModuleVariant(128),
+    ModuleVariant(64, "float16"),
+    ModuleVariant(64, kv_dtype=EIGHT_BITS),
+    ModuleVariant(64, window=True),
+    ModuleVariant(64, soft_cap=True),
     # A model with windows plans its layers without one too.
-    Variant(256, window=True),
-    Variant(256),
+    ModuleVariant(256, window=True),
+    ModuleVariant(256),
 )
 """Those of the tests on a GPU and of what measures there."""
 INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
@@ -69,7 +70,7 @@ def get_jit_cache_dir() -> str:
 
 
 def find_toolkit(root: Path = TOOLKITS) -> Path:
-    """The newest folder with headers and libraries of CUDA; raises ConfigError without one."""
+    """Return the newest CUDA folder with headers and nvcc; raises ConfigError without one."""
     found = [
         each
         for each in root.glob("cuda*")
@@ -100,7 +101,7 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
     }
 
 
-def variants(options: argparse.Namespace) -> list[Variant]:
+def variants(options: argparse.Namespace) -> list[ModuleVariant]:
     """The attention kernels that these flags ask for."""
     if options.for_tests:
         return list(TEST_VARIANTS)
@@ -109,12 +110,12 @@ def variants(options: argparse.Namespace) -> list[Variant]:
     soft_caps = (False, True) if options.soft_cap else (False,)
     every = itertools.product(options.head_dims, kv_dtypes, windows, soft_caps)
     return [
-        Variant(head_dim, options.dtype, kv_dtype, window, soft_cap)
+        ModuleVariant(head_dim, options.dtype, kv_dtype, window, soft_cap)
         for head_dim, kv_dtype, window, soft_cap in every
     ]
 
 
-def attention_spec(variant: Variant) -> Any:
+def attention_spec(variant: ModuleVariant) -> Any:
     """The module of prefills, and of decodes on tensor cores, as the library describes it."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 

@@ -1,12 +1,11 @@
-"""Compiles the kernels: one shared library for each instruction set.
+"""Compiles the C++ kernels: one shared library for each instruction set.
 
-Owns the table of variants and the compiler command. Runs at installation (setup.py)
-and by hand (`python -m worker.build_kernels`); imports nothing but the standard
-library, so that it works before the package is installed.
+Runs at installation (setup.py) and by hand (`python -m worker.build_kernels`); imports nothing but
+the standard library, so that it works before the package is installed.
 
 The libraries are compiled with OpenMP but not linked to an OpenMP runtime: torch
-carries one, and a second would fight with it for the cores. They are loaded after
-torch and use its.
+has one, and a second would compete with it for the cores. They are loaded after
+torch and use its runtime.
 """
 
 import hashlib
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
-PRODUCT_SOURCES: Final = ("attention_few_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
+PRODUCT_SOURCES: Final = ("few_rows_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
-    *("attention_bf16.cpp", "attention_few_bf16.cpp", "attention_tiles.cpp"),
+    *("many_rows_amx.cpp", "few_rows_bf16.cpp", "few_rows_amx.cpp"),
     *("rotated_product.cpp", "bf16_product.cpp"),
 )
 """Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
@@ -45,7 +44,7 @@ _Part = tuple[Path, tuple[str, ...]]
 
 
 class KernelBuildError(Exception):
-    """No compiler, or it refused; the message says which and why."""
+    """The compiler is missing or failed; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Variant:
     """One library.
 
     flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
-    product_flags, tile_flags: more for PRODUCT_SOURCES and TILE_SOURCES alone, so that
+    product_flags, tile_flags: added for PRODUCT_SOURCES and TILE_SOURCES only, so that
     variants that differ in these share the other objects.
     """
 
@@ -65,18 +64,21 @@ class Variant:
 
     @property
     def all_flags(self) -> tuple[str, ...]:
-        """Every flag that any of its sources is compiled with, but for the common ones."""
+        """Flags that any of its sources is compiled with, besides the common ones."""
         return (*self.flags, *self.product_flags, *self.tile_flags)
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
-        """What the compiler is told for one source."""
+        """Return the compiler flags of one source."""
         products = self.product_flags if source.name in PRODUCT_SOURCES else ()
         tiles = self.tile_flags if source.name in TILE_SOURCES else ()
         return (*_COMPILE_FLAGS, *self.flags, *products, *tiles)
 
     def library(self, folder: Path) -> Path:
-        """Where its library belongs. The name carries a digest of what it is compiled
-        from, so that one of older sources, with other structs, is never loaded."""
+        """Return the path of its library.
+
+        The name has a digest of sources and flags, so a library of older sources, with other
+        structures, is never loaded.
+        """
         return folder / f"libtokend_{self.name}_{source_digest(self.all_flags)}.so"
 
 
@@ -98,24 +100,24 @@ X86_VARIANTS: Final = (
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )
 """Best first. Whether the system lets a process use tiles is found out by the kernels
-themselves (csrc/amx.h): without them this variant does what the next one does."""
+themselves (csrc/common/amx.h): without them this variant does what the next one does."""
 
 OTHER_VARIANTS: Final = (Variant("baseline", (), frozenset()),)
 """Machines that are not x86-64: vectors as wide as the compiler's default target has them."""
 
 
 def machine_variants() -> tuple[Variant, ...]:
-    """The variants that make sense on this kind of machine, best first."""
+    """Return the variants for this kind of machine, best first."""
     return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
 
 
 def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:
-    """Those variants whose instructions a CPU with these flags has, in order."""
-    return [each for each in variants if each.cpu_flags <= flags]
+    """Return the variants that a CPU with these flags runs, in order."""
+    return [variant for variant in variants if variant.cpu_flags <= flags]
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction set flags of the first CPU; empty where the system does not tell."""
+    """Return the instruction set flags of the first CPU; empty if the system does not list them."""
     cpuinfo = Path("/proc/cpuinfo")
     if platform.system() != "Linux" or not cpuinfo.exists():
         return frozenset()
@@ -127,21 +129,23 @@ def cpu_flags() -> frozenset[str]:
 
 
 def best_variant() -> Variant:
-    """What this very machine will load."""
+    """Return the variant that this machine will load."""
     return usable_variants(machine_variants(), cpu_flags())[0]
 
 
 def source_digest(flags: tuple[str, ...]) -> str:
-    """Eight hex digits over all sources and the flags."""
+    """Return eight hex digits over all sources and the flags."""
     digest = hashlib.sha256(" ".join((*_COMPILE_FLAGS, *flags)).encode())
-    for path in sorted(SOURCE_DIR.glob("*.cpp")) + sorted(SOURCE_DIR.glob("*.h")):
+    for path in sorted(SOURCE_DIR.rglob("*.cpp")) + sorted(SOURCE_DIR.rglob("*.h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
 
 def build_here(output_dir: Path) -> list[Path]:
-    """Compile what this machine will load, in a fraction of the time of `build`; all where the
-    compiler is too old for that. Raises KernelBuildError."""
+    """Compile only what this machine will load, or everything if the compiler is too old for that.
+
+    Raises KernelBuildError.
+    """
     try:
         return build(output_dir, [best_variant()])
     except KernelBuildError:
@@ -149,20 +153,18 @@ def build_here(output_dir: Path) -> list[Path]:
 
 
 def build(output_dir: Path, variants: Sequence[Variant] | None = None) -> list[Path]:
-    """Compile variants, all of this kind of machine unless named, into output_dir; returns
-    the libraries.
+    """Compile variants into output_dir and return the libraries; None: all of this kind of machine.
 
-    Libraries of the same sources are left alone, those of others removed. A variant
-    that the compiler does not know is left out; raises KernelBuildError when none is
-    left.
+    Libraries of the same sources are kept, those of others removed. A variant that the compiler
+    does not know is left out; raises KernelBuildError if none is left.
     """
     for stale in set(output_dir.glob("libtokend_*.so")) - {
-        each.library(output_dir) for each in machine_variants()
+        variant.library(output_dir) for variant in machine_variants()
     }:
         stale.unlink()
     variants = machine_variants() if variants is None else variants
-    wanted = [each.library(output_dir) for each in variants]
-    missing = [each for each in variants if not each.library(output_dir).exists()]
+    wanted = [variant.library(output_dir) for variant in variants]
+    missing = [variant for variant in variants if not variant.library(output_dir).exists()]
     if missing:
         refusals = _build(missing, output_dir)
         if not any(path.exists() for path in wanted):
@@ -171,7 +173,7 @@ def build(output_dir: Path, variants: Sequence[Variant] | None = None) -> list[P
 
 
 def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
-    """Compile these variants side by side; returns what the compiler refused."""
+    """Compile these variants side by side; return what the compiler refused."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise KernelBuildError("no C++ compiler: g++ is not on the PATH")
@@ -181,7 +183,7 @@ def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
         objects = _compile(pool, compiler, variants, Path(scratch))
         for variant in variants:
             try:
-                parts = [objects[each].result() for each in _parts(variant)]
+                parts = [objects[part].result() for part in _parts(variant)]
                 _link(compiler, parts, variant.library(output_dir))
             except KernelBuildError as refusal:
                 refusals.append(f"{variant.name}: {refusal}")
@@ -189,13 +191,13 @@ def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
 
 
 def _parts(variant: Variant) -> list[_Part]:
-    return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.glob("*.cpp"))]
+    return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.rglob("*.cpp"))]
 
 
 def _compile(
     pool: ThreadPoolExecutor, compiler: str, variants: Sequence[Variant], scratch: Path
 ) -> dict[_Part, Future[Path]]:
-    """Every part of these variants, once."""
+    """Compile every source with every set of flags of these variants once."""
     parts = dict.fromkeys(part for variant in variants for part in _parts(variant))
     objects = {}
     for number, part in enumerate(parts):
@@ -206,12 +208,12 @@ def _compile(
 
 def _compile_part(compiler: str, part: _Part, target: Path) -> Path:
     source, flags = part
-    _run([compiler, *flags, "-c", str(source), "-o", str(target)])
+    _run([compiler, *flags, "-I", str(SOURCE_DIR), "-c", str(source), "-o", str(target)])
     return target
 
 
 def _link(compiler: str, objects: list[Path], target: Path) -> None:
-    """Link beside the target and move it there, so that a running process keeps its library."""
+    """Link beside the target and move it there, so that running processes keep their library."""
     partial = target.with_suffix(".partial")
     _run([compiler, "-shared", "-o", str(partial), *map(str, objects)])
     partial.replace(target)

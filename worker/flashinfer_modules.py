@@ -1,8 +1,8 @@
-"""Loads FlashInfer's kernels before the weights, so that no step finds one missing.
+"""Loads FlashInfer's kernels before the weights, so that no step has to load one.
 
-The library makes a module of each kind of kernel the first time that it is called: it takes the
-prebuilt one of the package flashinfer_jit_cache, or else compiles it with nvcc for up to two
-minutes. A host that has neither learns so here, within seconds of its start.
+The library makes a module of each kind of kernel when it is called first: the prebuilt one
+of the package flashinfer_jit_cache, or one that nvcc compiles for up to two minutes. A host that
+has neither is refused here, within seconds of its start.
 """
 
 import logging
@@ -17,10 +17,14 @@ import torch
 
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
-from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
-from worker.layers.flashinfer_rows import SIXTEEN_BITS
-from worker.layers.row_library import VERSION, import_flashinfer, installed_version
+from worker.layers.flashinfer_kernels import (
+    SIXTEEN_BITS,
+    VERSION,
+    import_flashinfer,
+    installed_version,
+)
+from worker.models.gated_mlp import GatedMlpSpec
 from worker.models.spec import ModelSpec
 
 logger = logging.getLogger("tokend.worker")
@@ -35,20 +39,22 @@ def load_modules(
     kv_dtype: torch.dtype,
     progress: Callable[[float], None],
 ) -> None:
-    """Load every module that a step of this model calls; none where FlashInfer is not used.
+    """Load every module that a step of this model calls; none if FlashInfer is not used.
 
-    progress: called with the finished part. Raises ConfigError where the library is asked for and
-    is not installed or does not fit, and where a module is neither prebuilt nor can be compiled.
+    progress: called with the finished part. Raises ConfigError if the library is requested and is
+    not installed or does not support the model, and if a module is neither prebuilt nor can be
+    compiled.
     """
     has_attention = _attends(config, spec, dtype, kv_dtype)
     if installed_version() != VERSION or dtype not in SIXTEEN_BITS:
         return
     import_flashinfer()
     needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None))
-    missing = [each for each in needed if not each.is_aot]
+    missing = [module for module in needed if not module.is_aot]
     if missing and (reason := why_not_compiled()):
+        names = ", ".join(module.name for module in missing)
         raise ConfigError(
-            f"FlashInfer's kernels ({', '.join(each.name for each in missing)}) are not prebuilt "
+            f"FlashInfer's kernels ({names}) are not prebuilt "
             f"and cannot be compiled, {reason}: install flashinfer-jit-cache {VERSION}, or run "
             f"`{build_command(config, spec, dtype, kv_dtype)}` where nvcc is and put FOLDER on "
             "PYTHONPATH",
@@ -64,7 +70,7 @@ def load_modules(
 
 
 def why_not_compiled() -> str | None:
-    """What this host lacks to compile a module; None where it can."""
+    """Return what this host lacks to compile a module; None if it can."""
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         return "FLASHINFER_DISABLE_JIT is set"
     for program in (_nvcc(), "ninja", os.environ.get("CXX", "c++")):
@@ -76,9 +82,11 @@ def why_not_compiled() -> str | None:
 def build_command(
     config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
-    """What prebuilds the modules of `load_modules`."""
+    """Return the command that prebuilds the modules of load_modules."""
     words = ["python -m worker.build_flashinfer FOLDER"]
-    words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.head_dim}")
+    words.append(
+        f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.attention_shape.head_dim}"
+    )
     if any(spec.windows):
         words.append("--windows")
     if kv_dtype == EIGHT_BITS:
@@ -91,10 +99,10 @@ def build_command(
 def _attends(
     config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    """Whether attention runs on FlashInfer; raises ConfigError where it must and cannot."""
+    """Return whether attention runs on FlashInfer; raises ConfigError if it must and cannot."""
     if config.attention_backend not in ("auto", "flashinfer"):
         return False
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    shape = spec.attention_shape
     try:
         refuse_unsupported(shape, dtype, kv_dtype)
         load_library()
@@ -108,12 +116,14 @@ def _attends(
 def _modules(
     config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> Iterator[Any]:
-    """The modules as the library describes them; kv_dtype: None without attention."""
+    """Yield the library's descriptions of the modules; kv_dtype: None without attention."""
     from flashinfer.jit import activation, cascade, norm, rope
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     yield norm.gen_norm_module()
-    yield activation.gen_act_and_mul_module(spec.activation)
+    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, GatedMlpSpec)]
+    for name in sorted({mlp.activation for mlp in mlps}):
+        yield activation.gen_act_and_mul_module(name)
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()
@@ -127,8 +137,8 @@ def _modules(
             kv_dtype,
             dtype,
             torch.int32,
-            spec.head_dim,
-            spec.head_dim,
+            spec.attention_shape.head_dim,
+            spec.attention_shape.head_dim,
             0,
             has_window,
             False,
@@ -147,7 +157,7 @@ def _load(module: Any) -> None:
 
 
 def _nvcc() -> str:
-    """As the library looks for it."""
+    """Return the path of nvcc, searched as the library does."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None and shutil.which("nvcc") is None and Path(_TOOLKIT).exists():
         home = _TOOLKIT

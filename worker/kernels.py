@@ -1,7 +1,7 @@
-"""Loads the kernels and gives their C functions Python signatures.
+"""Loads the C++ kernels and gives their functions and structures Python signatures.
 
-Owns the choice of the library for this CPU. Import torch before: the libraries use
-its OpenMP runtime.
+load_kernels picks the library for this CPU. torch is imported first, because the libraries use its
+OpenMP runtime.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
-from worker.large_pages import WeightMemory
+from worker.large_pages import WeightArena
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -33,8 +33,8 @@ def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-Step = _structure(
-    "Step",
+AttentionStep = _structure(
+    "AttentionStep",
     {
         **dict.fromkeys(
             ("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
@@ -45,20 +45,20 @@ Step = _structure(
         **dict.fromkeys(("scale", "soft_cap"), c_double),
     },
 )
-"""TokendStep of csrc/attention.h."""
+"""TokendAttentionStep of csrc/attention/attention.h."""
 
-Plan = _structure(
-    "Plan",
+AttentionSchedule = _structure(
+    "AttentionSchedule",
     {
         **dict.fromkeys(("num_tiles", "num_tasks", "num_rounds"), c_int64),
         **dict.fromkeys(("num_partial_rows", "num_elements"), c_int64),
         **dict.fromkeys(("tiles", "tasks", "rounds", "partials"), c_void_p),
     },
 )
-"""TokendPlan of csrc/attention.h."""
+"""TokendAttentionSchedule of csrc/attention/attention.h."""
 
-Layer = _structure(
-    "Layer",
+AttentionLayer = _structure(
+    "AttentionLayer",
     {
         **dict.fromkeys(("dtype", "cache_dtype"), c_int64),
         **dict.fromkeys(("query", "key", "value"), c_void_p),
@@ -68,27 +68,27 @@ Layer = _structure(
         "output": c_void_p,
     },
 )
-"""TokendLayer of csrc/attention.h."""
+"""TokendAttentionLayer of csrc/attention/attention.h."""
 
 
-Norm = _structure(
-    "Norm",
+NormCall = _structure(
+    "NormCall",
     {
         **{"size": c_int64, "weight": c_void_p, "eps": c_double},
         **dict.fromkeys(("dtype", "num_groups", "group_size", "group_stride"), c_int64),
         **dict.fromkeys(("x", "out"), c_void_p),
     },
 )
-"""TokendNorm of csrc/rows.h."""
+"""TokendNormCall of csrc/layers/rows.h."""
 
-Gate = _structure(
-    "Gate",
+GateCall = _structure(
+    "GateCall",
     {
         **dict.fromkeys(("kind", "dtype", "num_rows", "size"), c_int64),
         **dict.fromkeys(("x", "out"), c_void_p),
     },
 )
-"""TokendGate of csrc/rows.h."""
+"""TokendGateCall of csrc/layers/rows.h."""
 
 Edits = _structure(
     "Edits",
@@ -100,16 +100,16 @@ Edits = _structure(
         **dict.fromkeys(("repetition", "frequency", "presence"), c_float),
     },
 )
-"""TokendEdits of csrc/edits.h."""
+"""TokendEdits of csrc/sampling/sampling.h."""
 
-Weight = _structure(
-    "Weight",
+PackedShape = _structure(
+    "PackedShape",
     {
         **dict.fromkeys(("type", "out_features", "in_features"), c_int64),
         "packed": c_void_p,
     },
 )
-"""TokendWeight of csrc/packed.h."""
+"""TokendPackedShape of csrc/products/packed/packed.h."""
 
 RotatedShape = _structure(
     "RotatedShape",
@@ -118,7 +118,7 @@ RotatedShape = _structure(
         "packed": c_void_p,
     },
 )
-"""TokendRotated of csrc/rotated.h."""
+"""TokendRotatedShape of csrc/products/rotated/rotated.h."""
 
 Bf16Shape = _structure(
     "Bf16Shape",
@@ -127,7 +127,7 @@ Bf16Shape = _structure(
         "packed": c_void_p,
     },
 )
-"""TokendBf16 of csrc/bf16.h."""
+"""TokendBf16Shape of csrc/products/bf16/bf16.h."""
 
 Product = _structure(
     "Product",
@@ -141,83 +141,87 @@ Product = _structure(
         "adds": c_int64,
     },
 )
-"""TokendProduct of csrc/packed.h."""
+"""TokendProduct of csrc/products/packed/packed.h."""
 
-Part = _structure(
-    "Part",
+LinearPart = _structure(
+    "LinearPart",
     {
-        **{"form": c_int64, "weight": c_void_p, "out_features": c_int64},
+        **{"format": c_int64, "weight": c_void_p, "out_features": c_int64},
         **{"bias_dtype": c_int64, "bias": c_void_p},
     },
 )
-"""TokendPart of csrc/stack.h."""
+"""TokendLinearPart of csrc/layers/stack.h."""
 
-PartsOfLinear = _structure(
-    "PartsOfLinear",
+StackLinear = _structure(
+    "StackLinear",
     {
         **dict.fromkeys(("in_features", "out_features", "num_parts"), c_int64),
         "parts": c_void_p,
     },
 )
-"""TokendLinear of csrc/stack.h."""
+"""TokendStackLinear of csrc/layers/stack.h."""
 
 RowNorm = _structure("RowNorm", {"weight": c_void_p, "eps": c_double})
-"""TokendRowNorm of csrc/stack.h."""
+"""TokendRowNorm of csrc/layers/stack.h."""
 
 StackLayer = _structure(
     "StackLayer",
     {
-        **{"attention_norm": RowNorm, "qkv": PartsOfLinear},
+        **{"attention_norm": RowNorm, "qkv": StackLinear},
         **{"query_norm": RowNorm, "key_norm": RowNorm},
-        **{"output": PartsOfLinear, "attention_post_norm": RowNorm},
-        **{"mlp_norm": RowNorm, "gate_up": PartsOfLinear},
-        **{"down": PartsOfLinear, "mlp_post_norm": RowNorm},
-        "turns": c_int64,
+        **{"output": StackLinear, "attention_post_norm": RowNorm},
+        **{"mlp_norm": RowNorm, "gate_up": StackLinear},
+        **{"down": StackLinear, "mlp_post_norm": RowNorm},
+        "rope_table": c_int64,
     },
 )
-"""TokendStackLayer of csrc/stack.h."""
+"""TokendStackLayer of csrc/layers/stack.h."""
 
-Turns = _structure("Turns", {"num_positions": c_int64, "table": c_void_p})
-"""TokendTurns of csrc/stack.h."""
+RopeTable = _structure("RopeTable", {"num_positions": c_int64, "table": c_void_p})
+"""TokendRopeTable of csrc/layers/stack.h."""
 
 Stack = _structure(
     "Stack",
     {
         **dict.fromkeys(("num_layers", "hidden_size", "inner_size"), c_int64),
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "gate"), c_int64),
-        **{"num_turns": c_int64, "turns": c_void_p, "layers": c_void_p},
+        **{"num_rope_tables": c_int64, "rope_tables": c_void_p, "layers": c_void_p},
     },
 )
-"""TokendStack of csrc/stack.h."""
+"""TokendStack of csrc/layers/stack.h."""
 
-Place = _structure("Place", dict.fromkeys(("step", "plan", "layer"), c_void_p))
-"""TokendPlace of csrc/stack.h."""
+AttentionCall = _structure("AttentionCall", dict.fromkeys(("step", "plan", "layer"), c_void_p))
+"""TokendAttentionCall of csrc/layers/stack.h."""
 
 StackRun = _structure(
     "StackRun",
     {
         **dict.fromkeys(("dtype", "num_rows"), c_int64),
-        **dict.fromkeys(("hidden", "positions", "places", "scratch"), c_void_p),
-        **dict.fromkeys(("clocked", "product_ns", "attention_ns"), c_int64),
+        **dict.fromkeys(("hidden", "positions", "attention_calls", "scratch"), c_void_p),
+        **dict.fromkeys(("is_timed", "product_ns", "attention_ns"), c_int64),
     },
 )
-"""TokendStackRun of csrc/stack.h."""
+"""TokendStackRun of csrc/layers/stack.h."""
 
 
 class Kernels:
     """The functions of one library. `variant` names its instruction set.
 
-    memory: where the weights are that these functions lay out.
+    memory: where the functions that lay out weights put them.
     """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
-        self.memory = WeightMemory()
+        self.memory = WeightArena()
         self.attention_plan = library.tokend_attention_plan
-        self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
+        self.attention_plan.argtypes = [POINTER(AttentionStep), POINTER(AttentionSchedule)]
         self.attention_plan.restype = None
         self.attention_run = library.tokend_attention_run
-        self.attention_run.argtypes = [POINTER(Step), POINTER(Plan), POINTER(Layer)]
+        self.attention_run.argtypes = [
+            POINTER(AttentionStep),
+            POINTER(AttentionSchedule),
+            POINTER(AttentionLayer),
+        ]
         self.attention_run.restype = None
         self.partial_width = library.tokend_partial_width
         self.partial_width.argtypes = [c_int64]
@@ -232,8 +236,8 @@ class Kernels:
         self.rms_norm = library.tokend_rms_norm
         self.add_rms_norm = library.tokend_add_rms_norm
         self.gate = library.tokend_gate
-        self.find_broken = library.tokend_find_broken
-        self.find_broken.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+        self.find_nonfinite = library.tokend_find_nonfinite
+        self.find_nonfinite.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
         self.find_best = library.tokend_find_best
         self.find_best.argtypes = [*[c_int64] * 3, *[c_void_p] * 4]
         self.edit = library.tokend_edit
@@ -241,29 +245,29 @@ class Kernels:
         self.edit.restype = None
         for function in (
             *(self.rms_norm, self.add_rms_norm),
-            *(self.gate, self.find_broken, self.find_best),
+            *(self.gate, self.find_nonfinite, self.find_best),
         ):
             function.restype = None
         self.packed_bytes = library.tokend_packed_bytes
-        self.packed_bytes.argtypes = [POINTER(Weight)]
+        self.packed_bytes.argtypes = [POINTER(PackedShape)]
         self.packed_bytes.restype = c_int64
         self.pack_blocks = library.tokend_pack_blocks
-        self.pack_blocks.argtypes = [POINTER(Weight), c_void_p, c_void_p]
+        self.pack_blocks.argtypes = [POINTER(PackedShape), c_void_p, c_void_p]
         self.pack_blocks.restype = None
         self.pack_dense = library.tokend_pack_dense
-        self.pack_dense.argtypes = [POINTER(Weight), c_int64, c_int64, c_void_p]
+        self.pack_dense.argtypes = [POINTER(PackedShape), c_int64, c_int64, c_void_p]
         self.pack_dense.restype = None
         self.unpack_rows = library.tokend_unpack_rows
-        self.unpack_rows.argtypes = [POINTER(Weight), c_int64, c_void_p, c_int64, c_void_p]
+        self.unpack_rows.argtypes = [POINTER(PackedShape), c_int64, c_void_p, c_int64, c_void_p]
         self.unpack_rows.restype = c_int64
         self.quantise_rows = library.tokend_quantise_rows
         self.quantise_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
         self.quantise_rows.restype = None
         self.packed_product = library.tokend_packed_product
-        self.packed_product.argtypes = [POINTER(Weight), POINTER(Product)]
+        self.packed_product.argtypes = [POINTER(PackedShape), POINTER(Product)]
         self.packed_product.restype = None
         self.quantised_product = library.tokend_quantised_product
-        self.quantised_product.argtypes = [POINTER(Weight), POINTER(Product), c_void_p]
+        self.quantised_product.argtypes = [POINTER(PackedShape), POINTER(Product), c_void_p]
         self.quantised_product.restype = None
         self.stack_bytes = library.tokend_stack_bytes
         self.stack_bytes.argtypes = [POINTER(Stack), c_int64, c_int64]
@@ -275,7 +279,7 @@ class Kernels:
         self._bind_bf16(library)
 
     def _bind_rotated(self, library: ctypes.CDLL) -> None:
-        """The functions of csrc/rotated.h."""
+        """The functions of csrc/products/rotated/rotated.h."""
         self.rotated_bytes = library.tokend_rotated_bytes
         self.rotated_bytes.argtypes = [POINTER(RotatedShape)]
         self.code_bytes = library.tokend_code_bytes
@@ -297,7 +301,7 @@ class Kernels:
             function.restype = None
 
     def _bind_bf16(self, library: ctypes.CDLL) -> None:
-        """The functions of csrc/bf16.h."""
+        """The functions of csrc/products/bf16/bf16.h."""
         self.bf16_bytes = library.tokend_bf16_bytes
         self.bf16_bytes.argtypes = [POINTER(Bf16Shape)]
         self.bf16_rows = library.tokend_bf16_rows
@@ -313,12 +317,12 @@ class Kernels:
 
 
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""TokendDType of csrc/attention.h."""
+"""TokendDType of csrc/common/dtype.h."""
 
 
 @functools.cache
 def row_kernels() -> Kernels | None:
-    """The kernels for rows of small operations; None where there are none, which is said once."""
+    """Return the kernels for small row operations, or None with one warning if there are none."""
     try:
         return load_kernels()
     except KernelsUnavailableError as reason:
@@ -327,9 +331,9 @@ def row_kernels() -> Kernels | None:
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
-    """The best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
+    """Return the best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
     runnable = usable_variants(machine_variants(), cpu_flags())
-    built = [each for each in runnable if each.library(folder).exists()]
+    built = [variant for variant in runnable if variant.library(folder).exists()]
     if not built:
         raise KernelsUnavailableError(
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
@@ -339,7 +343,7 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
 
 
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
-    """The library of one variant; raises KernelsUnavailableError when it does not load."""
+    """Return the library of one variant; raises KernelsUnavailableError if it does not load."""
     try:
         return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
     except (OSError, AttributeError) as error:

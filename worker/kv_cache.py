@@ -1,21 +1,31 @@
-"""Owns the memory of the paged KV cache and how it is laid out.
+"""The paged KV cache of one device: which layer uses which memory, and how a page is laid out.
 
-Knows nothing of requests, of which block is whose, or of attention. One buffer
+Start at KVCache. kv_layout assigns layers to KV cache groups; DensePages and Int8Pages are how
+plain torch reads and writes the pages of a layer. Nothing here knows requests or which block
+belongs to which sequence.
 
-    [block, slot, K/V, kv_head, token, dim]
+Layers that see the same part of a sequence can share a block table, and blocks are all of one
+size, so layers are dealt out to groups of equal size:
 
-where a slot belongs to one layer of each KV cache group (see kv_layout.py), so that
+    layers    w w w w w F w w w w w F …      15 with a window, 3 with full attention
+    groups    0: F F F     1: w w w     2: w w w   …   5: w w w
+    a block   | slot 0 | slot 1 | slot 2 |       of any group, from one pool
+
+One buffer [block, slot, K/V, kv_head, token, dim], where a slot belongs to one layer of each
+group, so that a block is one contiguous range and copying it anywhere is one copy:
 
     block 5  =  slot 0: K h0 t0..tB | K h1 … | V h0 … | V h1 …   slot 1: …
 
-is one contiguous range: copying a block anywhere is one copy. A layer sees two
-strided views of it whose strides are equal. In a cache of int8 the scales of a head's
-rows follow them (see kv_pages.py), so a block is still one range:
+A layer sees two strided views of it whose strides are equal. In an int8 cache the scales of a
+page follow its rows; a head of 256 numbers has a scale for each 128:
 
-    block 5  =  slot 0: K h0 t0..tB s0..sB | K h1 … | V h0 … | V h1 …   slot 1: …
+    page of one KV head   | t0 | t1 | … | tB |  s0 s1 … sB | s0 … sB |   rows int8, scales float32
+                                               of dims 0-127  128-255
 """
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +33,6 @@ import torch
 from proto.config import KVCacheDType
 from proto.errors import ConfigError
 from proto.lifecycle import KVCacheGeometry, KVGroup
-from worker.kv_layout import KVLayout
-from worker.kv_pages import SCALE_BYTES, DensePages, Int8Pages, Pages, num_scales
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
@@ -36,10 +44,71 @@ _DTYPES: Final = {
     "fp8": torch.float8_e4m3fn,
 }
 _CPU: Final = torch.device("cpu")
+SCALE_BYTES: Final = torch.float32.itemsize
+_SCALED_DIMS: Final = 128
+_MOST_SCALES: Final = 4
+_LARGEST: Final = 127.0
+_LEAST_LARGEST: Final = 2.0**-100
+"""A row whose largest element is below this counts as zeros: its inverse would overflow."""
+Window = int | None
+"""Tokens that a query sees, its own included; None for all."""
+
+
+class LayerSlot(NamedTuple):
+    """The KV cache group of a layer, and its slot in the blocks of that group."""
+
+    group: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """layer_slots: one for each layer. windows: one for each group. num_slots: slots of a block."""
+
+    layer_slots: tuple[LayerSlot, ...]
+    windows: tuple[Window, ...]
+    num_slots: int
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+
+def kv_layout(windows: Sequence[Window]) -> KVLayout:
+    """Return the layout for layers with these windows; full attention comes first.
+
+    Groups are as large as the rarest kind of layer has layers. Where the commonest
+    kind has less than a quarter more, one group of each kind wastes less than
+    cutting that kind in two. The last groups of a kind may be short of layers:
+    their blocks have slots that stay empty.
+    """
+    kinds = {window: _layers_of(window, windows) for window in sorted(set(windows), key=_order)}
+    sizes = [len(layers) for layers in kinds.values()]
+    size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
+    layer_slots: dict[int, LayerSlot] = {}
+    group_windows: list[Window] = []
+    for window, layers in kinds.items():
+        num_groups = -(-len(layers) // size)
+        for first in range(num_groups):
+            for slot, layer in enumerate(layers[first::num_groups]):
+                layer_slots[layer] = LayerSlot(len(group_windows), slot)
+            group_windows.append(window)
+    return KVLayout(
+        tuple(layer_slots[layer] for layer in range(len(windows))), tuple(group_windows), size
+    )
+
+
+def _layers_of(window: Window, windows: Sequence[Window]) -> list[int]:
+    return [layer for layer, other in enumerate(windows) if other == window]
+
+
+def _order(window: Window) -> tuple[bool, int]:
+    """Full attention, then wide windows before narrow ones."""
+    return (window is not None, -(window or 0))
 
 
 def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: int) -> torch.dtype:
-    """The dtype of K and V for a setting; "auto" is that of the activations.
+    """Return the dtype of K and V for a setting; "auto" is that of the activations.
 
     Raises ConfigError for int8 with heads whose scales would not be aligned.
     """
@@ -55,7 +124,7 @@ def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: 
 def kv_cache_geometry(
     layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVCacheGeometry:
-    """The geometry that a worker reports for layers laid out like this."""
+    """Return the geometry that a worker reports for layers laid out like this."""
     return KVCacheGeometry(
         num_slots=layout.num_slots,
         num_kv_heads=num_kv_heads,
@@ -100,7 +169,7 @@ class KVCache:
         )
 
     def populate(self) -> None:
-        """Take all of the memory now: a step that touches it first waits for the system's zeros."""
+        """Commit all memory now; otherwise the first step to touch a page waits for its zeros."""
         self.buffer.zero_()
 
     @property
@@ -117,16 +186,16 @@ class KVCache:
         words = self.buffer.view(self.num_blocks, -1).view(torch.int32)
         words.index_copy_(0, copies, words.index_select(0, sources))
 
-    def layer_pages(self, layer: int) -> tuple[Pages, Pages]:
-        """K and V of one layer.
+    def layer_pages(self, layer: int) -> "tuple[Pages, Pages]":
+        """Return the pages of K and of V of one layer.
 
-        Views, not copies; the strides of the two are equal and the last is 1. The
-        blocks of other groups hold other layers in the same place.
+        Views, not copies; the strides of the two are equal and the last is 1. Blocks of other
+        groups hold other layers in the same slot.
         """
-        pages = self.buffer[:, self.layout.places[layer].slot]
+        pages = self.buffer[:, self.layout.layer_slots[layer].slot]
         return self._pages(pages[:, 0]), self._pages(pages[:, 1])
 
-    def _pages(self, part: torch.Tensor) -> Pages:
+    def _pages(self, part: torch.Tensor) -> "Pages":
         if self.dtype != torch.int8:
             return DensePages(part)
         size, head_dim = self.block_size, self.geometry.head_dim
@@ -149,3 +218,86 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+
+
+def num_scales(head_dim: int) -> int:
+    """Return the scales of an int8 row: one per 128 numbers if these divide it, else one."""
+    parts, rest = divmod(head_dim, _SCALED_DIMS)
+    return parts if rest == 0 and parts <= _MOST_SCALES else 1
+
+
+class Pages(Protocol):
+    """The pages of K or of V of one layer."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[num_blocks, num_kv_heads, block_size, head_dim], a view of the cache's dtype."""
+        ...
+
+    def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write tokens [T, num_kv_heads, head_dim] to slots int64 [T].
+
+        A slot is block * block_size + offset.
+        """
+        ...
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return blocks int64 [N] as float32 [N, num_kv_heads, block_size, head_dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DensePages:
+    """Pages whose elements are the values."""
+
+    rows: torch.Tensor
+
+    def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write tokens; values are rounded to the cache's dtype."""
+        block_size = self.rows.shape[2]
+        self.rows[slots // block_size, :, slots % block_size] = tokens.to(self.rows.dtype)
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.rows[blocks].float()
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Pages:
+    """Pages of int8 and scales: float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+
+    def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write tokens, quantised symmetrically: off by at most half a scale."""
+        block_size = self.rows.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        rows, scales = quantise(tokens, self.scales.shape[2])
+        self.rows[blocks, :, offsets] = rows
+        self.scales[blocks, :, :, offsets] = scales
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        scales = self.scales[blocks].transpose(-1, -2)
+        rows = self.rows[blocks].float()
+        return (_in_parts(rows, scales.shape[-1]) * scales[..., None]).flatten(-2)
+
+
+def quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows [..., D] to int8 [..., D] and float32 scales [..., parts], symmetrically.
+
+    A scale is the largest magnitude of its part / 127. A row with a NaN or an infinity gets only
+    NaN scales, so that reading it is noticed. The kernels write the same bits.
+    """
+    wide = _in_parts(rows.float(), parts)
+    largest = wide.abs().amax(dim=-1)
+    nonfinite = ~wide.isfinite().all(dim=-1).all(dim=-1, keepdim=True)
+    zero = nonfinite | (largest < _LEAST_LARGEST)
+    inverse = torch.where(zero, 0.0, _LARGEST / largest)
+    whole = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).round()
+    scales = torch.where(zero, 0.0, largest / _LARGEST).masked_fill(nonfinite, float("nan"))
+    return whole.to(torch.int8).flatten(-2), scales
+
+
+def _in_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
+    """[..., D] to [..., parts, D / parts]."""
+    return rows.reshape(*rows.shape[:-1], parts, rows.shape[-1] // parts)

@@ -1,8 +1,8 @@
-"""Memory in large pages, for what a step reads from end to end.
+"""Memory in large pages, for data that a step reads from end to end.
 
-In pages of 4 KiB a core looks up where the next one lies every few hundred nanoseconds, which in a
-virtual machine are two tables; in pages of 2 MiB weights are read a fifth faster. Owns maps of
-memory, from which weights take their parts one after the other: most are smaller than a page.
+With pages of 4 KiB a core translates an address every few hundred nanoseconds, through two tables
+in a virtual machine; with pages of 2 MiB weights are read a fifth faster. Weights are allocated
+from maps of 64 MiB, since most are smaller than a page.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ _ALIGNMENT: Final = 64
 
 
 def large_pages(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of zeros, memory of its own that begins with a large page.
+    """Return uint8 [num_bytes] of zeros, memory of its own that begins with a large page.
 
-    The system is asked for large pages; where it has none the memory is as any other.
+    Without large pages in the system the memory has normal ones.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=flags)
@@ -32,15 +32,15 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     return whole[begin : begin + num_bytes]
 
 
-class WeightMemory:
-    """Gives out memory that is returned when nothing of its map is in use any more."""
+class WeightArena:
+    """Allocates memory for weights; a map is freed when nothing in it is in use."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] with anything in it, aligned to cache lines; for several threads."""
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes] with arbitrary contents, aligned to cache lines; thread-safe."""
         # map  | taken | taken | gap | taken | free …
         needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if needed > _MAP_BYTES:

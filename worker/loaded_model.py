@@ -1,16 +1,17 @@
-"""The model as a worker holds it, which outlives every engine; makes it from what was prepared.
+"""The model of a worker, which stays loaded while engines come and go.
 
-Owns the choice of its arithmetic (dtype, form of the weights) and what follows from it: the
-layout of its KV and the fingerprint. Knows nothing of links, pools and steps.
+Start at load, which chooses dtype and weight format and makes a LoadedModel of a prepared model.
+kv_fingerprint says whose KV blocks are interchangeable.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,37 +20,41 @@ from proto.errors import ModelError
 from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
-from worker.fingerprint import kv_fingerprint
 from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
-from worker.kv_cache import kv_cache_geometry, resolve_kv_dtype
-from worker.kv_layout import KVLayout, kv_layout
-from worker.loader.choice import activation_dtype, choose_form
-from worker.loader.form_report import dense_notice, memory_line
-from worker.loader.forms import DenseForm, WeightForm
-from worker.loader.index import read_index
-from worker.loader.pieces import shares_of
+from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
+from worker.loader.files import read_index
+from worker.loader.format_choice import (
+    activation_dtype,
+    choose_format,
+    describe_dense_weights,
+    describe_memory,
+)
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
 
 logger = logging.getLogger("tokend.worker")
+LAYOUT_VERSION: Final = 4
+"""Counts changes of the cache layout or of the arithmetic of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, for good.
+    """A model on its device.
 
-    dtype: of the activations. form: of the weights. config: the model's own config.json.
-    group: those who compute it together with this worker.
+    dtype: of the activations. config: the model's own config.json. group: the ranks that compute
+    the model together with this worker.
     """
 
     prepared: PreparedModel
     config: dict[str, Any]
     model: Decoder
     dtype: torch.dtype
-    form: WeightForm
+    weight_format: WeightFormat
     device: Device
     group: RankGroup
     layout: KVLayout
@@ -57,25 +62,26 @@ class LoadedModel:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether it is on a GPU."""
+        """Whether the model is on a GPU."""
         return is_cuda(self.device)
 
     @property
     def part_of_kv(self) -> Fraction:
-        """Of the KV heads that all workers hold together, those of this one."""
+        """The share of the KV heads of all workers together that this worker holds."""
         if self.group.size == 1:
             return Fraction(1)
-        spec, index = spec_from_config(self.config), read_index(self.prepared)
-        held = [len(share.kv_heads) for share in shares_of(spec, index, self.group.size)]
+        spec = spec_from_config(self.config)
+        shards = shard_model(spec, self.group.size)
+        held = [shard.spec.attention_shape.num_kv_heads for shard in shards]
         return Fraction(held[self.group.rank], sum(held))
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
-        """Bytes that the weights take, by form."""
-        return tuple(WeightFormatMemory(*each) for each in self.form.memory.items())
+        """Bytes of the weights by format."""
+        return tuple(WeightFormatMemory(*item) for item in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
-        """32 bytes over everything that changes what is in its KV blocks."""
+        """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
         return kv_fingerprint(
             self.prepared.weights_sha256,
             self.config,
@@ -83,13 +89,9 @@ class LoadedModel:
             block_size,
             str(self.dtype),
             # Another device sums in another order.
-            f"cuda {self.form.name}" if self.on_cuda else self.form.name,
+            f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
             (self.group.rank, self.group.size),
         )
-
-
-def unchanged(form: WeightForm) -> WeightForm:
-    return form
 
 
 def load(
@@ -98,24 +100,24 @@ def load(
     device: Device,
     group: RankGroup,
     report: Callable[[Progress | Notice], None],
-    around: Callable[[WeightForm], WeightForm] = unchanged,
+    weight_format: WeightFormat | None = None,
 ) -> LoadedModel:
-    """This worker's part of a model, in the form that the settings and the device choose.
+    """Load this rank's part of a model.
 
     report: sends progress and notices to the supervisor.
-    around: makes of that form the one that the model is read in, for whoever wants to watch.
+    weight_format: None for the one that settings and device choose.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    form = around(_choose_form(config.model, prepared, device, dtype))
+    weight_format = weight_format or weight_format_for(config.model, prepared, device)
     logger.info(
         "loading %s as %s, weights %s",
         prepared.name,
         str(dtype).removeprefix("torch."),
-        form.name,
+        weight_format.name,
     )
     model_config = read_config(prepared)
     whole = spec_from_config(model_config)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.head_dim)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
     if is_cuda(device):
         load_modules(
             config.device,
@@ -130,32 +132,34 @@ def load(
         dtype,
         device.torch_device,
         lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
-        form,
+        weight_format,
         group,
     )
-    logger.info("weights: %s", memory_line(form))
-    if notice := dense_notice(form):
+    logger.info("weights: %s", describe_memory(weight_format))
+    if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
-    spec, layout = model.spec, kv_layout(model.spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype)
-    return LoadedModel(prepared, model_config, model, dtype, form, device, group, layout, geometry)
+    heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    return LoadedModel(
+        prepared, model_config, model, dtype, weight_format, device, group, layout, geometry
+    )
 
 
-def _choose_form(
-    config: ModelConfig, prepared: PreparedModel, device: Device, dtype: torch.dtype
-) -> WeightForm:
+def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
+    """Return the format that a model's weights get on this device."""
+    dtype = device.resolve_dtype(activation_dtype(config))
     if is_cuda(device):
-        return DenseForm(dtype)
-    return choose_form(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
+        return DenseFormat(dtype)
+    return choose_format(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
 
 
 def is_cuda(device: Device) -> bool:
-    """Whether a device is a GPU."""
+    """Return whether a device is a GPU."""
     return device.torch_device.type == "cuda"
 
 
 def read_config(prepared: PreparedModel) -> dict[str, Any]:
-    """The model's config.json; raises ModelError naming the file."""
+    """Return the model's config.json; raises ModelError naming the file."""
     path = Path(prepared.folder) / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -164,3 +168,38 @@ def read_config(prepared: PreparedModel) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object")
     return config
+
+
+def kv_fingerprint(
+    weights_sha256: str,
+    model_config: dict[str, Any],
+    geometry: KVCacheGeometry,
+    block_size: int,
+    compute_dtype: str,
+    weight_format: str,
+    rank_of: tuple[int, int] = (0, 1),
+) -> bytes:
+    """Return 32 bytes over everything that changes the values in the KV cache.
+
+    Equal in two processes only if their KV blocks are interchangeable. It is the root of the block
+    hashes, so KV of different arithmetic never mixes, also if caches outlive a process.
+
+    weight_format: the name of a WeightFormat; other products give other KV.
+    rank_of: this worker's rank and the number of ranks; other heads give other sums.
+    """
+    facts = [
+        LAYOUT_VERSION,
+        weights_sha256,
+        model_config,
+        geometry.num_slots,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.dtype,
+        [group.sliding_window for group in geometry.groups],
+        block_size,
+        compute_dtype,
+        weight_format,
+        rank_of,
+    ]
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()

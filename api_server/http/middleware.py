@@ -1,8 +1,10 @@
 """What happens to a request before its route: API key, drain state, fast path.
 
-Denies by default: a path is open only when it is listed, exactly as routing sees it. What
-only operators may do is not told by paths: its routes look themselves (`routes/common.py`)
-whether the key was an operator's.
+    key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
+                       └─────── anything else ─────────▶ router ─▶ …
+
+A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
+check themselves (`routes/common.py`) that the key is an operator's.
 """
 
 import asyncio
@@ -23,36 +25,36 @@ from proto.errors import AuthenticationError, RequestError
 from proto.security import ApiKey
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
-OPERATORS: Final = frozenset(
+UNDRAINED_PATHS: Final = frozenset(
     {
         *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
         *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
         *("", "page", "view"),
     }
 )
-"""First path components that are answered while draining, and that a drain does not wait for.
+"""First components of the paths that are served while draining, and that a drain does not wait for.
 
-The live view is among them, because a drain would wait for its subscribers, and the page with
-it ("" is that of /), to show that it drains."""
+The live view is among them, because a drain would wait for its subscribers, and so is the page
+("" is the component of /), which shows the drain."""
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless a key comes as `Authorization: Bearer` or `x-api-key`.
+    """Answer 401 to requests without a valid key in `Authorization: Bearer` or `x-api-key`.
 
-    Whose key it is, is `key_name` in the state of the request, and `is_operator` whether it is
-    an operator's. Where only operators have keys, everybody else may come without one.
+    Sets `key_name` and `is_operator` in the state of the request. If all configured keys are
+    operators', requests without a key pass as clients'.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
-        self._clients_need_one = not all(each.operator for each in keys)
+        self._clients_need_key = not all(key.operator for key in keys)
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            known = self._known(scope)
-            if self._clients_need_one and not known:
+            known = self._known_keys(scope)
+            if self._clients_need_key and not known:
                 response = error_response(
                     AuthenticationError("missing or wrong API key"), scope["path"]
                 )
@@ -60,16 +62,16 @@ class ApiKeyMiddleware:
                 return
             state = scope.setdefault("state", {})
             state["key_name"] = known[0].name if known else ""
-            state["is_operator"] = any(each.operator for each in known)
+            state["is_operator"] = any(key.operator for key in known)
         await self._app(scope, receive, send)
 
-    def _known(self, scope: Scope) -> list[ApiKey]:
-        """Return the known keys among those sent; compares each with all, in constant time."""
+    def _known_keys(self, scope: Scope) -> list[ApiKey]:
+        """Return the valid keys in the headers; compares in constant time, with all keys."""
         known = []
         for name, value in scope["headers"]:
             given = _bearer(value) if name == b"authorization" else value
             if name in (b"authorization", b"x-api-key") and given is not None:
-                known += [each for each in self._keys if hmac.compare_digest(given, each.key)]
+                known += [key for key in self._keys if hmac.compare_digest(given, key.key)]
         return known
 
 
@@ -82,7 +84,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app_state: AppState = scope["app"].state.app_state
         scope[APP_STATE] = app_state
-        if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
+        if scope["type"] != "http" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)
@@ -101,14 +103,8 @@ def _first_part(path: str) -> str:
     return path.removeprefix("/").partition("/")[0]
 
 
-# The fast path to the generating routes: past routing and dependency injection.
-#
-#     key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
-#                        └─────── anything else ─────────▶ router ─▶ …
-
-
 DISCONNECT_GRACE_SECONDS: Final = 0.002
-"""How long a request waits for the disconnect of its client, while others are served."""
+"""Wait before the disconnect check of a new request while other requests run."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -125,7 +121,10 @@ def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
 
 
 class FastPath:
-    """Call an endpoint directly, and answer its exceptions as the application would."""
+    """Call the generating endpoints directly, past routing and dependency injection.
+
+    Their exceptions are answered as the application would answer them.
+    """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
@@ -141,7 +140,7 @@ class FastPath:
             await asyncio.sleep(DISCONNECT_GRACE_SECONDS)
         if client_disconnected(scope):
             app_state.metrics.count_cut_short("disconnect")
-            await _gone(receive)
+            await _wait_disconnect(receive)
             return
         try:
             response = await endpoint(Request(scope, receive, send))
@@ -149,10 +148,10 @@ class FastPath:
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         except ClientDisconnect:
-            return  # it left during its upload: no answer is read
+            return  # during its upload: uvicorn expects no response
 
 
-async def _gone(receive: Receive) -> None:
-    """Return when the HTTP server has seen the disconnect, and expects no answer."""
+async def _wait_disconnect(receive: Receive) -> None:
+    """Return when uvicorn has seen the disconnect, and expects no response."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,7 @@
-"""The OpenAPI document at /openapi.json: what each route takes and answers, and with which key.
+"""The OpenAPI document at /openapi.json: body, response and key of each route.
 
-Owns one line for each operation. FastAPI knows the paths; the routes read their bodies themselves,
-so it knows nothing of those, and this adds it from the models that the bodies are checked with.
-A test asks that every documented route has a line here.
+FastAPI adds the paths. The routes read their bodies themselves, so `OPERATIONS` adds the models
+that validate the bodies; a test checks that every documented route has a line there.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import admin
 from proto.config import FrontEndConfig
 
-# JSON Schemas of what the daemon answers, for the OpenAPI document.
+# JSON Schemas of the responses.
 
 
 Schema = dict[str, Any]
@@ -34,7 +33,7 @@ BOOLEAN: Final[Schema] = {"type": "boolean"}
 
 
 def an_object(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """More fields than these may come with a later version."""
+    """Return the schema of an object with these properties; later versions may add more."""
     return {
         "type": "object",
         "properties": {**required, **(optional or {})},
@@ -180,7 +179,7 @@ TOKENS: Final = an_object(
     }
 )
 EVENT: Final = an_object({"data": STRING})
-"""Of a stream: JSON in a string, or [DONE]."""
+"""An event of a stream: JSON in a string, or [DONE]."""
 TEXT: Final = an_object({"prompt": STRING})
 ERROR: Final = an_object(
     {
@@ -203,21 +202,22 @@ _SCHEMES: Final = {
 
 @dataclass(frozen=True)
 class Operation:
-    """bodies: models of which the body is one. answers: content type → schema of a success.
+    """Body and responses of one method of one path.
 
-    status: of a success. query: parameter → schema. failure: other answers have this body;
-    unready: 503 has this one where it is another.
+    bodies: the body is one of these models. responses: content type → schema, if successful.
+    status: if successful. query: parameter → schema. failure: schema of the other responses;
+    unready: schema of a 503, if it is another.
     """
 
     bodies: Sequence[type[BaseModel]] = ()
-    answers: dict[str, Schema] = field(default_factory=dict)
+    responses: dict[str, Schema] = field(default_factory=dict)
     status: int = 200
     query: dict[str, Schema] = field(default_factory=dict)
     failure: Schema | None = None
     unready: Schema | None = None
 
 
-def _answers(schema: Schema) -> dict[str, Schema]:
+def _json_response(schema: Schema) -> dict[str, Schema]:
     return {_JSON: schema}
 
 
@@ -231,59 +231,65 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
     ),
     ("/v1/responses", "post"): Operation((ResponsesRequest,), {_JSON: RESPONSE, _EVENTS: EVENT}),
-    ("/v1/responses/{response_id}", "get"): Operation(answers=_answers(RESPONSE)),
+    ("/v1/responses/{response_id}", "get"): Operation(responses=_json_response(RESPONSE)),
     ("/v1/responses/{response_id}", "delete"): Operation(
-        answers=_answers(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))
+        responses=_json_response(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))
     ),
-    ("/v1/responses/{response_id}/cancel", "post"): Operation(answers=_answers(RESPONSE)),
+    ("/v1/responses/{response_id}/cancel", "post"): Operation(responses=_json_response(RESPONSE)),
     ("/v1/messages", "post"): Operation(
         (MessagesRequest,), {_JSON: MESSAGE, _EVENTS: EVENT}, failure=MESSAGE_ERROR
     ),
     ("/v1/messages/count_tokens", "post"): Operation(
-        (CountTokensRequest,), _answers(an_object({"input_tokens": INTEGER})), failure=MESSAGE_ERROR
+        (CountTokensRequest,),
+        _json_response(an_object({"input_tokens": INTEGER})),
+        failure=MESSAGE_ERROR,
     ),
-    ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
-    ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),
-    ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _answers(TOKENS)),
-    ("/detokenize", "post"): Operation((Detokenize,), _answers(TEXT)),
-    ("/tokenizer_info", "get"): Operation(answers=_answers(an_object({"tokenizer_class": STRING}))),
+    ("/v1/models", "get"): Operation(responses=_json_response(MODELS)),
+    ("/v1/models/{name}", "get"): Operation(responses=_json_response(MODEL_CARD)),
+    ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _json_response(TOKENS)),
+    ("/detokenize", "post"): Operation((Detokenize,), _json_response(TEXT)),
+    ("/tokenizer_info", "get"): Operation(
+        responses=_json_response(an_object({"tokenizer_class": STRING}))
+    ),
     ("/health", "get"): Operation(),
     ("/ping", "get"): Operation(),
     ("/ping", "post"): Operation(),
     ("/health/live", "get"): Operation(),
-    ("/health/ready", "get"): Operation(answers=_answers(READINESS), unready=READINESS),
-    ("/version", "get"): Operation(answers=_answers(an_object({"version": STRING}))),
-    ("/load", "get"): Operation(answers=_answers(an_object({"server_load": INTEGER}))),
-    ("/metrics", "get"): Operation(answers={"text/plain": STRING}),
-    ("/admin/drain", "post"): Operation(answers=_answers(_STATUS), status=202),
+    ("/health/ready", "get"): Operation(responses=_json_response(READINESS), unready=READINESS),
+    ("/version", "get"): Operation(responses=_json_response(an_object({"version": STRING}))),
+    ("/load", "get"): Operation(responses=_json_response(an_object({"server_load": INTEGER}))),
+    ("/metrics", "get"): Operation(responses={"text/plain": STRING}),
+    ("/admin/drain", "post"): Operation(responses=_json_response(_STATUS), status=202),
     ("/pause", "post"): Operation(
-        answers=_answers(_STATUS),
+        responses=_json_response(_STATUS),
         query={"mode": one_of("wait", "keep"), "clear_cache": one_of("false", "0")},
     ),
-    ("/resume", "post"): Operation(answers=_answers(_STATUS)),
-    ("/is_paused", "get"): Operation(answers=_answers(an_object({"is_paused": BOOLEAN}))),
+    ("/resume", "post"): Operation(responses=_json_response(_STATUS)),
+    ("/is_paused", "get"): Operation(responses=_json_response(an_object({"is_paused": BOOLEAN}))),
     ("/reset_prefix_cache", "post"): Operation(
         query={"reset_running_requests": _TRUTH, "reset_external": _TRUTH}
     ),
-    ("/abort_requests", "post"): Operation((admin.AbortBody,), _answers(_STATUS), status=202),
+    ("/abort_requests", "post"): Operation((admin.AbortBody,), _json_response(_STATUS), status=202),
     ("/server_info", "get"): Operation(
-        answers=_answers(an_object({name: an_object({}) for name in ("model", "engine", "config")}))
+        responses=_json_response(
+            an_object({name: an_object({}) for name in ("model", "engine", "config")})
+        )
     ),
 }
 
 
 def install(app: FastAPI, config: FrontEndConfig) -> None:
-    """Have the application answer with this document, which is made when it is first asked for."""
+    """Replace the application's OpenAPI document by ours, which is built on the first request."""
 
-    def document() -> dict[str, Any]:
+    def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, config)
+            app.openapi_schema = _build_document(app, config)
         return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
+def _build_document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": ERROR}
     document["components"] = {"schemas": schemas, "securitySchemes": _SCHEMES}
@@ -301,7 +307,7 @@ def _document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
 
 def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str, Schema]) -> None:
     if operation.bodies:
-        refs = [{"$ref": _add(each, schemas)} for each in operation.bodies]
+        refs = [{"$ref": _add_schema(model, schemas)} for model in operation.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     described.setdefault("parameters", []).extend(
@@ -309,31 +315,34 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
         for name, schema in operation.query.items()
     )
     success: dict[str, Any] = {"description": "Success"}
-    if operation.answers:
-        success["content"] = {kind: {"schema": each} for kind, each in operation.answers.items()}
-    told = operation.failure or {"$ref": _REFS.format(model="Error")}
-    failure = {_JSON: {"schema": told}}
+    if operation.responses:
+        success["content"] = {
+            content_type: {"schema": schema} for content_type, schema in operation.responses.items()
+        }
+    error = operation.failure or {"$ref": _REFS.format(model="Error")}
+    failure = {_JSON: {"schema": error}}
     described["responses"] = {
         str(operation.status): success,
-        "4XX": {"description": "The request is at fault", "content": failure},
+        "4XX": {"description": "The request is invalid or refused", "content": failure},
         "503": {
-            "description": "Not now; Retry-After says when to come again",
+            "description": "Temporarily unavailable; Retry-After says when to retry",
             "content": {_JSON: {"schema": operation.unready or operation.failure or ERROR}},
         },
-        "5XX": {"description": "The daemon is at fault", "content": failure},
+        "5XX": {"description": "An error of the daemon", "content": failure},
     }
 
 
-def _add(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
-    """A reference to the schema of a body.
+def _add_schema(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
+    """Add the schema of a body to `schemas`, and return a reference to it.
 
-    A field that is null counts as not given, and one that no API defines is ignored.
+    Every optional field may be null, and unknown fields are ignored, so they are allowed.
     """
     schema = model.model_json_schema(ref_template=_REFS)
     found = {**schema.pop("$defs", {}), model.__name__: schema}
-    for each in found.values():
-        each.pop("additionalProperties", None)
-        for name in each.get("properties", {}).keys() - each.get("required", []):
-            each["properties"][name] = or_null(each["properties"][name])
+    for definition in found.values():
+        definition.pop("additionalProperties", None)
+        properties = definition.get("properties", {})
+        for name in properties.keys() - definition.get("required", []):
+            properties[name] = or_null(properties[name])
     schemas.update(found)
     return _REFS.format(model=model.__name__)

@@ -1,8 +1,7 @@
-"""The tenant of a request, as a number without further meaning.
+"""The tenant of a request: a hash of its API key's name and, if configured, of a proxy's header.
 
-It comes from the name of the API key and, where a proxy is trusted with that, from a header.
-The engine sees neither of them. Every API server derives the same number from the same names,
-so tenants survive the restart of a process.
+The engine sees only the number. Every API server derives the same number from the same names, so
+tenants survive the restart of a process.
 """
 
 import re
@@ -17,16 +16,16 @@ from proto.errors import InvalidRequestError
 TENANT_HEADER: Final = "X-Tenant-ID"
 MAX_TENANT_CHARACTERS: Final = 128
 DEFAULT_TENANT: Final = 0
-"""The tenant of all requests without a distinguishing mark."""
+"""The tenant of all requests without a key name and header."""
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_TENANT_CHARACTERS}}}")
 
 
 def tenant_of(request: Request, by: TenantBy) -> int:
-    """The tenant of a request that is let in; raises InvalidRequestError for a wrong header.
+    """Return the tenant of a request; raises InvalidRequestError for an invalid header.
 
-    With "header" a key and a name in the header make a tenant together: one key's clients
-    cannot pass for those of another.
+    by: with "header", key name and header together make a tenant, so clients of one key cannot
+    pass for those of another.
     """
     if by == "none":
         return DEFAULT_TENANT
@@ -36,15 +35,15 @@ def tenant_of(request: Request, by: TenantBy) -> int:
 
 
 def reader_of(tenant: int, key_name: str) -> int:
-    """Return the reader of a request in the live view: its tenant.
+    """Return the id of the clients that may see a request in the live view: its tenant.
 
-    Without tenants, it is the holder of the same key.
+    Without tenants, the clients with the same API key.
     """
     return tenant or _number(key_name, "")
 
 
 def key_name_of(request: Request) -> str:
-    """Of the key in --api-key-file that it came with; empty for any other key, and for none."""
+    """Return the name of the request's key in --api-key-file; empty for any other key or none."""
     return str(getattr(request.state, "key_name", ""))
 
 
@@ -56,7 +55,7 @@ def _number(key_name: str, name: str) -> int:
 
 
 def _header(request: Request) -> str:
-    """Two of them would leave open which one the proxy wrote."""
+    """Return the tenant header; refuses two, because the proxy may have written either of them."""
     names = request.headers.getlist(TENANT_HEADER)
     if not names:
         return ""

@@ -85,14 +85,14 @@ class EncodedView:
             "waiting": view.num_waiting,
             "prompt_tokens_per_s": rate(view.prompt_tokens, view.seconds),
             "generation_tokens_per_s": rate(view.generation_tokens, view.seconds),
-            "queried_tokens": view.queried_tokens,
-            "found_tokens": view.found_tokens,
+            "prefix_cache_queries": view.queried_tokens,
+            "prefix_cache_hits": view.found_tokens,
             "preemptions": view.preemptions,
             "requests": [
                 request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
                 for request in view.requests
             ],
-            "more_requests": view.more_requests,
+            "num_omitted_requests": view.more_requests,
         }
         return _event(b"view", to_compact_json(fields)[:-1] + b',"cells":' + self._cells + b"}")
 

@@ -1,7 +1,6 @@
-"""The files of the page, as they are sent to browsers.
+"""The files of the page: their paths, their content and their security headers.
 
-Owns which files there are, under which paths, and what a browser is allowed to do with them.
-Knows nothing of requests. There is nothing secret in them, so they need no key.
+They contain no secrets, so their routes need no key.
 """
 
 import hashlib
@@ -31,12 +30,12 @@ _POLICY: Final = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""Nothing comes from elsewhere, nothing goes elsewhere, and no other page may frame this one."""
+"""Load only from this server, connect only to it, and forbid frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file. path: at the server. tag: changes with the content."""
+    """A file of the page. path: in URLs. tag: hash of the content."""
 
     path: str
     content: bytes
@@ -45,7 +44,7 @@ class PageFile:
 
     @property
     def headers(self) -> dict[str, str]:
-        """A browser asks each time whether it has changed: after an update it has."""
+        """Response headers; browsers check on each load whether the file has changed."""
         return {
             "content-type": self.media_type,
             "etag": self.tag,
@@ -59,7 +58,7 @@ class PageFile:
 
 
 def page_files() -> list[PageFile]:
-    """All of them, read once; the first page is at `/`, whatever it needs below `/page/`."""
+    """Read all files: the index, at `/`, and what it loads, below `/page/`."""
     return [_read(path) for path in sorted(ASSETS.iterdir()) if path.suffix in _MEDIA_TYPES]
 
 

@@ -451,8 +451,8 @@ def ecmascript_regex(pattern: str) -> str:
     r"""Rewrite classes of ECMAScript, which JSON Schema uses, for the compiler's regex syntax.
 
     ``\d`` and ``\w`` are ASCII, ``\s`` is ECMAScript's white space, ``.`` excludes all of its line
-    ends, and `[`, `&`, `~` and `-` in a class are characters (the compiler's syntax nests classes and
-    has set operators).
+    ends, and `[`, `&`, `~` and `-` in a class are characters (the compiler's syntax nests classes
+    and has set operators).
     """
     out: list[str] = []
     at, in_class = 0, False

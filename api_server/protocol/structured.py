@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from api_server.protocol.fields import STRUCTURED_NEUTRAL, IgnoredFields, nested_fields
 from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource, check_schema, decoded, encoded
+from proto.grammar import GrammarSource, decoded, encoded
 
 ANY_OBJECT: Final = '{"type": "object"}'
 """The schema of json_object."""
@@ -191,10 +191,9 @@ class _SourceReader:
     def json_schema(self, field: str, schema: Any, *, compact: bool = False) -> GrammarSource:
         """Return the source of a schema, given as JSON or as a string that contains JSON."""
         try:
-            if isinstance(schema, str):
-                schema = decoded(schema)
-            check_schema(schema)
-            rewritten, removed = rewrite_schema(schema)
+            text = schema if isinstance(schema, str) else encoded(schema)
+            GrammarSource("json_schema", text).validate()
+            rewritten, removed = rewrite_schema(decoded(text))
         except InvalidRequestError as error:
             raise _named(error, field) from None
         for keyword in removed:

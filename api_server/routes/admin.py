@@ -1,7 +1,7 @@
-"""Routes that change what the daemon does, or show how it is set: for operators.
+"""Routes for operators: drain, pause, prefix cache, aborts, settings.
 
-Every route here is behind `check_operator`. The engine is asked by AdminCall; what concerns
-all API servers goes through the supervisor.
+`check_operator` guards every route here. Commands to the engine are AdminCalls; commands to all API
+servers go through the supervisor.
 """
 
 import json
@@ -33,8 +33,8 @@ _PAUSES: Final[dict[str, tuple[PauseMode, bool]]] = {
     "wait": ("finish_running", False),
     "keep": ("freeze", False),
 }
-"""Names of clients of vLLM's API: the pause, and whether whatever is unfinished ends first."""
-_TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
+"""vLLM's name of a pause mode → the mode, and whether unfinished requests end first."""
+_BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
 class AbortBody(Strict):
@@ -42,29 +42,29 @@ class AbortBody(Strict):
         list[Annotated[str, StringConstraints(max_length=MAX_ID_CHARACTERS)]],
         Field(min_length=1, max_length=MAX_ABORTED_IDS),
     ]
-    """Ids of answers, such as cmpl-…, in full."""
+    """Full ids of responses, such as cmpl-…"""
 
 
 @router.post("/admin/drain")
 async def drain(request: Request) -> Response:
-    """202: no more requests are taken; the daemon ends when those under way have finished."""
+    """Answer 202; new requests are refused, and the daemon exits after the running ones."""
     app_state = app_state_of(request)
     app_state.health.draining = True  # here at once; the supervisor notifies the other servers
     app_state.supervisor.send(DrainRequested(app_state.supervisor.index))
     return JSONResponse(
-        {"status": "draining", "requests_under_way": app_state.in_flight.number}, status_code=202
+        {"status": "draining", "requests_in_flight": app_state.in_flight.number}, status_code=202
     )
 
 
 @router.post("/pause")
 async def pause(request: Request) -> Response:
-    """200: requests that have begun go on, others wait (mode=wait); or nothing is computed (keep).
+    """Pause the engine until /resume, also across restarts and reloads.
 
-    With mode=abort whatever is unfinished ends with what it has, its finish reason abort, and
-    what comes after waits. It lasts until /resume, over restarts and reloads.
+    mode=wait: running requests continue, others wait. mode=keep: nothing is computed. mode=abort:
+    unfinished requests end with their output so far and finish reason abort; new ones wait.
     """
-    mode, ends_unfinished = _word(request, "mode", _PAUSES, "wait")
-    if _word(request, "clear_cache", _TRUTHS, "false"):
+    mode, ends_unfinished = _query_value(request, "mode", _PAUSES, "wait")
+    if _query_value(request, "clear_cache", _BOOLEANS, "false"):
         raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
     await app_state_of(request).client.call_admin(
         "pause", pause_mode=mode, ends_unfinished=ends_unfinished
@@ -74,41 +74,41 @@ async def pause(request: Request) -> Response:
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """200: the engine is not paused."""
+    """End a pause."""
     await app_state_of(request).client.call_admin("resume")
     return JSONResponse({"status": "resumed"})
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
-    """Whether a pause lasts."""
+    """Return whether the engine is paused."""
     reply = await app_state_of(request).client.call_admin("get_pause")
     return JSONResponse({"is_paused": bool(reply.value)})
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """200: nothing is cached any more; 409 while requests are unfinished.
+    """Clear the prefix cache; 409 if requests are unfinished.
 
-    reset_running_requests=true: those are computed again instead. reset_external=true: what a KV
-    connector keeps elsewhere is forgotten as well (409 while it is being copied).
+    reset_running_requests=true: unfinished requests are recomputed instead. reset_external=true:
+    the KV connector's cache is cleared as well (409 while it copies).
     """
-    running = _word(request, "reset_running_requests", _TRUTHS, "false")
-    external = _word(request, "reset_external", _TRUTHS, "false")
+    running = _query_value(request, "reset_running_requests", _BOOLEANS, "false")
+    external = _query_value(request, "reset_external", _BOOLEANS, "false")
     client = app_state_of(request).client
     reply = await client.call_admin(
         "reset_prefix_cache", reset_running_requests=running, reset_external=external
     )
     if not reply.ok:
-        raise ConflictError(f"{reply.detail}: wait for them, or give reset_running_requests=true")
+        raise ConflictError(f"{reply.detail}: wait for them, or set reset_running_requests=true")
     return Response()
 
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """202: every API server aborts requests with one of these ids (error 410).
+    """Abort requests by response id, in all API servers; their clients get error 410.
 
-    With an operator's key those of all clients, else those of the same key.
+    With an operator's key the requests of all clients, else those of the same key.
     """
     ignored = IgnoredFields()
     fields = parse(AbortBody, await read_json(request), {}, ignored)
@@ -121,7 +121,7 @@ async def abort_requests(request: Request) -> Response:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """Version, model, engine and all settings but for the secret ones."""
+    """Return version, model, engine and all settings except secrets."""
     app_state = app_state_of(request)
     settings = json.loads(to_json_line(app_state.settings))
     for section in settings.values():
@@ -145,9 +145,9 @@ async def server_info(request: Request) -> Response:
     )
 
 
-def _word(request: Request, name: str, meanings: dict[str, Any], default: str) -> Any:
-    """What a parameter of the query means; raises InvalidRequestError for another word."""
-    word = request.query_params.get(name, default)
-    if word not in meanings:
-        raise InvalidRequestError(f"{name} takes {' or '.join(meanings)}, got {shown(word)}", name)
-    return meanings[word]
+def _query_value(request: Request, name: str, meanings: dict[str, Any], default: str) -> Any:
+    """Return the meaning of a query parameter; raises InvalidRequestError for other values."""
+    value = request.query_params.get(name, default)
+    if value not in meanings:
+        raise InvalidRequestError(f"{name} takes {' or '.join(meanings)}, got {shown(value)}", name)
+    return meanings[value]

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and the chat turn that /v1/responses and /v1/messages share.
+
+`create_chat_completion` is the handler; `build_chat_turn` goes from messages to engine requests.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -25,19 +28,16 @@ from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader
 from proto.errors import InvalidRequestError
 
-# A turn of a chat, whatever API it came by: from messages to a generation.
-
-
-ANSWERS_SHARE: Final = 4
-"""A truncated prompt leaves one such part of the context to an answer without a limit."""
+RESERVED_CONTEXT_SHARE: Final = 4
+"""A truncated prompt leaves 1/4 of the context to an answer without max_tokens."""
 
 Made = TypeVar("Made")
-_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+_TEMPLATE_ERRORS: Final = ("chat template:", "the chat template cannot")
 
 
 def is_template_error(error: InvalidRequestError) -> bool:
-    """Whether the chat template refuses the conversation, and may take it in another form."""
-    return error.message.startswith(_TEMPLATE)
+    """Return whether the chat template refused the conversation; merged roles may help."""
+    return error.message.startswith(_TEMPLATE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ async def build_chat_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
-    at_most: int | None = None,
-    leaves_room: bool = False,
+    default_max_tokens: int | None = None,
+    reserves_context: bool = False,
 ) -> ChatTurn:
     """Build the engine request of a chat and its token stream; `TokenStream.submit` sends it.
 
-    id_prefix: of the answer's id. at_most: default of the output tokens, limited by the context.
-    leaves_room: a truncated prompt leaves a share of the context to an answer without a limit.
-    Raises InvalidRequestError.
+    id_prefix: of the response's id. default_max_tokens: limited by the context.
+    reserves_context: a truncated prompt leaves a share of the context to an answer without
+    max_tokens. Raises InvalidRequestError.
     """
     tool_calls = app_state.tool_calls.plan(body, body.grammar_source(ignored), ignored)
     builder = RequestBuilder(
@@ -77,9 +77,9 @@ async def build_chat_turn(
     )
     reader = app_state.prompt_reader("messages")
     max_tokens = body.requested_max_tokens
-    if max_tokens is None and leaves_room:
-        share = app_state.client.engine.max_model_len // ANSWERS_SHARE
-        max_tokens = share if at_most is None else min(at_most, share)
+    if max_tokens is None and reserves_context:
+        share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
+        max_tokens = share if default_max_tokens is None else min(default_max_tokens, share)
     reader = reader.with_truncation(builder.truncation(max_tokens))
     conversation, text = await _render_prompt(app_state, body, reader, ignored)
     prompts = await reader.encode_texts([text], add_special_tokens=False)
@@ -96,7 +96,7 @@ async def build_chat_turn(
     output_format = OutputFormat(tool_calls, reasoning)
     options = EndpointOptions(
         max_tokens=body.requested_max_tokens,
-        default_max_tokens=at_most,
+        default_max_tokens=default_max_tokens,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
@@ -141,7 +141,7 @@ async def with_merged_roles_fallback(
 async def count_tokens(
     app_state: AppState, body: ChatCompletionRequest, ignored: IgnoredFields
 ) -> int:
-    """Return the length of the prompt of a chat, which may exceed the context.
+    """Return the number of prompt tokens of a chat, which may exceed the context.
 
     Raises InvalidRequestError.
     """
@@ -156,7 +156,7 @@ async def count_tokens(
 async def _render_prompt(
     app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
-    """Return the conversation and the text of the prompt. reader: limits the template's input."""
+    """Return the conversation and the prompt text. reader: limits the template's input."""
     template = app_state.chat_template
     variables = reasoning_variables(
         body.reasoning_effort, template.facts, app_state.reasoning_format

@@ -1,4 +1,4 @@
-"""Reading the body of a request: size, time, content type, JSON, and the headers that add to it."""
+"""What handlers share: the application state, operators' keys, reading the body of a request."""
 
 import asyncio
 import ipaddress
@@ -20,49 +20,46 @@ from proto.errors import (
     shown,
 )
 
-# How a route comes by its app_state, and which requests are an operator's.
-
-
-_SIGNS_OF_OTHERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
-"""Headers of browsers and proxies."""
+_REMOTE_HEADERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
+"""Headers that browsers and proxies add."""
 
 
 def app_state_of(request: Request) -> AppState:
-    """The app_state that the request got at the door: a reload may have brought others since."""
+    """Return the AppState that was current when the request arrived; a reload replaces it."""
     return cast(AppState, request.scope[APP_STATE])
 
 
 def has_operators_key(request: Request) -> bool:
-    """Whether it came with one."""
+    """Return whether the request has an operator's key."""
     return bool(getattr(request.state, "is_operator", False))
 
 
 def check_operator(request: Request) -> None:
     """Raise AuthenticationError or ForbiddenError unless the client is an operator.
 
-    401 says that a key is missing or wrong, 403 that a client's is not enough.
+    AuthenticationError (401): the key is missing or wrong. ForbiddenError (403): it is a client's.
     """
     config = app_state_of(request).config
     if not config.has_admin_keys:
         _check_is_local(request)
     elif not has_operators_key(request):
         if config.has_client_keys:
-            raise ForbiddenError("this is for operators: it takes a key of --admin-api-key")
-        raise AuthenticationError("missing or wrong key: this takes one of --admin-api-key")
+            raise ForbiddenError("this route is for operators and needs a key of --admin-api-key")
+        raise AuthenticationError("missing or wrong key: this route needs one of --admin-api-key")
 
 
 def _check_is_local(request: Request) -> None:
-    """Raise ForbiddenError unless a program on this machine asks by itself."""
+    """Raise ForbiddenError unless a program on this machine sends the request itself."""
     address = request.client.host if request.client is not None else ""
-    if not is_loopback(address) or any(name in request.headers for name in _SIGNS_OF_OTHERS):
+    if not is_loopback(address) or any(name in request.headers for name in _REMOTE_HEADERS):
         raise ForbiddenError(
-            "without --admin-api-key this is for programs on the same machine only, "
-            "and neither for browsers nor through a proxy"
+            "without --admin-api-key this route is for programs on the same machine only, "
+            "not for browsers or through a proxy"
         )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is one of this machine alone."""
+    """Return whether an IP address is a loopback address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -73,24 +70,24 @@ def is_loopback(address: str) -> bool:
 
 MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
-"""Headers that stand for a field of the body."""
+"""Headers that set a field of the body: header → field."""
 SESSION_HEADER: Final = "x-session-id"
-"""Stands for session_id."""
+"""Sets session_id."""
 REQUEST_ID_HEADER: Final = "x-request-id"
-"""Stands for one as well, where it has the form of one."""
-_WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
+"""Sets request_id, if its value is a valid one."""
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
 MAX_DEPTH: Final = 64
-"""Most objects and lists around a value of a body."""
+"""Most nested objects and lists in a body."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
-"""A body has so long to arrive, and so long again for each whole MiB that has arrived."""
+"""Time limit of a body: this, and as much again for each whole MiB that has arrived."""
 
 
 async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
-    """The decoded body; a header that stands for a field counts where the body has none.
+    """Return the decoded body, with fields from headers where the body has none.
 
-    ignored: collects an invalid X-Request-Id, as some proxies send it.
-    Raises what `read_json` does.
+    ignored: collects an invalid X-Request-Id, which some proxies send.
+    Raises the same errors as `read_json`.
     """
     fields = await read_json(request)
     if isinstance(fields, dict):
@@ -98,7 +95,7 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
             text = request.headers.get(header)
             if text is None or fields.get(name) is not None:
                 continue
-            if not _WHOLE.fullmatch(text):
+            if not _INTEGER.fullmatch(text):
                 raise InvalidRequestError(f"{header} must be a whole number", name)
             fields[name] = int(text)
         session_id = request.headers.get(SESSION_HEADER)
@@ -114,7 +111,7 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
 
 
 async def read_json(request: Request) -> Any:
-    """The decoded body.
+    """Return the decoded body.
 
     Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
     InvalidRequestError; starlette's ClientDisconnect when the client leaves.
@@ -122,23 +119,23 @@ async def read_json(request: Request) -> Any:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise UnsupportedMediaError("the content type must be application/json")
-    body = await _read(request)
+    body = await _read_body(request)
     try:
-        fields = json.loads(body, object_pairs_hook=_object)
+        fields = json.loads(body, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_deeper(fields, MAX_DEPTH):
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_nested_deeper(fields, MAX_DEPTH):
         raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} deep")
     return fields
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the body; raises InvalidRequestError where a key is there twice.
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the body; raises InvalidRequestError for a repeated key.
 
-    JSON leaves open which of them counts, so a filter before this server and the server
-    itself may mean different requests.
+    JSON does not define which value counts, so a filter before this server might see another
+    request than the server.
     """
     fields = dict(pairs)
     if len(fields) != len(pairs):
@@ -146,41 +143,41 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, _ in pairs:
             if key in seen:
                 raise InvalidRequestError(
-                    f"{shown(key)} is there more than once in an object", shown(key)
+                    f"{shown(key)} appears more than once in an object", shown(key)
                 )
             seen.add(key)
     return fields
 
 
-def _is_deeper(value: Any, most: int) -> bool:
-    """Whether there are more than so many objects and lists around a value; level by level."""
+def _is_nested_deeper(value: Any, max_depth: int) -> bool:
+    """Return whether objects and lists are nested more than `max_depth` deep."""
     level: list[Any] = [[value]]
-    for _ in range(most + 1):
+    for _ in range(max_depth + 1):
         level = [
-            each
-            for holder in level
-            for each in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(each, dict | list)
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
         ]
         if not level:
             return False
     return True
 
 
-async def _read(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     too_large = BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
+    content_length = request.headers.get("content-length", "")
+    if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     start = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(SECONDS_PER_MIB) as limit:
-            async for piece in request.stream():
-                body += piece
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
                 limit.reschedule(start + SECONDS_PER_MIB * (1 + len(body) // MIB))
     except TimeoutError:
-        raise SlowUploadError(f"only {len(body)} bytes of the body came in time") from None
+        raise SlowUploadError(f"only {len(body)} bytes of the body arrived in time") from None
     return bytes(body)

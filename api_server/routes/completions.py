@@ -60,14 +60,14 @@ async def create_completion(request: Request) -> Response:
 
 
 def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
-    """The engine always draws a token: an echo alone asks for one and drops it."""
+    """Return the options of a body; an echo without output samples one token and drops it."""
     prompt_logprobs = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    given = [number for number in prompt_logprobs if number is not None]
+    requested = [number for number in prompt_logprobs if number is not None]
     return EndpointOptions(
         max_tokens=1 if body.only_echoes else body.requested_max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
-        prompt_logprobs=max(given) if given else None,
+        prompt_logprobs=max(requested) if requested else None,
         edits=edits,
     )
 
@@ -90,5 +90,5 @@ def _echo(body: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) ->
         offsets.append(length)
         length += len(detokenizer.decode_token(token_id))
     length += len(detokenizer.flush_text())
-    added = length - len(text)  # a first token that the tokenizer put there
+    added = length - len(text)  # of a first token that the tokenizer added
     return Echo(text, [max(0, offset - added) for offset in offsets])

@@ -1,5 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API of chat, on the same turn as
-/v1/chat/completions.
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API.
+
+A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`.
 """
 
 from collections.abc import Mapping
@@ -52,8 +53,8 @@ async def create_message(request: Request) -> Response:
             tenant=tenant,
             key_name=key_name,
             ignored=ignored,
-            at_most=body.max_tokens,
-            leaves_room=True,
+            default_max_tokens=body.max_tokens,
+            reserves_context=True,
         )
 
     turn = await with_merged_roles_fallback(translation, build)
@@ -76,7 +77,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
-    """How many tokens the same request to /v1/messages would read; without using the engine."""
+    """Return the number of prompt tokens of the same request to /v1/messages."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
     body, passed = parse_request(CountTokensRequest, await read_fields(request, ignored), ignored)

@@ -1,6 +1,7 @@
-"""POST /v1/responses: OpenAI's newer API of chat, on the same turn as /v1/chat/completions.
+"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API.
 
-A response may run in the background, be cancelled, and be stored if `store` asks for it.
+A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
+may run in the background, be cancelled, and be stored (field `store`).
 """
 
 import asyncio
@@ -56,7 +57,7 @@ async def create_response(request: Request) -> Response:
             tenant=owner[0],
             key_name=owner[1],
             ignored=ignored,
-            leaves_room=True,
+            reserves_context=True,
         )
 
     turn = await with_merged_roles_fallback(translation, build)
@@ -100,16 +101,16 @@ async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> 
         else:
             encoder.encode_body(stream.take_deltas(), stream.usage())
     except Exception:  # no caller sees the exception: the response itself reports the failure
-        logger.exception("%s: the answer could not be encoded", stream.label)
+        logger.exception("%s: the response could not be encoded", stream.label)
         encoder.encode_error(InternalRequestError("internal error"))
     finally:
         stream.close()
 
 
 def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
-    """The items that the answer is to follow; raises InvalidRequestError.
+    """Return the items of the conversation before the response; raises InvalidRequestError.
 
-    What cannot be stored is refused before it is generated.
+    A response that could not be stored is refused before it is generated.
     """
     items: list[Item] = []
     if body.previous_response_id is not None:
@@ -117,7 +118,7 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
         if found is None:
             raise InvalidRequestError(
                 "previous_response_id: there is no such response; only those with store are kept, "
-                "in the memory of the daemon and for a while",
+                "in memory and for a limited time",
                 "previous_response_id",
             )
         items += found.items
@@ -135,25 +136,22 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
 
 
 def _check_store(app_state: AppState, items: list[Item]) -> None:
-    """Raise InvalidRequestError for what cannot be kept."""
-    most = app_state.responses.max_entry_bytes
-    if not most:
+    """Raise InvalidRequestError for a conversation that cannot be stored."""
+    max_bytes = app_state.responses.max_entry_bytes
+    if not max_bytes:
         raise InvalidRequestError(
-            "store: nothing is kept here (--max-stored-responses-mib is 0)", "store"
+            "store: storing is disabled (--max-stored-responses-mib is 0)", "store"
         )
     if app_state.config.api_server_count > 1:
         raise InvalidRequestError(
-            "store: a response is kept by the API server that made it, and "
-            "--api-server-count lets others be asked for it",
+            "store: needs --api-server-count 1, because only the API server that generated a "
+            "response keeps it",
             "store",
         )
-    if json_size(items) > most // 2:
+    if json_size(items) > max_bytes // 2:
         raise InvalidRequestError(
-            f"store: conversations of up to {most // 2} bytes are kept", "store"
+            f"store: the conversation is larger than {max_bytes // 2} bytes", "store"
         )
-
-
-# Responses by their id: looking at one, ending it, forgetting it.
 
 
 stored_router = APIRouter()
@@ -162,7 +160,7 @@ stored_router = APIRouter()
 @stored_router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
-        raise InvalidRequestError("stream: a response that is kept is told as a whole", "stream")
+        raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
     responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.find_running(owner, response_id)
     if running is not None and running.is_stored:

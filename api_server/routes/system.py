@@ -1,4 +1,4 @@
-"""Routes for operators and load balancers: health, version, metrics."""
+"""Routes for load balancers, monitoring and clients: health, version, load, metrics, models."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,9 +20,9 @@ router = APIRouter()
 @router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 while requests are taken, 503 before and after.
+    """Answer 200 if requests are accepted; 503 before the engine is ready and during a drain.
 
-    Also while a process is restarted, because requests wait for it.
+    Also 200 while a process is restarted, because requests wait for it.
     """
     app_state = app_state_of(request)
     app_state.health.check_not_draining()
@@ -33,14 +33,14 @@ async def health(request: Request) -> Response:
 @router.get("/health/live")
 @router.head("/health/live", include_in_schema=False)
 async def live() -> Response:
-    """200: this process answers."""
+    """Liveness: the event loop of this process responds."""
     return Response()
 
 
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """200 while requests come along as they should; 503 with the reasons why not."""
+    """Readiness: 200 if requests make progress, else 503 with the reasons."""
     reasons = app_state_of(request).health.not_ready_reasons()
     if reasons:
         body = {"ready": False, "reasons": reasons}
@@ -55,13 +55,13 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Requests in flight, in all API servers."""
+    """Return the number of requests in flight, in all API servers."""
     return {"server_load": int(app_state_of(request).metrics.in_flight.value)}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return Response(
         app_state_of(request).metrics.render(),
         media_type="text/plain; version=0.0.4; charset=utf-8",
@@ -70,29 +70,26 @@ async def metrics(request: Request) -> Response:
 
 @cache
 def daemon_version() -> str:
-    """The version in the package's metadata, which is parsed once."""
+    """Return the version of the installed package."""
     try:
         return version("tokend")
     except PackageNotFoundError:
         return "unknown"
 
 
-# GET /v1/models.
-
-
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(app_state_of(request))]}
+    return {"object": "list", "data": [_model_card(app_state_of(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     app_state = app_state_of(request)
     app_state.check_model(name)
-    return _card(app_state)
+    return _model_card(app_state)
 
 
-def _card(app_state: AppState) -> dict[str, Any]:
+def _model_card(app_state: AppState) -> dict[str, Any]:
     return {
         "id": app_state.model_name,
         "object": "model",

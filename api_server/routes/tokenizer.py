@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: text to tokens and back, without the engine.
 
-Long work is done on the tokenizer's thread, and answers are encoded in one short call, so that
-streams go on meanwhile.
+The tokenizer's thread does long work, so that it does not block the streams.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a conversation as the chat template writes it."""
+    """Return the token ids of a text, or of a conversation that the chat template renders."""
     app_state = app_state_of(request)
     body = await read_json(request)
     ignored = IgnoredFields()
@@ -64,7 +63,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special ones included."""
+    """Return the text of token ids, special tokens included."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
     fields = parse(Detokenize, await read_json(request), {}, ignored)
@@ -84,7 +83,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """tokenizer_config.json and the chat template; where it is asked for by a setting."""
+    """Return tokenizer_config.json and the chat template, if a setting enables this route."""
     app_state = app_state_of(request)
     if not app_state.config.enable_tokenizer_info_endpoint:
         raise UnknownPathError("/tokenizer_info needs --enable-tokenizer-info-endpoint")
@@ -105,7 +104,7 @@ async def _tokens(
     reader.check_text(text)
     tokenizer = app_state.tokenizer
     (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
-    found = (
+    token_strs = (
         await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
         if names
         else None
@@ -115,26 +114,26 @@ async def _tokens(
             "count": len(ids),
             "max_model_len": reader.max_model_len,
             "tokens": ids,
-            "token_strs": found,
+            "token_strs": token_strs,
         },
         ignored,
     )
 
 
 def _check_size(app_state: AppState, field: str, number: int) -> None:
-    """Before a template makes a text of so many characters."""
+    """Raise InvalidRequestError for more characters than a prompt may have."""
     app_state.prompt_reader(field).check_characters(number)
 
 
 def _tokenizer_settings(folder: str) -> dict[str, Any]:
-    """What the model came with; the class is what a client would load it as."""
+    """Return the model's tokenizer_config.json, with a default class for clients to load."""
     path = Path(folder, "tokenizer_config.json")
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **found}
 
 
 def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
-    """Return the answer; unknown fields are named in a header."""
+    """Return a JSON response whose header names the unknown fields."""
     response = Response(to_compact_json(body), media_type="application/json")
     response.raw_headers += ignored.headers()
     return response

@@ -113,8 +113,8 @@ async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) ->
             "waiting": 1,
             "prompt_tokens_per_s": 20.0,
             "generation_tokens_per_s": 8.0,
-            "queried_tokens": 20,
-            "found_tokens": 16,
+            "prefix_cache_queries": 20,
+            "prefix_cache_hits": 16,
             "preemptions": 0,
             "requests": [
                 {
@@ -128,7 +128,7 @@ async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) ->
                     "num_blocks": 2,
                 }
             ],
-            "more_requests": 0,
+            "num_omitted_requests": 0,
             "cells": CELLS,
         }
 

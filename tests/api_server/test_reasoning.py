@@ -1,4 +1,4 @@
-"""Thoughts are told from answers, wherever the text is cut."""
+"""Reasoning is separated from content, wherever the text is cut."""
 
 import random
 
@@ -27,7 +27,7 @@ THINK = REASONING_FORMATS["qwen3"]
 INSIDE, UNKNOWN = OutputStart.REASONING, OutputStart.UNKNOWN
 
 OUTPUTS = [
-    # opening, text, thoughts, answer
+    # start of the output, text, reasoning, content
     (UNKNOWN, "<think>\nTwo and two.\n</think>\n\n4", "Two and two.", "4"),
     (UNKNOWN, "<think>Two</think>4", "Two", "4"),
     (UNKNOWN, " \n <think>Two</think>4", "Two", "4"),
@@ -64,7 +64,7 @@ OUTPUTS = [
 
 
 def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
-    """(thoughts, answer); thoughts come before the answer."""
+    """Return (reasoning, content); reasoning comes first."""
     parts: list[OutputPart] = [part for piece in pieces for part in parser.parse_delta(piece)]
     parts += parser.parse_end()
     kinds = [type(part) for part in parts]
@@ -103,7 +103,7 @@ def test_random_texts_in_random_pieces(name: str) -> None:
             assert cut == whole, (text, pieces)
 
 
-def test_thoughts_are_told_as_they_come() -> None:
+def test_reasoning_is_returned_as_it_comes() -> None:
     parser = ReasoningParser(THINK, UNKNOWN, PLAIN_TEXT)
     assert parser.parse_delta("<think>") == []
     assert parser.parse_delta("One") == [ReasoningText("One")]
@@ -136,7 +136,7 @@ def test_little_is_held_back(piece: str) -> None:
         ("none", "assistant\n<think>\n", "", OutputStart.CONTENT),
     ],
 )
-def test_the_end_of_the_prompt_tells_where_an_answer_begins(
+def test_the_end_of_the_prompt_decides_what_the_output_starts_with(
     name: str, prompt: str, continued: str, opening: OutputStart
 ) -> None:
     assert reasoning_format(name, None).output_start(prompt, continued) is opening
@@ -152,19 +152,19 @@ def test_the_end_of_the_prompt_tells_where_an_answer_begins(
         ("{{ '[THINK]' + text + '[/THINK]' }}", REASONING_FORMATS["mistral"]),
     ],
 )
-def test_auto_looks_into_the_template(template: str | None, style: object) -> None:
+def test_auto_detects_the_format_from_the_template(template: str | None, style: object) -> None:
     assert reasoning_format("auto", template) == style
     assert reasoning_format("none", template) == NO_REASONING
     assert reasoning_format("qwen3", template) == THINK
 
 
-def test_the_setting_knows_every_style() -> None:
+def test_the_setting_names_every_format() -> None:
     assert {"auto", "none", *REASONING_FORMATS} == set(ReasoningParserName.__args__)  # type: ignore[attr-defined]
     assert FrontEndConfig().reasoning_parser == "auto"
 
 
 class Spelled:
-    """A token is a place in a list of texts."""
+    """A detokenizer whose token ids are indices into a list of texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -204,7 +204,7 @@ def test_tokens_of_thoughts_are_counted(
     assert counting.flush_text() == "…"
 
 
-def test_markers_without_text_get_theirs() -> None:
+def test_special_tokens_that_are_markers_have_text() -> None:
     inner: Detokenizer = Spelled(["a", "", "b"])
     marked = MarkerDetokenizer(inner, {1: "[THINK]"})
     assert [marked.decode_token(each) for each in range(3)] == ["a", "…[THINK]", "b"]

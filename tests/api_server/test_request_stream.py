@@ -95,7 +95,7 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     assert [token.token_id for token in delta.tokens] == delta.token_ids
     assert sample(metrics, "generation_tokens_total") == len(delta.token_ids)
     assert not stream.process_output(output(ids, len(ids), FinishReason.LENGTH), 102.0)
-    assert not stream.choices[0].has_news
+    assert not stream.choices[0].has_delta
 
 
 def test_stop_string_before_a_stop_token_wins(make, tokenizer):
@@ -140,7 +140,7 @@ def test_slow_readers_get_merged_deltas(make, tokenizer):
     delta = stream.choices[0].take_delta()
     assert delta.text == "slow reader"
     assert delta.token_ids == ids
-    assert not stream.choices[0].has_news
+    assert not stream.choices[0].has_delta
 
 
 def test_errors_of_the_engine(make):

@@ -19,11 +19,10 @@ from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.cpu import CpuAttention
 from worker.device.devices import CpuDevice
 from worker.kernels import load_kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
 from worker.large_pages import large_pages
 from worker.layers.rotary import RotaryEmbedding
-from worker.models.spec import DefaultRope
+from worker.models.rope import DefaultRope
 
 
 class AttentionStep:

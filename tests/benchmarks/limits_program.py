@@ -23,12 +23,11 @@ from tests.benchmarks.messages import AttentionWorkload, LimitsTimings, LimitsWo
 from worker.device.devices import create_device
 from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
-from worker.layers.embedding import Table
+from worker.layers.embedding import EmbeddingTable
 from worker.layers.linear import Linear
-from worker.loaded_model import load
-from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
-from worker.loader.index import read_index
-from worker.loader.names import name_in_file
+from worker.loaded_model import load, weight_format_for
+from worker.loader.files import read_index
+from worker.loader.formats import BuildEnds, BuildLinear, Ends, Product, WeightFormat
 from worker.loader.source import WeightSource
 from worker.parallel.group import RankGroup
 
@@ -40,13 +39,13 @@ Part = Sequence[Callable[[], object]]
 """Calls that are made one after the other, as in a step: a head alone would stay in the caches."""
 
 
-class NotedForm:
+class NotedFormat:
     """A form of weights; keeps the products that are made, beside the model that gets them.
 
     layers: (columns of the input, product) in the order of a step. head: that of the scores.
     """
 
-    def __init__(self, form: WeightForm) -> None:
+    def __init__(self, form: WeightFormat) -> None:
         self._form = form
         self.layers: list[tuple[int, Linear]] = []
         self.head: list[tuple[int, Linear]] = []
@@ -63,7 +62,7 @@ class NotedForm:
     def dense_names(self) -> list[str]:
         return self._form.dense_names
 
-    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+    def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         finish = self._form.read_product(source, product)
         columns = source.columns_of(product.weights[0])
 
@@ -73,10 +72,10 @@ class NotedForm:
 
         return noted
 
-    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+    def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         finish, columns = self._form.read_ends(source, ends), source.columns_of(ends.head)
 
-        def noted() -> tuple[Table, Linear]:
+        def noted() -> tuple[EmbeddingTable, Linear]:
             table, head = finish()
             self.head.append((columns, head))
             return table, head
@@ -88,11 +87,11 @@ class LimitsWorker:
     """The model of a worker as the daemon has it, whose products can be computed by themselves."""
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
-        self.loaded = load(
-            config, prepared, create_device(config, 0), RankGroup(), lambda message: None, NotedForm
-        )
-        assert isinstance(self.loaded.form, NotedForm)
-        self.products = self.loaded.form
+        device = create_device(config, 0)
+        noted = NotedFormat(weight_format_for(config.model, prepared, device))
+        self.loaded = load(config, prepared, device, RankGroup(), lambda message: None, noted)
+        assert isinstance(self.loaded.weight_format, NotedFormat)
+        self.products = self.loaded.weight_format
 
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
         """Prompts of a step, as many as fit."""
@@ -107,9 +106,9 @@ class LimitsWorker:
             kv_cache_dtype=config.cache.kv_cache_dtype,
             rounds=workload.rounds,
             num_layers=spec.num_layers,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_heads=spec.attention_shape.num_heads,
+            num_kv_heads=spec.attention_shape.num_kv_heads,
+            head_dim=spec.attention_shape.head_dim,
             block_size=config.cache.block_size,
         )
 
@@ -120,7 +119,7 @@ class LimitsWorker:
         return [(size, group.sliding_window) for group in self.loaded.geometry.groups]
 
 
-def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> int:
+def weight_bytes(form: WeightFormat, prepared: PreparedModel, *, tied: bool) -> int:
     """What a step of one row reads of the weights in this form; of two forms the first.
 
     tied: embedding and head are one weight; else the embedding is left out, for blocks as if it
@@ -128,7 +127,10 @@ def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> in
     """
     index = read_index(prepared)
     numbers = {each.name: math.prod(each.shape) for each in index.tensors if len(each.shape) == 2}
-    unused = name_in_file(index.format, "head.weight" if tied else "embedding.weight")
+    embedding, head = (
+        ("token_embd", "output") if index.format == "gguf" else ("model.embed_tokens", "lm_head")
+    )
+    unused = f"{head if tied else embedding}.weight"
     read = sum(number for name, number in numbers.items() if name != unused)
     few, plus, _ = form.name.partition("+")
     if few in _DENSE_BYTES:

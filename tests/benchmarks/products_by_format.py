@@ -17,10 +17,8 @@ import torch
 
 from worker.kernels import Kernels, load_kernels
 from worker.large_pages import large_pages
-from worker.layers.bf16_weight import Bf16Weight
+from worker.layers.kernel_weights import GGUF_BLOCKS, Bf16Weight, PackedWeight, RotatedWeight
 from worker.layers.linear import make_linear
-from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS, PackedWeight
-from worker.layers.rotated_weight import RotatedWeight
 
 LAYERS: Final = 30
 LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -77,7 +75,7 @@ def head_form(kernels: Kernels) -> Form:
 def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedWeight:
     if gguf_type == "Q8_0":
         return PackedWeight.from_dense(kernels, torch.randn(shape))
-    num_bytes = BLOCK_BYTES[gguf_type] * shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type]
+    num_bytes = GGUF_BLOCKS[gguf_type][1] * shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
     raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
     return PackedWeight.from_blocks(kernels, gguf_type, shape, raw)
 

@@ -4,6 +4,7 @@ Owns the wrapping of a model's parts, which times them from outside; a kernel th
 times them itself. What a step takes beside them is found by subtraction.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.linear import Linear
-from worker.layers.residual import NormedAddition, ResidualLinear
+from worker.layers.linear import Linear, ResidualLinear
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
-from worker.models.layer_stack import EagerLayers, LayerStack, LayerWeights
+from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
+from worker.models.parts import LayerPart
 
 
 @dataclass
@@ -68,7 +69,8 @@ class ClockedParts(EagerLayers):
     """The same layers, weights shared, whose products and attention are timed."""
 
     def __init__(self, stack: EagerLayers, clock: StepClock) -> None:
-        super().__init__(stack.spec, [_clocked_layer(each, clock) for each in stack.layers])
+        layers = [_clocked_layer(layer, clock) for layer in stack.layers]
+        super().__init__(layers, stack.hidden_size)
         self._clock = clock
 
     def run(
@@ -88,7 +90,7 @@ class ClockedKernel:
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        hidden, product, attending = self._stack.run_clocked(hidden, positions, attention)
+        hidden, product, attending = self._stack.run_timed(hidden, positions, attention)
         self._clock.product += product
         self._clock.attention += attending
         return hidden
@@ -110,16 +112,18 @@ def _clocked_stack(stack: LayerStack, clock: StepClock) -> LayerStack:
     return ClockedParts(stack, clock)
 
 
-def _clocked_layer(layer: LayerWeights, clock: StepClock) -> LayerWeights:
-    def end(addition: ResidualLinear) -> ResidualLinear:
-        if isinstance(addition, NormedAddition):
-            return NormedAddition(ClockedLinear(addition.linear, clock), addition.norm)
-        return ClockedLinear(addition, clock)  # type: ignore[arg-type]  # every other is a Linear
+def _clocked_layer(layer: DecoderLayer, clock: StepClock) -> DecoderLayer:
+    mixer, mlp = _clocked_part(layer.mixer, clock), _clocked_part(layer.mlp, clock)
+    return replace(layer, mixer=mixer, mlp=mlp)
 
-    return replace(
-        layer,
-        qkv=ClockedLinear(layer.qkv, clock),
-        output=end(layer.output),
-        gate_up=ClockedLinear(layer.gate_up, clock),
-        down=end(layer.down),
-    )
+
+def _clocked_part(part: LayerPart, clock: StepClock) -> LayerPart:
+    """Return a copy of the part whose products are timed."""
+    clocked = copy(part)
+    for name, value in vars(part).items():
+        if isinstance(value, ResidualLinear):
+            linear = ClockedLinear(value.linear, clock)
+            setattr(clocked, name, ResidualLinear(linear, value.output))
+        elif name in ("qkv", "gate_up"):
+            setattr(clocked, name, ClockedLinear(value, clock))
+    return clocked

@@ -26,8 +26,7 @@ from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, 
 from tests.benchmarks.messages import StepTimings, StepWorkload
 from tests.benchmarks.step_clock import ClockedModel, StepClock
 from worker.device.devices import create_device
-from worker.loaded_model import load, unchanged
-from worker.loader.forms import WeightForm
+from worker.loaded_model import load
 from worker.model_runner import ModelRunner
 from worker.parallel.group import RankGroup
 from worker.runner_builder import RunnerBuilder
@@ -43,7 +42,6 @@ class BenchWorker:
         self,
         config: ServeConfig,
         prepared: PreparedModel,
-        around: Callable[[WeightForm], WeightForm] = unchanged,
     ) -> None:
         self.clock = StepClock()
         device = create_device(config, 0)
@@ -51,7 +49,7 @@ class BenchWorker:
         def report(message: object) -> None:
             """Ignore progress and notices."""
 
-        loaded = load(config, prepared, device, RankGroup(), report, around)
+        loaded = load(config, prepared, device, RankGroup(), report)
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
         fault_injector = FaultInjector.of((), "worker", 0, 0)

@@ -58,7 +58,7 @@ def test_what_takes_too_long_is_aborted_and_never_looks_complete() -> None:
         next(lines)
         asked = time.monotonic()
         drain = httpx.post(f"{daemon.url}/admin/drain")
-        assert (drain.status_code, drain.json()["requests_under_way"]) == (202, 1)
+        assert (drain.status_code, drain.json()["requests_in_flight"]) == (202, 1)
         rest = [line for line in lines if line]
     assert 0.9 < time.monotonic() - asked < 3.0
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503

@@ -266,7 +266,7 @@ def test_every_kind_of_block_and_request_is_shown(visit):
     cells = [[1, 5, 0], [2, 1, 0], [2, 2, 3], [1, 3, 4], [1, 4, 0], [13, 0, 0]]
     view = {"time_s": 1.0, "step": 9, "running": 1, "waiting": 300, "preemptions": 2}
     view |= {"prompt_tokens_per_s": 10.0, "generation_tokens_per_s": 20.0}
-    view |= {"queried_tokens": 40, "found_tokens": 10, "more_requests": 298}
+    view |= {"prefix_cache_queries": 40, "prefix_cache_hits": 10, "num_omitted_requests": 298}
     view |= {"requests": requests, "cells": cells}
     notice = {"time_s": 1.0, "kind": "restart", "text": "engine_core 0 <i>was</i> started again"}
     events = (("hello", hello), ("view", view), ("notice", notice))
@@ -314,7 +314,7 @@ def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
     visitor = visit("chat", key="")
     page = visitor.page
     page.wait_for_selector("#key-dialog[open]")
-    assert "wants an API key" in page.inner_text("#key-reason")
+    assert "needs an API key" in page.inner_text("#key-reason")
     page.fill("#key-input", "wrong")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=The server refused this key")

@@ -10,7 +10,7 @@ class DenseAttention:
     """Causal attention over everything that `run` has been given since construction."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._scale = spec.attention_scale
+        self._scale = spec.attention_shape.scale
         self._windows = spec.windows
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}

@@ -36,23 +36,16 @@ from proto.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
+from tests.fakes.built_models import build_decoder, shapes_of
 from worker import async_runner as ahead
 from worker.attention import kv_store
 from worker.device.transfers import Download, Downloader
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
-from worker.layers import activation, norm, triton_rows
-from worker.layers.embedding import DenseTable, Embedding
-from worker.layers.linear import Linear, make_linear
-from worker.layers.norm import RMSNorm
-from worker.layers.residual import NormedAddition
-from worker.layers.rotary import RotaryEmbedding
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.layers import activation, norm, triton_kernels
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import make_stacks
-from worker.models.layer_stack import LayerWeights
 from worker.models.registry import spec_from_config
-from worker.models.spec import ModelSpec, parameter_shapes
+from worker.models.spec import ModelSpec
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling import device_kernels
 from worker.sampling.device_kernels import TritonDraw, TritonEdits
@@ -332,12 +325,12 @@ def watched() -> Iterator[HotPath]:
         for module, kernels in (
             (kv_store, ("_kernel",)),
             (device_kernels, ("_draw_kernel", "_listed_kernel", "_rows_kernel")),
-            (triton_rows, ("_norm_kernel", "_gate_kernel")),
+            (triton_kernels, ("_norm_kernel", "_gate_kernel")),
         ):
             for name in kernels:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))
         for module in (activation, norm):
-            stack.enter_context(patch.object(module, "row_library", lambda: library))
+            stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
         stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
@@ -357,7 +350,8 @@ def run_steps(
     spec = spec_from_config(FAMILIES[family])
     decoder = make_decoder(spec, dtype)
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype or dtype)
     with watch:
         cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
     rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)
@@ -378,56 +372,12 @@ def run_steps(
 
 def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """The model with weights that have shapes and no numbers, as the loader puts it together."""
-    weights = {
-        name: torch.empty(shape, dtype=dtype, device=CUDA)
-        for name, shape in parameter_shapes(spec).items()
-    }
-    rotaries = {
-        rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, CUDA)
-        for rope in dict.fromkeys(spec.ropes)
-    }
+    shapes = shapes_of(spec)
 
-    def make_norm(name: str) -> RMSNorm:
-        weight = weights[f"{name}.weight"]
-        return RMSNorm(weight.float() + 1 if spec.norms_add_one else weight, spec.norm_eps)
+    def make(name: str) -> torch.Tensor:
+        return torch.empty(shapes[name], dtype=dtype, device=CUDA)
 
-    def product(prefix: str, *parts: str) -> Linear:
-        found = [
-            [
-                weights[f"{prefix}{part}.{kind}"]
-                for part in parts
-                if f"{prefix}{part}.{kind}" in weights
-            ]
-            for kind in ("weight", "bias")
-        ]
-        return make_linear(torch.cat(found[0]), torch.cat(found[1]) if found[1] else None)
-
-    def layer(number: int) -> LayerWeights:
-        prefix = f"layers.{number}."
-        output, down = product(prefix, "o"), product(prefix, "down")
-        if spec.post_norms:
-            output = NormedAddition(output, make_norm(f"{prefix}attention_post_norm"))  # type: ignore[assignment]
-            down = NormedAddition(down, make_norm(f"{prefix}mlp_post_norm"))  # type: ignore[assignment]
-        of_heads = [make_norm(f"{prefix}{each}_norm") for each in ("q", "k") if spec.qk_norm]
-        return LayerWeights(
-            attention_norm=make_norm(f"{prefix}attention_norm"),
-            qkv=product(prefix, "q", "k", "v"),
-            head_norms=tuple(of_heads),  # type: ignore[arg-type]
-            rotary=rotaries[spec.ropes[number]],
-            output=output,
-            mlp_norm=make_norm(f"{prefix}mlp_norm"),
-            gate_up=product(prefix, "gate", "up"),
-            down=down,
-        )
-
-    table = weights["embedding.weight"]
-    return Decoder(
-        spec,
-        Embedding(DenseTable(table), spec.embedding_scale),
-        make_stacks(spec, [layer(number) for number in range(spec.num_layers)]),
-        make_norm("norm"),
-        make_linear(table if spec.tied_embeddings else weights["head.weight"]),
-    )
+    return build_decoder(spec, make, dtype, CUDA)
 
 
 WISHES: tuple[dict[str, Any], ...] = (

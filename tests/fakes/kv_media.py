@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from proto.kv_connector import DeviceBlocks, TransferJob
-from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler, TransferResult
-from worker.kv_layout import kv_layout
 
 FINGERPRINT = bytes(range(32))
 BLOCK_SIZE = 4

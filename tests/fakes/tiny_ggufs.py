@@ -11,9 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig
 
 from tests.fakes.gguf_files import numbers, permute_heads, random_rows
-from worker.loader.names import name_in_file
 from worker.models.registry import spec_from_config
-from worker.models.spec import parameter_shapes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -41,9 +39,10 @@ def tiny(
     tensors: Tensors = {}
     state = model.state_dict()
     is_gemma = isinstance(config, Gemma3TextConfig)
-    ours = {name_in_file("safetensors", name, is_gemma): name for name in our_names(config)}
+    weights = spec_from_config(config_of(config)).weights().values()
+    gguf_names = {weight.hugging_face: weight.gguf for weight in weights}
     for seed, (name, weight) in enumerate(state.items()):
-        if name not in ours:
+        if name not in gguf_names:
             continue
         own = next((each for part, each in kinds.items() if part in name), kind)
         stored_as = "F32" if weight.dim() == 1 else own
@@ -55,12 +54,8 @@ def tiny(
         if permuted and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             data = permute_heads(data, heads)
-        tensors[name_in_file("gguf", ours[name], is_gemma)] = (stored_as, data)
+        tensors[gguf_names[name]] = (stored_as, data)
     return model, tensors
-
-
-def our_names(config: PretrainedConfig) -> list[str]:
-    return list(parameter_shapes(spec_from_config(config_of(config))))
 
 
 def config_of(config: PretrainedConfig) -> dict[str, Any]:

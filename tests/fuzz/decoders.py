@@ -5,7 +5,7 @@
 A frame is a message of the union or a ProtocolError. A message means the same when it is
 encoded and decoded again. What front ends send goes through the engine's intake and a few
 steps; what a worker answers to a step goes into the scheduler. Neither may raise anything
-but what the caller expects, and the books of the KV cache add up afterwards.
+but what the caller expects, and the KV cache is consistent afterwards.
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,7 @@ from typing import Any, Final
 import torch
 
 from tests.fakes.tiny_model_files import END, tokenizer_json
-from worker.loader.names import name_in_file
 from worker.models.registry import spec_from_config
-from worker.models.spec import parameter_shapes
 
 _BLOCK: Final = 64 << 20
 """Bytes of random numbers, which follow each other again and again."""
@@ -26,13 +24,13 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     header: dict[str, Any] = {}
     ones: list[tuple[int, int]] = []
     end = 0
-    for name, shape in parameter_shapes(spec).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        if len(shape) == 1:
-            ones.append((begin, shape[0]))
-        header[name_in_file("safetensors", name)] = {
+    for weight in spec.weights().values():
+        begin, end = end, end + 2 * math.prod(weight.shape)
+        if len(weight.shape) == 1:
+            ones.append((begin, weight.shape[0]))
+        header[weight.hugging_face] = {
             "dtype": "BF16",
-            "shape": list(shape),
+            "shape": list(weight.shape),
             "data_offsets": [begin, end],
         }
     # Grammars are for models that have a token to end with.

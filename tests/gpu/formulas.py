@@ -3,27 +3,25 @@
 Sizes in bytes, rates in bytes or operations a second, times in seconds.
 """
 
+import math
 from collections.abc import Sequence
 
-from worker.models.spec import ModelSpec, parameter_shapes
+from worker.models.spec import ModelSpec
 
 
 def weight_bytes(spec: ModelSpec, itemsize: int = 2) -> int:
     """All weights that a decode step reads: a tied embedding as the head, another one not."""
     total = 0
-    for name, shape in parameter_shapes(spec).items():
+    for name, weight in spec.weights().items():
         if name == "embedding.weight" and not spec.tied_embeddings:
             continue
-        size = itemsize
-        for each in shape:
-            size *= each
-        total += size
+        total += itemsize * math.prod(weight.shape)
     return total
 
 
 def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
     """K and V of all layers."""
-    return 2 * spec.num_layers * spec.kv_size * itemsize
+    return 2 * itemsize * sum(attention.kv_size for attention in spec.attention_layers)
 
 
 def decode_floor(spec: ModelSpec, contexts: Sequence[int], read_rate: float) -> float:
@@ -34,9 +32,13 @@ def decode_floor(spec: ModelSpec, contexts: Sequence[int], read_rate: float) -> 
 
 def prefill_operations(spec: ModelSpec, prompts: Sequence[int]) -> float:
     """Of products and causal attention; the head is for the last token of each prompt."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    layer = hidden * (2 * spec.query_size + 2 * spec.kv_size + 3 * inner)
-    products = 2 * layer * spec.num_layers * sum(prompts)
+    products = sum(
+        math.prod(weight.shape)
+        for name, weight in spec.weights().items()
+        if name.startswith("layers.") and len(weight.shape) == 2
+    )
     # Half of 4 T² h: a query sees what is before it.
-    attention = 2 * spec.num_layers * spec.query_size * sum(each * each for each in prompts)
-    return float(products + attention + 2 * spec.vocab_size * hidden * len(prompts))
+    pairs = sum(prompt * prompt for prompt in prompts)
+    attention = 2 * pairs * sum(layer.query_size for layer in spec.attention_layers)
+    head = 2 * spec.vocab_size * spec.hidden_size * len(prompts)
+    return float(2 * products * sum(prompts) + attention + head)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
 KERNEL_TESTS = (
     ATTENTION,
-    "tests/worker/layers/test_flashinfer_rows_gpu.py",
+    "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
 )
 

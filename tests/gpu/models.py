@@ -11,16 +11,16 @@ from tests.gpu.hardware import Hardware, hardware
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.gpu.report import Report
 from tests.gpu.timing import product_rate, read_rate
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
 from worker.cuda_graphs import DecodeGraphs
-from worker.input_batch import BlockTable, StepInputs
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.input_batch import BlockTable
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
+from worker.step_inputs import StepInputs
 
 DTYPE = torch.bfloat16
 BLOCK = 16
@@ -45,7 +45,8 @@ class Bench:
     ) -> None:
         spec, kernels = decoder.spec, gpu.kernels()
         layout = kv_layout(spec.windows)
-        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+        heads = spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
         self.gpu = gpu
         self.decoder = decoder
         self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, gpu.device)
@@ -53,7 +54,7 @@ class Bench:
         self.accelerator = gpu.accelerator()
         self.attention = FlashInferAttention(
             self.cache,
-            AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale),
+            spec.attention_shape,
             DTYPE,
             self.accelerator,
             kernels.library(),
@@ -119,7 +120,7 @@ def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) 
     inputs = step_inputs(list(contexts), [1] * batch)
     token_ids, positions, _ = bench.sent(inputs)
     return gpu.median_seconds(
-        lambda: decoder.scores(graphs.replay(inputs, token_ids, positions)).argmax(dim=1)
+        lambda: decoder.logits(graphs.replay(inputs, token_ids, positions)).argmax(dim=1)
     )
 
 
@@ -176,7 +177,7 @@ def eager_step(bench: Bench, lengths: list[int], new: list[int]) -> Callable[[],
 
     def step() -> torch.Tensor:
         hidden = bench.eager(inputs, token_ids, positions)
-        return bench.decoder.scores(hidden.index_select(0, last))
+        return bench.decoder.logits(hidden.index_select(0, last))
 
     return step
 
@@ -226,36 +227,13 @@ def parity(report: Report) -> None:
 
 def decoder_of(gpu: Hardware, model: Any, spec: ModelSpec) -> Decoder:
     """The weights of a transformers Llama, rounded to the dtype of this bench."""
-    from worker.layers.embedding import DenseTable, Embedding
-    from worker.layers.linear import make_linear
-    from worker.layers.norm import RMSNorm
-    from worker.layers.rotary import RotaryEmbedding
-    from worker.models.kernel_stack import make_stacks
-    from worker.models.layer_stack import LayerWeights
+    from tests.fakes.built_models import build_decoder
 
-    def linear(*parts: Any) -> Any:
-        return make_linear(torch.cat([each.weight for each in parts]).to(gpu.device, DTYPE))
-
-    def norm(part: Any) -> RMSNorm:
-        return RMSNorm(part.weight.to(gpu.device, DTYPE), spec.norm_eps)
-
-    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, gpu.device)
-    layers = [
-        LayerWeights(
-            attention_norm=norm(each.input_layernorm),
-            qkv=linear(each.self_attn.q_proj, each.self_attn.k_proj, each.self_attn.v_proj),
-            head_norms=(),
-            rotary=rotary,
-            output=linear(each.self_attn.o_proj),
-            mlp_norm=norm(each.post_attention_layernorm),
-            gate_up=linear(each.mlp.gate_proj, each.mlp.up_proj),
-            down=linear(each.mlp.down_proj),
-        )
-        for each in model.model.layers
-    ]
-    table = Embedding(DenseTable(model.model.embed_tokens.weight.to(gpu.device, DTYPE)))
-    stacks = make_stacks(spec, layers)
-    return Decoder(spec, table, stacks, norm(model.model.norm), linear(model.lm_head))
+    names = {name: weight.hugging_face for name, weight in spec.weights().items()}
+    state = model.state_dict()
+    return build_decoder(
+        spec, lambda name: state[names[name]].to(gpu.device, DTYPE), DTYPE, gpu.device
+    )
 
 
 @torch.inference_mode()
@@ -272,7 +250,7 @@ def _logits(
         positions = torch.from_numpy(inputs.positions).to(gpu.device)
         run = graphs.replay if graphs.fits(inputs) else bench.eager
         hidden = run(inputs, tokens[done : done + count], positions)
-        found.append(bench.accelerator.fetch(decoder.scores(hidden)).double())
+        found.append(bench.accelerator.fetch(decoder.logits(hidden)).double())
         done += count
     return torch.cat(found)
 

@@ -11,8 +11,7 @@ from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode,
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
 from worker.device.transfers import DevicePlacement
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.sampling.device_sampler import DeviceDraw
@@ -61,7 +60,8 @@ def block_copies(report: Report, gpu: Hardware) -> None:
     spec = spec_from_config(gpu.sizes.configs["8B"])
     layout = kv_layout(spec.windows)
     dtype = torch.float8_e4m3fn
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, dtype)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, dtype)
     count = gpu.sizes.copied_blocks
     cache = KVCache(geometry, layout, 2 * count, BLOCK, gpu.device)
     raw = cache.buffer.view(torch.uint8)
@@ -87,7 +87,7 @@ def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
         token_ids, positions, _ = bench.sent(inputs)
 
         def step(forward: Any = forward, sent: Any = (inputs, token_ids, positions)) -> Any:
-            return decoder.scores(forward(*sent)).argmax(dim=1)
+            return decoder.logits(forward(*sent)).argmax(dim=1)
 
         report.figure(f"step of {size} decodes, µs", gpu.kernel_times(step))
 

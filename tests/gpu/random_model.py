@@ -4,13 +4,8 @@ from typing import Any, Final
 
 import torch
 
-from worker.layers.embedding import DenseTable, Embedding
-from worker.layers.linear import make_linear
-from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding
+from tests.fakes.built_models import build_decoder, shapes_of
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import make_stacks
-from worker.models.layer_stack import LayerWeights
 from worker.models.spec import ModelSpec
 
 _LLAMA: Final[dict[str, Any]] = {
@@ -39,29 +34,10 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 
 def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Every weight is normal with a deviation of 0.02; norms are ones."""
+    shapes = shapes_of(spec)
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+    def make(name: str) -> torch.Tensor:
+        weight = torch.empty(shapes[name], dtype=dtype, device=device)
+        return weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(0.0, 0.02)
 
-    def norm() -> RMSNorm:
-        return RMSNorm(torch.ones(spec.hidden_size, dtype=dtype, device=device), spec.norm_eps)
-
-    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, device)
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    layers = [
-        LayerWeights(
-            attention_norm=norm(),
-            qkv=make_linear(weight(spec.query_size + 2 * spec.kv_size, hidden)),
-            head_norms=(),
-            rotary=rotary,
-            output=make_linear(weight(hidden, spec.query_size)),
-            mlp_norm=norm(),
-            gate_up=make_linear(weight(2 * inner, hidden)),
-            down=make_linear(weight(hidden, inner)),
-        )
-        for _ in range(spec.num_layers)
-    ]
-    table = weight(spec.vocab_size, hidden)
-    head = table if spec.tied_embeddings else weight(spec.vocab_size, hidden)
-    stacks = make_stacks(spec, layers)
-    return Decoder(spec, Embedding(DenseTable(table)), stacks, norm(), make_linear(head))
+    return build_decoder(spec, make, dtype, device)

@@ -13,8 +13,7 @@ from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
 from worker.async_runner import PendingStep
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.registry import spec_from_config
 from worker.runner_builder import CudaRunnerBuilder
 from worker.sampling.sampler import Sampler
@@ -70,7 +69,8 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     """Seconds from one answered decode step to the next, with two in flight."""
     gpu, spec = hardware(), decoder.spec
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     num_blocks = 1 + batch * -(-(prompt + output) // BLOCK)
     builder = CudaRunnerBuilder(
         DeviceConfig(),

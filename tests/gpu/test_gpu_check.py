@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_written_can_be_loaded(tmp_path: Path) -> None:
         prepared, spec_of(prepared), torch.bfloat16, torch.device("cpu"), lambda fraction: None
     )
     assert decoder.spec == spec_from_config(SMALL)
-    assert decoder.logits(torch.ones(1, 32).bfloat16()).std() > 0
+    assert decoder.float32_logits(torch.ones(1, 32).bfloat16()).std() > 0
 
 
 def test_nothing_is_checked_without_a_gpu() -> None:

@@ -380,7 +380,7 @@ WORKER = (
     ),
     Fault(
         "top_k_keeps_ties",
-        "worker/csrc/filter.cpp",
+        "worker/csrc/sampling/filter.cpp",
         "other > score || (other == score && id <= token)",
         "other >= score",
         "top_k keeps more than k tokens where several are equally likely.",
@@ -397,7 +397,7 @@ WORKER = (
     ),
     Fault(
         "last_token_of_a_page_not_read",
-        "worker/csrc/attention_piece.h",
+        "worker/csrc/attention/piece.h",
         "end = std::min<int64_t>(from + t->piece_len, t->kv_end);",
         "end = std::min<int64_t>(from + t->piece_len - 1, t->kv_end);",
         "Long prompts are read with a token missing at the end of each full piece of KV.",
@@ -413,7 +413,7 @@ WORKER = (
     ),
     Fault(
         "block_scale_of_the_other_half",
-        "worker/csrc/packed_source.h",
+        "worker/csrc/products/packed/packed_tile.h",
         "reinterpret_cast<const int8_t*>(scales) + half * PANEL + output)",
         "reinterpret_cast<const int8_t*>(scales) + output + half * 0)",
         "GGUF files of type Q6_K are read with the wrong scale for half of their weights.",
@@ -421,11 +421,11 @@ WORKER = (
     ),
     Fault(
         "vocabulary_shards_in_the_wrong_order",
-        "worker/layers/shared_linear.py",
+        "worker/layers/linear.py",
         "torch.cat([part[:, :size] for part, size in parts], dim=1)",
         "torch.cat([part[:, :size] for part, size in [*parts][::-1]], dim=1)",
         "With --tensor-parallel-size 2 the answers are other words.",
-        ("tests/worker/layers/test_shared_linear.py",),
+        ("tests/worker/layers/test_rank_parallel.py",),
     ),
     Fault(
         "disk_checksum_not_compared",
@@ -554,15 +554,15 @@ API_SERVER = (
     Fault(
         "api_key_compared_as_prefix",
         "api_server/http/middleware.py",
-        "if hmac.compare_digest(given, each.key)]",
-        "if each.key.startswith(given)]",
+        "if hmac.compare_digest(given, key.key)]",
+        "if key.key.startswith(given)]",
         "The first characters of an API key let a client in.",
         ("tests/api_server/test_api_key.py",),
     ),
     Fault(
         "browser_may_call_admin_routes",
         "api_server/routes/common.py",
-        "if not is_loopback(address) or any(name in request.headers for name in _SIGNS_OF_OTHERS):",
+        "if not is_loopback(address) or any(name in request.headers for name in _REMOTE_HEADERS):",
         "if not is_loopback(address):",
         "Any web page that an operator opens can pause the server.",
         ("tests/api_server/test_admin.py", "tests/api_server/test_api_key.py"),
@@ -571,7 +571,7 @@ API_SERVER = (
         "body_limit_ignored_without_length",
         "api_server/routes/common.py",
         "                if len(body) > MAX_BODY_BYTES:\n",
-        "                if announced and len(body) > MAX_BODY_BYTES:\n",
+        "                if content_length and len(body) > MAX_BODY_BYTES:\n",
         "A chunked upload fills the memory of the front end.",
         ("tests/api_server/test_bad_bodies.py", "tests/api_server/test_limits.py"),
     ),
@@ -602,7 +602,7 @@ API_SERVER = (
     Fault(
         "client_key_is_an_operators",
         "api_server/http/middleware.py",
-        'state["is_operator"] = any(each.operator for each in known)',
+        'state["is_operator"] = any(key.operator for key in known)',
         'state["is_operator"] = bool(known)',
         "Every client with a key can pause the server and abort requests of others.",
         ("tests/api_server/test_api_key.py",),

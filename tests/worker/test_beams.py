@@ -12,11 +12,9 @@ import torch
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.registry import spec_of
@@ -40,13 +38,12 @@ class Model:
     def engine(self, num_blocks: int, **settings: object) -> EngineHarness:
         spec = self.decoder.spec
         layout = kv_layout(spec.windows)
-        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        heads = spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
         num_blocks *= layout.num_groups
         cache = KVCache(geometry, layout, num_blocks, BLOCK)
         cache.buffer[1:] = float("nan")
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        shape = spec.attention_shape
         engine = EngineHarness(
             num_blocks=num_blocks,
             block_size=BLOCK,

@@ -12,6 +12,7 @@ from tests.benchmarks.messages import LimitsWorkload
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.kernels import row_kernels
+from worker.models.gated_mlp import GatedMlpSpec
 
 
 def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
@@ -36,7 +37,9 @@ def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
     asked = workload(tmp_path, "gemma3", form)
     worker = LimitsWorker(asked.config, asked.model)
     spec = worker.loaded.model.spec
-    layer = [spec.hidden_size, spec.query_size, spec.hidden_size, spec.intermediate_size]
+    attention, mlp = spec.attention_layers[0], spec.layers[0].mlp
+    assert isinstance(mlp, GatedMlpSpec)
+    layer = [spec.hidden_size, attention.query_size, spec.hidden_size, mlp.intermediate_size]
     columns = [each for each, _ in worker.products.layers]
     assert columns == layer * spec.num_layers
     for width, linear in (*worker.products.layers, *worker.products.head):

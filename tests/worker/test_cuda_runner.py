@@ -30,14 +30,12 @@ from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner
-from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, linear, norm
-from worker.layers.buffer import RowBuffer
-from worker.loader import forms, weights
+from worker.layers.scratch import RowBuffer
+from worker.loader import formats, weights
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
@@ -77,7 +75,8 @@ class Model:
 
     def cache(self, device: torch.device, dtype: torch.dtype = DTYPE) -> KVCache:
         layout = kv_layout(self.spec.windows)
-        geometry = kv_cache_geometry(layout, self.spec.num_kv_heads, self.spec.head_dim, dtype)
+        heads = self.spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, dtype)
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
     def rows(self, count: int) -> InputBatch:
@@ -134,12 +133,12 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
     for module in (activation, norm):
-        monkeypatch.setattr(module, "row_library", lambda: None)
+        monkeypatch.setattr(module, "usable_flashinfer", lambda: None)
     # The reference on the CPU is to round as the device does: by torch alone.
     for module in (activation, norm, kernel_stack):
         monkeypatch.setattr(module, "row_kernels", lambda: None)
-    for module in (linear, forms):
-        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
+    for module in (linear, formats):
+        monkeypatch.setattr(module, "is_reordered_by_onednn", lambda device, dtype: False)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +160,7 @@ def host_runner(model: Model, num_rows: int) -> ModelRunner:
     """The same model on the CPU, by the reference."""
     decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
     spec = model.spec
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    shape = spec.attention_shape
     attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
     return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache)
 
@@ -443,7 +442,7 @@ def test_norms_and_gates_are_the_librarys(
     tokens = reference_tokens(model)
     library = FakeFlashInfer(cuda.device)
     for module in (activation, norm):
-        monkeypatch.setattr(module, "row_library", lambda: library)
+        monkeypatch.setattr(module, "usable_flashinfer", lambda: library)
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
     found = Engine(OneAtATime(worker.runner), worker.cache).generate(model.prompts())  # type: ignore[arg-type]
     same = [
@@ -455,7 +454,7 @@ def test_norms_and_gates_are_the_librarys(
     assert sum(same) > 0.8 * len(same)
     # Gemma's weights have the 1 in them, in float32.
     gemma = {"gelu_tanh_and_mul"}
-    is_gemma = model.spec.head_dim == HEAD_DIMS["gemma3-pattern-untied"]
+    is_gemma = model.spec.attention_shape.head_dim == HEAD_DIMS["gemma3-pattern-untied"]
     assert set(library.num_calls) == (gemma if is_gemma else {"silu_and_mul", "rmsnorm"})
     assert worker.library.num_calls.keys() == {"rope"}
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from proto.lifecycle import KVCacheGeometry, KVGroup
-from worker.fingerprint import kv_fingerprint
-from worker.kv_cache import kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import kv_cache_geometry, kv_layout
+from worker.loaded_model import kv_fingerprint
 
 GEOMETRY = KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(),))
 FACTS: dict[str, Any] = {
@@ -17,7 +16,7 @@ FACTS: dict[str, Any] = {
     "geometry": GEOMETRY,
     "block_size": 16,
     "compute_dtype": "torch.bfloat16",
-    "weight_form": "packed",
+    "weight_format": "packed",
 }
 
 
@@ -30,8 +29,8 @@ FACTS: dict[str, Any] = {
         ("geometry", KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(512),))),
         ("block_size", 32),
         ("compute_dtype", "torch.float32"),
-        ("weight_form", "bf16"),
-        ("weight_form", "packed+rotated"),
+        ("weight_format", "bf16"),
+        ("weight_format", "packed+rotated"),
         ("rank_of", (0, 2)),
     ],
 )

@@ -22,7 +22,7 @@ from worker.attention import flashinfer
 from worker.build_flashinfer import parser
 from worker.flashinfer_modules import build_command, load_modules, why_not_compiled
 from worker.layers import activation, norm
-from worker.layers.row_library import import_flashinfer
+from worker.layers.flashinfer_kernels import import_flashinfer
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
@@ -150,7 +150,7 @@ def test_a_step_whose_module_was_not_loaded_is_refused(
     with FakeCuda() as cuda:
         library = FakeFlashInfer(cuda.device, modules)
         for module in (activation, norm):
-            monkeypatch.setattr(module, "row_library", lambda: library)
+            monkeypatch.setattr(module, "usable_flashinfer", lambda: library)
         OnFakeCuda(model, cuda, 1, library=library)
         for missing in sorted(modules.loaded):
             modules.loaded.remove(missing)

@@ -16,13 +16,12 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
-from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -40,13 +39,12 @@ class Worker:
     def __init__(self, decoder: Decoder) -> None:
         spec = decoder.spec
         layout = kv_layout(spec.windows)
-        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+        heads = spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
         self._decoder = decoder
         self.cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
         self.cache.buffer[1:] = float("nan")
-        self.shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        self.shape = spec.attention_shape
         self.rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
 
     def tokens(self, backend: AttentionBackend, prompts: dict[int, list[int]]) -> Any:
@@ -62,7 +60,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     tiny_model(config).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     spec = spec_of(prepared)
-    assert spec.head_dim == HEAD_DIMS[request.param]
+    assert spec.attention_shape.head_dim == HEAD_DIMS[request.param]
     return load_model(prepared, spec, DTYPE, torch.device("cpu"), lambda fraction: None)
 
 

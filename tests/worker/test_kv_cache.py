@@ -7,9 +7,7 @@ import torch
 
 from proto.errors import ConfigError
 from proto.lifecycle import KVGroup
-from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
-from worker.kv_layout import kv_layout
-from worker.kv_pages import Int8Pages
+from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
 
 LAYOUT = kv_layout([None] * 4)
 

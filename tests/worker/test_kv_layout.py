@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.kv_layout import Place, Window, kv_layout
+from worker.kv_cache import LayerSlot, Window, kv_layout
 
 W = 512
 
@@ -11,13 +11,13 @@ def groups_of(windows: list[Window]) -> list[list[int]]:
     """The layers of each group, in the order of their slots."""
     layout = kv_layout(windows)
     groups: list[list[int]] = [[] for _ in layout.windows]
-    for layer in sorted(range(len(windows)), key=lambda each: layout.places[each].slot):
-        groups[layout.places[layer].group].append(layer)
+    for layer in sorted(range(len(windows)), key=lambda each: layout.layer_slots[each].slot):
+        groups[layout.layer_slots[layer].group].append(layer)
     assert max(map(len, groups)) == layout.num_slots
     for group, layers in enumerate(groups):
         assert {windows[layer] for layer in layers} == {layout.windows[group]}
-        assert [layout.places[layer] for layer in layers] == [
-            Place(group, slot) for slot in range(len(layers))
+        assert [layout.layer_slots[layer] for layer in layers] == [
+            LayerSlot(group, slot) for slot in range(len(layers))
         ]
     return groups
 

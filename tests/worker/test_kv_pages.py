@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.kv_pages import num_scales, quantise
+from worker.kv_cache import num_scales, quantise
 
 
 def test_int8_is_off_by_at_most_half_a_scale() -> None:

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from worker import large_pages
-from worker.large_pages import WeightMemory
+from worker.large_pages import WeightArena
 
 
 def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """From several threads, across maps, and also those that are larger than a map."""
     monkeypatch.setattr(large_pages, "_MAP_BYTES", 4096)
-    memory = WeightMemory()
+    memory = WeightArena()
     sizes = [1, 63, 64, 65, 1000, 4096, 4097, 9000] * 20
     with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(memory.take, sizes))
+        parts = list(pool.map(memory.allocate, sizes))
     assert [len(part) for part in parts] == sizes
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     for number, part in enumerate(parts):
@@ -24,9 +24,9 @@ def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_outlives_the_memory_it_is_of() -> None:
-    part = WeightMemory().take(100)
+    part = WeightArena().allocate(100)
     part.fill_(7)
-    others = [WeightMemory().take(100).fill_(8) for _ in range(20)]
+    others = [WeightArena().allocate(100).fill_(8) for _ in range(20)]
     assert (part == 7).all()
     assert len(others) == 20
 

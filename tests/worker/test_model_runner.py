@@ -13,11 +13,9 @@ from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import KVLayout, kv_layout
+from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -147,10 +145,11 @@ def new_request(
 
 def runner_of(decoder: Decoder, layout: KVLayout, backend: str) -> tuple[ModelRunner, KVCache]:
     spec = decoder.spec
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
     cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
     cache.buffer[1:] = float("nan")
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    shape = spec.attention_shape
     rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend(backend, cache, shape)
     runner = ModelRunner(decoder, attention, create_sampler(), rows, cache)

@@ -9,11 +9,9 @@ from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -35,11 +33,10 @@ class Runner:
         self, decoder: Decoder, backend: str, params: SamplingParams | dict[int, SamplingParams]
     ) -> None:
         spec, layout = decoder.spec, kv_layout(decoder.spec.windows)
-        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        heads = spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
         self.cache = KVCache(geometry, layout, 10, BLOCK)
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        shape = spec.attention_shape
         attention = create_backend(backend, self.cache, shape)
         rows = InputBatch(2, spec.max_position, BLOCK, layout.num_groups)
         self._runner = ModelRunner(decoder, attention, create_sampler(), rows, self.cache)

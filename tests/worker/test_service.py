@@ -34,7 +34,7 @@ from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
 from worker.kv_connector.base import NO_CONNECTOR
-from worker.loader.forms import DenseForm
+from worker.loader.formats import DenseFormat
 from worker.model_runner import FinishedStep, GrammarSource
 from worker.runner_builder import RunnerBuilder
 
@@ -53,11 +53,12 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
 
 
 def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
+    heads = SimpleNamespace(num_kv_heads=1, head_dim=8)
+    spec = SimpleNamespace(windows=(None,), attention_shape=heads, vocab_size=10)
     monkeypatch.setattr(loaded_model, "load_model", lambda *_: SimpleNamespace(spec=spec))
     monkeypatch.setattr(loaded_model, "spec_from_config", Mock())
     monkeypatch.setattr(loaded_model, "read_index", Mock())
-    monkeypatch.setattr(loaded_model, "choose_form", lambda *_: DenseForm(torch.float32))
+    monkeypatch.setattr(loaded_model, "choose_format", lambda *_: DenseFormat(torch.float32))
     monkeypatch.setattr(loaded_model, "read_config", lambda _: {})
 
 

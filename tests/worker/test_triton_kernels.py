@@ -26,14 +26,14 @@ def norm(adds: bool) -> Kernel:
     signature = {"x": "*bf16", "weight": "*bf16", "residual": "*bf16", "out": "*bf16"}
     signature |= {"x_stride": "i64", "heads": "i32", "size": "i32", "eps": "fp32"}
     return Kernel(
-        "worker.layers.triton_rows:_norm_kernel", signature, {"adds": adds, "block": 4096}
+        "worker.layers.triton_kernels:_norm_kernel", signature, {"adds": adds, "block": 4096}
     )
 
 
 def gate(gelu: bool) -> Kernel:
     signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
     return Kernel(
-        "worker.layers.triton_rows:_gate_kernel", signature, {"gelu": gelu, "block": 1024}
+        "worker.layers.triton_kernels:_gate_kernel", signature, {"gelu": gelu, "block": 1024}
     )
 
 

@@ -1,14 +1,14 @@
-"""What attention is given and what it must do; knows no backend.
+"""The interface of attention backends: what a step's inputs are and what a backend must do.
 
-A step brings T query tokens of S sequences, packed one sequence after another:
+A step has T query tokens of S sequences, packed one sequence after another:
 
     query_start   0        3  4           9
     tokens        [ a a a ][ b ][ c c c c c ]
     seq_lens      [ 3,       17,  25 ]          KV tokens once this step is written
 
-Sequence c computes five tokens of a longer prompt: its queries stand at positions
-20..24 and each sees the keys 0..its own position. In a layer with a window of 4, the
-query at 22 sees the keys 19..22, and pages before its window may belong to others.
+Sequence c computes five tokens of a longer prompt: its queries have positions 20..24, and each
+sees the keys 0..its own position. In a layer with a window of 4, the query at 22 sees the keys
+19..22, and pages before its window may belong to other sequences.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from worker.layers.rotary import Rotation
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where the tokens of one step stand in one KV cache group; numpy, C-contiguous.
+    """The sequences and tokens of one step in one KV cache group; numpy, C-contiguous.
 
     query_start: int32 [S + 1], offsets into the packed tokens, from 0 to T.
     seq_lens: int32 [S], KV tokens of each sequence including this step's.
@@ -53,8 +53,8 @@ class AttentionShape:
     """Heads of one layer on this device.
 
     num_heads is a multiple of num_kv_heads; query head h reads KV head
-    h // (num_heads // num_kv_heads). `scale` multiplies the scores, which then become
-    soft_cap * tanh(score / soft_cap) (Gemma 2, section 2); 0 leaves them as they are.
+    h // (num_heads // num_kv_heads). `scale` multiplies query times key, which then becomes
+    soft_cap * tanh(score / soft_cap) (Gemma 2, section 2); a soft_cap of 0 leaves it unchanged.
     """
 
     num_heads: int
@@ -70,13 +70,10 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over the pages of one KV cache.
-
-    Its layout says which layer belongs to which group, and what a group's window is.
-    """
+    """Causal attention over the pages of one KV cache."""
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
-        """Take in the step, one entry a KV cache group; called once, before its layers run."""
+        """Prepare a step, given one entry per KV cache group; called once before its layers run."""
         ...
 
     def run(
@@ -87,11 +84,11 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         rotation: Rotation,
     ) -> torch.Tensor:
-        """Turn queries and keys, write K and V of every token of the step, then attend.
+        """Rotate queries and keys, write K and V of every token of the step, then attend.
 
-        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], not yet
-        turned, of one dtype, which need not be the cache's; heads and dims contiguous,
-        rows at any stride (slices of one fused tensor). Returns a new contiguous
-        [T, num_heads, head_dim] of that dtype.
+        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], not yet rotated, of
+        one dtype, which need not be the cache's; heads and dims contiguous, rows at any stride
+        (slices of one fused tensor). Returns a new contiguous [T, num_heads, head_dim] of that
+        dtype.
         """
         ...

@@ -1,8 +1,7 @@
-"""Attention by the C++ kernels: one call a layer for the whole batch.
+"""Attention by the C++ kernels (csrc/attention/): one call per layer for the whole batch.
 
-Owns the plans of the current step and the addresses that the kernels are given;
-csrc/attention.cpp does the work. Groups with the same window share a plan, which
-depends on lengths alone; each has pages of its own.
+CpuAttention holds the structures that the kernels read. Groups with the same window share a plan,
+which depends on lengths alone; each group has pages of its own.
 """
 
 import ctypes
@@ -13,9 +12,15 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kernels import DTYPE_CODES, Kernels, Layer, Place, Plan, Step
-from worker.kv_cache import KVCache
-from worker.kv_layout import Window
+from worker.kernels import (
+    DTYPE_CODES,
+    AttentionCall,
+    AttentionLayer,
+    AttentionSchedule,
+    AttentionStep,
+    Kernels,
+)
+from worker.kv_cache import KVCache, Window
 from worker.layers.rotary import Rotation
 
 _CACHE_DTYPE_CODES: Final = {**DTYPE_CODES, torch.int8: 3}
@@ -29,10 +34,10 @@ _UNBOUNDED: Final = 1 << 40
 
 
 class UnsupportedShapeError(Exception):
-    """The kernels cannot do heads like these; the message says why."""
+    """The kernels do not support these heads; the message says why."""
 
 
-class StepPlan:
+class AttentionPlan:
     """How the kernels cut the current step into tasks, for one window."""
 
     def __init__(
@@ -41,13 +46,13 @@ class StepPlan:
         shape: AttentionShape,
         most_partial_bytes: int = MOST_PARTIAL_BYTES,
     ) -> None:
-        self.structure = Plan()
+        self.structure = AttentionSchedule()
         self._kernels = kernels
         self._partial_width = int(kernels.partial_width(shape.head_dim))
         self._most_partial_rows = most_partial_bytes // (4 * self._partial_width)
 
     def make(self, step: ctypes.Structure) -> None:
-        """Plan `step`; its block table and slots play no part."""
+        """Plan a step; its block table and slots do not matter."""
         plan = self.structure
         plan.tiles = plan.tasks = plan.rounds = None
         step.most_partial_rows = self._most_partial_rows
@@ -62,7 +67,7 @@ class StepPlan:
 
 
 class CpuAttention:
-    """AttentionBackend over the kernels.
+    """An attention backend on the C++ kernels.
 
     Raises UnsupportedShapeError for a head_dim that is not a multiple of 8.
     """
@@ -81,13 +86,13 @@ class CpuAttention:
         self._kv_cache = kv_cache
         self._shape = shape
         self._plans = {
-            window: StepPlan(kernels, shape, most_partial_bytes)
+            window: AttentionPlan(kernels, shape, most_partial_bytes)
             for window in kv_cache.layout.windows
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
-        self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
-        places = [self._place(layer) for layer in range(len(self._layers))]
-        self._places = (Place * len(places))(*places)
+        self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.layer_slots))]
+        calls = [self._call(layer) for layer in range(len(self._layers))]
+        self._calls = (AttentionCall * len(calls))(*calls)
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
@@ -105,13 +110,13 @@ class CpuAttention:
                 planned.add(window)
                 self._plans[window].make(step)
 
-    def places(self, num_tokens: int) -> int:
-        """Where the `worker.kernels.Place` of each layer are: for a kernel that runs them all.
+    def layer_calls(self, num_tokens: int) -> int:
+        """Return the address of an array of `worker.kernels.AttentionCall`, one for each layer.
 
-        They describe the planned step, which has so many tokens.
+        For a kernel that runs all layers. The calls describe the planned step of `num_tokens`.
         """
         assert num_tokens == self._inputs[0].num_tokens
-        return ctypes.addressof(self._places)
+        return ctypes.addressof(self._calls)
 
     def run(
         self,
@@ -130,7 +135,7 @@ class CpuAttention:
         assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         call = self._layers[layer]
         call.dtype = DTYPE_CODES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
@@ -142,8 +147,8 @@ class CpuAttention:
         return output
 
     def _step(self, window: Window) -> ctypes.Structure:
-        """What stays the same about the steps of a group."""
-        return Step(
+        """Return the structure of a group, with the fields that do not change from step to step."""
+        return AttentionStep(
             num_heads=self._shape.num_heads,
             num_kv_heads=self._shape.num_kv_heads,
             head_dim=self._shape.head_dim,
@@ -154,9 +159,9 @@ class CpuAttention:
         )
 
     def _layer(self, layer: int) -> ctypes.Structure:
-        """What stays the same about a layer: its pages."""
+        """Return the structure of a layer, with the fields that do not change from step to step."""
         key, value = (pages.rows for pages in self._kv_cache.layer_pages(layer))
-        return Layer(
+        return AttentionLayer(
             cache_dtype=_CACHE_DTYPE_CODES[self._kv_cache.dtype],
             key_pages=key.data_ptr(),
             value_pages=value.data_ptr(),
@@ -164,14 +169,16 @@ class CpuAttention:
             head_stride=key.stride(1),
         )
 
-    def _place(self, layer: int) -> ctypes.Structure:
+    def _call(self, layer: int) -> ctypes.Structure:
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         plan = self._plans[layout.windows[group]].structure
-        return Place(*map(ctypes.addressof, (self._groups[group], plan, self._layers[layer])))
+        return AttentionCall(
+            *map(ctypes.addressof, (self._groups[group], plan, self._layers[layer]))
+        )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
-        """The kernels take addresses: what they assume about a tensor must hold."""
+        """Assert what the kernels, which take addresses, assume about a tensor."""
         assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

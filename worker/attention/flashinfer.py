@@ -1,18 +1,18 @@
 """Attention on CUDA by FlashInfer 0.6.18: decodes and prefills of each group apart.
 
-Owns the order of a step's sequences and what goes to the device; paged_batch.py makes the
+FlashInferAttention orders a step's sequences and uploads its arrays; paged_batch.py makes the
 index arrays, flashinfer_group.py calls the library. One plan for all would give a decode
 the tiles of the longest prompt, so each kind has its own:
 
     step ──▶ decodes ──▶ plan ──▶ copy of the schedule is queued ──▶ event
          └─▶ prefills ─▶ plan ──▶      "            "            ──▶ event
-    layer ─▶ turn q, k ─▶ write K, V ─▶ run decodes ─▶ run prefills
+    layer ─▶ rotate q, k ─▶ write K, V ─▶ run decodes ─▶ run prefills
 
-Nothing waits but a plan for the copy of the one before: what plans need is on the host, and
-what kernels need was queued before them.
+Nothing waits except a plan, for the copy of the plan before it: what plans need is on the host,
+and what kernels need was queued before them.
 
-Cascade attention is an option: a prefix that all sequences of a step share is read once,
-for all queries, and merged with what each finds behind it (Ye et al., FlashInfer, "composable
+Cascade attention is an option: a prefix that all sequences of a step share is read once for all
+queries, and merged with attention to the tokens behind it (Ye et al., FlashInfer, "composable
 formats").
 """
 
@@ -31,14 +31,18 @@ from worker.attention.flashinfer_group import (
     SentOffsets,
     WrapperMaker,
 )
-from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
 from worker.kv_cache import KVCache
-from worker.layers.flashinfer_rows import FlashInferTurn
+from worker.layers.flashinfer_kernels import (
+    VERSION,
+    FlashInferRotary,
+    import_flashinfer,
+    installed_version,
+)
 from worker.layers.rotary import Rotation
-from worker.layers.row_library import VERSION, import_flashinfer, installed_version
 
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -50,9 +54,9 @@ DEFAULTS: Final = Options()
 def create_flashinfer(
     kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, options: Options = DEFAULTS
 ) -> "FlashInferAttention":
-    """The backend on the device of `kv_cache`, for activations of `dtype`.
+    """Return the backend on the device of `kv_cache`, for activations of `dtype`.
 
-    Raises ConfigError where heads, dtypes or the installed version do not fit.
+    Raises ConfigError if heads, dtypes or the installed version are not supported.
     """
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Accelerator(kv_cache.buffer.device)
@@ -68,7 +72,7 @@ def create_flashinfer(
 
 
 def load_library() -> Library:
-    """The module; raises ConfigError where it is missing or another version."""
+    """Return the module flashinfer; raises ConfigError if it is missing or another version."""
     found = installed_version()
     if found is None:
         raise _refusal("needs FlashInfer: pip install 'tokend[gpu]'")
@@ -79,7 +83,7 @@ def load_library() -> Library:
 
 
 def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Raise ConfigError for what the kernels cannot do."""
+    """Raise ConfigError for heads and dtypes that the kernels do not support."""
     if dtype not in QUERY_DTYPES:
         raise _refusal(f"computes in bfloat16 or float16, not {_name(dtype)}")
     if kv_dtype not in (dtype, EIGHT_BITS):
@@ -94,7 +98,7 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
 
 
 class FlashInferAttention:
-    """AttentionBackend over FlashInfer's wrappers; used by one thread on one stream.
+    """An attention backend on FlashInfer's wrappers; used by one thread on one stream.
 
     Raises ConfigError as `refuse_unsupported` does.
     """
@@ -106,13 +110,13 @@ class FlashInferAttention:
         dtype: torch.dtype,
         accelerator: Accelerator,
         library: Library,
-        store: KVStore,
+        store: TritonStore,
         options: Options = DEFAULTS,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
-        self._turn = FlashInferTurn(library, accelerator)
+        self._rotate = FlashInferRotary(library, accelerator)
         self._cascade_from = options.cascade_from
         self._uploader = Uploader(accelerator)
         make = WrapperMaker(accelerator, library, shape, options)
@@ -120,7 +124,7 @@ class FlashInferAttention:
             GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
             for window in kv_cache.layout.windows
         ]
-        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
+        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.layer_slots))]
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
         self._slots: list[torch.Tensor] = []
@@ -128,13 +132,13 @@ class FlashInferAttention:
         self._fixed_slots = [accelerator.zeros(most, torch.int64) for _ in self._groups]
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
-        """As the Protocol says; waits only for the copies of the plans before."""
+        """Plan all groups of a step; waits only for the copies of the plans before."""
         windows = self._kv_cache.layout.windows
         pages = step_pages(inputs, windows, self._kv_cache.block_size, self._shared(inputs))
         indices = self._upload(inputs, pages)
-        each = indices.split_with_sizes([parts.num_pages for parts in pages.groups])
+        page_indices = indices.split_with_sizes([parts.num_pages for parts in pages.groups])
         for group, parts, own, offsets in zip(
-            self._groups, pages.groups, each, self._offsets, strict=True
+            self._groups, pages.groups, page_indices, self._offsets, strict=True
         ):
             group.plan(parts, own, offsets)
         count = inputs[0].num_tokens
@@ -152,10 +156,10 @@ class FlashInferAttention:
         value: torch.Tensor,
         rotation: Rotation,
     ) -> torch.Tensor:
-        """As the Protocol says; queues kernels and waits for none. Turns query and key in place."""
-        group = self._kv_cache.layout.places[layer].group
+        """Queue the kernels of one layer and wait for none. Rotates query and key in place."""
+        group = self._kv_cache.layout.layer_slots[layer].group
         pages = self._pages[layer]
-        self._turn(query, key, rotation)
+        self._rotate(query, key, rotation)
         self._store(self._slots[group], key, value, pages)
         ordered = query.index_select(0, self._moves[0]) if self._moves else query
         output = ordered.new_empty(ordered.shape)
@@ -163,7 +167,7 @@ class FlashInferAttention:
         return output.index_select(0, self._moves[1]) if self._moves else output
 
     def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:
-        """Pages of the prefix of each group that is attended to once."""
+        """Return for each group the pages of the prefix that is attended to once."""
         shared = [0] * len(inputs)
         if self._cascade_from and inputs[0].num_seqs > 1:
             for group, window in enumerate(self._kv_cache.layout.windows):
@@ -173,15 +177,15 @@ class FlashInferAttention:
         return shared
 
     def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:
-        """Everything the device needs of a step, in one copy; returns the page indices."""
+        """Copy all arrays of a step to the device at once; return the page indices there."""
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
-        decodes = [each.decodes for each in pages.groups]
+        decodes = [group.decodes for group in pages.groups]
         sent = self._uploader.upload(
-            [each.slot_mapping for each in inputs]
-            + [each.kv_indptr for each in decodes]
-            + [each.last_page_len for each in decodes]
+            [group.slot_mapping for group in inputs]
+            + [part.kv_indptr for part in decodes]
+            + [part.last_page_len for part in decodes]
             + [pages.runs, pages.shift]
-            + [np.concatenate([each.block_table.reshape(-1) for each in inputs])]
+            + [np.concatenate([group.block_table.reshape(-1) for group in inputs])]
             + moves
         )
         count = len(inputs)

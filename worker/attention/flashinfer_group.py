@@ -1,24 +1,23 @@
 """FlashInfer's wrappers of one KV cache group: made once, planned each step, run each layer.
 
-Owns the calls of the library; knows nothing of tables, slots or layers. A plan fills
-page-locked memory of its wrapper and queues a copy of it, so the next plan of that wrapper
-waits for an event behind the copy, or it would write into one that has not run yet.
+A plan fills page-locked memory of its wrapper and queues a copy of it, so the next plan of that
+wrapper waits for an event behind the copy; otherwise it would overwrite memory that is yet to be
+copied.
 
-Every argument whose default could change what is computed is named, also where the default
+Every argument whose default could change results is passed by name, also if the default
 would do: the library's own are float16 and not causal.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from worker.attention.base import AttentionShape
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
-from worker.kv_layout import Window
-from worker.layers.flashinfer_rows import RowLibrary
+from worker.kv_cache import Window
 
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
@@ -35,54 +34,20 @@ PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
 
 
-class Wrapper(Protocol):
-    """What both of the library's wrappers have."""
-
-    def plan(self, *args: Any, **settings: Any) -> None:
-        """Schedule a batch on the host and queue the copy of the schedule."""
-        ...
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
-        """Take other memory for partial results and for the schedule."""
-        ...
-
-    def run(self, q: torch.Tensor, paged_kv_cache: PagePair, **results: Any) -> Any:
-        """Attend for the queries of the batch last planned."""
-        ...
-
-
-class Library(RowLibrary, Protocol):
-    """What is used of the module `flashinfer`."""
-
-    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """Any number of query tokens a sequence."""
-        ...
-
-    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """One query token a sequence."""
-        ...
-
-    def fast_decode_plan(self, wrapper: Wrapper, *args: Any, **settings: Any) -> None:
-        """As `plan` of a decode wrapper that was planned before; its buffers are the caller's."""
-        ...
-
-    def merge_state_in_place(
-        self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
-    ) -> None:
-        """Join attention to two sets of keys in v and s: results and log-sum-exps to base 2."""
-        ...
+Library = Any
+"""The module flashinfer."""
+Wrapper = Any
+"""A BatchPrefillWithPagedKVCacheWrapper or BatchDecodeWithPagedKVCacheWrapper of the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a deployment chooses.
+    """Attention options of a deployment.
 
     capture_sizes: numbers of decodes for which graphs are captured.
-    capture_pages: most pages of such a batch in one group; a graph reads their indices
-        from one place.
-    cascade_from: full pages from which on a prefix that all share is attended to once; 0: never.
+    capture_pages: most pages of such a batch in one group, since a graph reads their indices
+        from fixed memory.
+    cascade_from: full pages from which on a prefix shared by all sequences is read once; 0: never.
     """
 
     capture_sizes: tuple[int, ...] = ()
@@ -119,7 +84,7 @@ def _tile_rows(num_rows: int, head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SentOffsets:
-    """What plans of decodes have on the host, on the device too; see Part."""
+    """Offsets of a Part of decodes, copied to the device."""
 
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
@@ -127,21 +92,21 @@ class SentOffsets:
 
 @dataclass(frozen=True, slots=True)
 class GraphBuffers:
-    """Where the kernels of graphs read; int32 on the device, shared by all batch sizes."""
+    """Fixed memory that kernels in graphs read; int32 on the device, shared by all batch sizes."""
 
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
     indices: torch.Tensor
 
     def fill(self, offsets: SentOffsets, indices: torch.Tensor) -> None:
-        """What the next replay is to read."""
+        """Write the inputs of the next replay."""
         self.kv_indptr[: len(offsets.kv_indptr)].copy_(offsets.kv_indptr)
         self.last_page_len[: len(offsets.last_page_len)].copy_(offsets.last_page_len)
         self.indices[: len(indices)].copy_(indices)
 
 
 class PlannedWrapper:
-    """A wrapper and the event that tells when its next plan may be made."""
+    """A wrapper, and the event after which its next plan may be made."""
 
     def __init__(self, wrapper: Wrapper, accelerator: Accelerator) -> None:
         self._copied = accelerator.event()
@@ -149,7 +114,7 @@ class PlannedWrapper:
         self.run = wrapper.run
 
     def plan(self, *args: Any, **settings: Any) -> None:
-        """As the wrapper's, once its last schedule has been copied."""
+        """Plan a batch, after the last schedule has been copied."""
         self._copied.synchronize()
         self._wrapper.plan(*args, **settings)
         self._copied.record()
@@ -162,7 +127,7 @@ class PlannedWrapper:
         sizes: tuple[int, int, int, int],
         settings: dict[str, Any],
     ) -> None:
-        """`plan` for a part of decodes."""
+        """Plan a part of decodes."""
         self.plan(
             torch.from_numpy(part.kv_indptr),
             indices,
@@ -174,7 +139,7 @@ class PlannedWrapper:
 
 
 class CapturedWrapper(PlannedWrapper):
-    """One of a fixed batch size; after its first plan the library is spared its own copies."""
+    """A wrapper for one batch size; later plans skip copies that the library would make."""
 
     def __init__(
         self, wrapper: Wrapper, accelerator: Accelerator, library: Library, buffers: GraphBuffers
@@ -225,14 +190,14 @@ class WrapperMaker:
         self._workspace = accelerator.zeros(num_bytes, torch.uint8)
 
     def prefill(self) -> PlannedWrapper:
-        """For prefills of any number."""
+        """Return a wrapper for any number of prefills."""
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, _LAYOUT, use_cuda_graph=False, backend=_BACKEND
         )
         return PlannedWrapper(wrapper, self._accelerator)
 
     def decode(self) -> PlannedWrapper:
-        """For decodes of any number."""
+        """Return a wrapper for any number of decodes."""
         wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             _LAYOUT,
@@ -243,7 +208,7 @@ class WrapperMaker:
         return PlannedWrapper(wrapper, self._accelerator)
 
     def captured(self) -> dict[int, PlannedWrapper]:
-        """For exactly so many decodes as a graph has; they read their plans from one place."""
+        """Return a wrapper for each batch size that is captured in a graph."""
         sizes = self._options.capture_sizes
         most = max(sizes, default=0)
         indptr = self._accelerator.zeros(most + 1, torch.int32)
@@ -269,7 +234,7 @@ class WrapperMaker:
 
 
 class GroupWrappers:
-    """The wrappers of one group and what of them the current step runs."""
+    """The wrappers of one group, and which of them the current step runs."""
 
     def __init__(
         self,
@@ -299,7 +264,7 @@ class GroupWrappers:
         }
 
     def plan(self, parts: GroupParts, indices: torch.Tensor, offsets: SentOffsets) -> None:
-        """Plan what has rows.
+        """Plan each part that has rows.
 
         indices: the page indices of all parts, int32, on the device. offsets: of the decodes.
         """
@@ -321,7 +286,7 @@ class GroupWrappers:
             self._runs.append((self._prefill, slice(num_decodes, None)))
 
     def run(self, query: torch.Tensor, pages: PagePair, output: torch.Tensor) -> None:
-        """query, output: [T, num_heads, head_dim], contiguous, in the order of the batch."""
+        """Attend for query [T, num_heads, head_dim], in batch order; write to output."""
         if self._has_prefix:
             self._run_cascade(query, pages, output)
             return

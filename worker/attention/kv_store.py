@@ -1,42 +1,24 @@
-"""Writing K and V of a step's tokens into the pages of a layer, each at its slot.
+"""Writes K and V of a step's tokens to the pages of a layer on a GPU, each at its slot.
 
     slots      [ 35 ][ 36 ][ -1 ][ 81 ]            slot = block * block_size + offset
     tokens     [ k0 ][ k1 ][ .. ][ k3 ]            -1: a row of padding
     pages      block 2: … k0 k1 …       block 5: … k3 …
 
-Two ways that write the same bits: plain indexing in torch, and one Triton launch for both K
-and V. Values are rounded to the dtype of the pages; float8_e4m3fn saturates at its largest.
+Values are rounded to the dtype of the pages; float8_e4m3fn saturates at its largest number.
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
-from worker.kv_pages import Pages
+from worker.kv_cache import Pages
 
 PADDING_SLOT: Final = -1
-"""Of a token that has no place: nothing is written that anybody reads."""
-
-
-class KVStore(Protocol):
-    """One way of writing."""
-
-    def __call__(
-        self,
-        slots: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: tuple[Pages, Pages],
-    ) -> None:
-        """slots int64 [T]; key, value [T, num_kv_heads, head_dim]; pages of K and of V.
-
-        Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
-        """
-        ...
+"""The slot of a padding token, whose K and V are not written."""
 
 
 class TritonStore:
-    """KVStore as a kernel of Triton, for pages whose elements are the values.
+    """Writes K and V in one Triton launch, to pages whose elements are the values.
 
     head_dim and block_size are powers of two.
     """
@@ -51,7 +33,10 @@ class TritonStore:
         value: torch.Tensor,
         pages: tuple[Pages, Pages],
     ) -> None:
-        """As the Protocol says."""
+        """Write key and value [T, num_kv_heads, head_dim] at slots int64 [T].
+
+        Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
+        """
         num_tokens, num_heads, head_dim = key.shape
         key_rows, value_rows = pages[0].rows, pages[1].rows
         self.kernel[(num_tokens, num_heads)](
@@ -71,7 +56,7 @@ class TritonStore:
 
 
 def _kernel() -> Any:
-    """One program for each head of each token; `most` cuts values off where it is not 0."""
+    """Return the kernel, a program per head and token; `most` clamps values unless it is 0."""
     import triton
     import triton.language as tl
 
@@ -108,5 +93,5 @@ def _kernel() -> Any:
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """Where values are cut off before they are rounded; 0 where they never are."""
+    """Return the bound that values are clamped to before they are rounded; 0 for no bound."""
     return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0

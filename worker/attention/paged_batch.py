@@ -1,20 +1,20 @@
-"""A step as FlashInfer's index arrays: who is planned where, and which pages are read.
+"""A step as FlashInfer's index arrays: which pages each sequence reads, and in which batch it is.
 
-Pure functions on numpy; knows no device and no library. Sequences with one query token
-are decodes, the others prefills; each kind has a wrapper of its own, so decodes go first:
+Pure functions on numpy; start at step_pages. Sequences with one query token are decodes, the
+others prefills; each kind has its own wrapper, so decodes go first:
 
     step       0: 5 tokens   1: 1 token   2: 1 token   3: 7 tokens
     batch      1, 2 | 0, 3                 decodes | prefills
 
-Of a group with a window, the pages before the window of a sequence's first query are left
-out altogether, for they may belong to others by now:
+In a group with a window, pages before the window of a sequence's first query are left
+out, because they may belong to other sequences by now:
 
-    pages      [ gone ][ gone ][ . . w w ][ w w q . ]       w: in sight   q: the query
+    pages      [ gone ][ gone ][ . . w w ][ w w q . ]       w: visible   q: the query
     planned                    [ . . w w ][ w w q   ]       7 tokens, the last page has 3
 
 Masks count from the right (query j of n sees keys up to kv_len - n + j), so what is left
-out on the left changes nothing. The same way a prefix that all sequences share may be left
-out, to be attended to once, by all queries together as if they were one sequence's:
+out on the left changes nothing. In the same way a prefix that all sequences share may be left
+out, and attended to once by all queries as if they belonged to one sequence:
 
     tables     [ 4 ][ 7 ][ 2 ][ 9 ]          prefix     [ 4 ][ 7 ]
                [ 4 ][ 7 ][ 3 ]               planned    [ 2 ][ 9 ] and [ 3 ]
@@ -29,7 +29,7 @@ import torch
 
 from worker.attention.base import AttentionInputs
 from worker.attention.kv_store import PADDING_SLOT
-from worker.kv_layout import Window
+from worker.kv_cache import Window
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -37,12 +37,12 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Decodes, then prefills, each kind in the order of the step.
+    """The order of a batch: decodes, then prefills, each kind in the order of the step.
 
-    sequences: int64 [S], place i of the batch is this sequence of the step.
+    sequences: int64 [S], sequence i of the batch is this sequence of the step.
     tokens: int64 [T], token i of the batch is this token of the step.
     back: int64 [T], token i of the step is this token of the batch.
-    num_decodes: of the sequences, and so of the tokens.
+    num_decodes: number of decodes, which is also the number of their tokens.
     """
 
     sequences: Int64s
@@ -52,12 +52,12 @@ class Order:
 
     @property
     def as_in_step(self) -> bool:
-        """Whether nobody changes places."""
+        """Whether the batch has the order of the step."""
         return bool((self.sequences[1:] > self.sequences[:-1]).all())
 
 
 def order_of(query_start: Int32s) -> Order:
-    """The order of a step's sequences; query_start int32 [S + 1] as in AttentionInputs."""
+    """Return the batch order of a step; query_start int32 [S + 1] as in AttentionInputs."""
     lengths = np.diff(query_start)
     sequences = np.argsort(lengths > 1, kind="stable")
     counts = lengths[sequences]
@@ -72,12 +72,12 @@ def order_of(query_start: Int32s) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one wrapper plans for R sequences; int32, C-contiguous, on the host.
+    """The R sequences that one wrapper plans; int32, C-contiguous, on the host.
 
     qo_indptr: [R + 1], offsets into the queries of the part, from 0.
     kv_indptr: [R + 1], offsets into the page indices of the part, from 0.
-    last_page_len: [R], tokens in the last page, 1 to block_size; 1 where there is no page.
-    kv_lens: [R], tokens in the pages named; 0 for padding.
+    last_page_len: [R], tokens in the last page, 1 to block_size; 1 without any page.
+    kv_lens: [R], tokens in the pages; 0 for padding.
     """
 
     qo_indptr: Int32s
@@ -100,13 +100,13 @@ class Part:
 
     @property
     def longest_query(self) -> int:
-        """Query tokens of the row with most of them; 0 without rows."""
+        """The most query tokens of a row; 0 without rows."""
         return int(np.diff(self.qo_indptr).max(initial=0))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """What the wrappers of one KV cache group plan; parts without rows are not planned.
+    """The parts that the wrappers of one KV cache group plan; parts without rows are not planned.
 
     prefix: one row, whose queries are those of the whole step and see all its tokens.
     """
@@ -125,7 +125,7 @@ class StepPages:
     """The parts of every group, and how the page indices of all of them are gathered.
 
     The page indices lie one behind the other, group after group, prefix before decodes
-    before prefills. A run is what one row reads; there are N of them, in that order.
+    before prefills. A run is the pages of one row; there are N of them, in that order.
 
     runs: int32 [N], pages of each run.
     shift: int32 [N], index i of the list is entry i + shift[its run] of the block tables
@@ -149,7 +149,7 @@ def step_pages(
     block_size: int,
     shared: Sequence[int],
 ) -> StepPages:
-    """The index arrays of a step; one entry of `step`, `windows` and `shared` a group.
+    """Return the index arrays of a step, from one entry of each argument per group.
 
     shared: pages of the prefix that is planned once, 0 for none; see `shared_pages`.
     """
@@ -184,7 +184,7 @@ def step_pages(
 
 
 def shared_pages(inputs: AttentionInputs, block_size: int) -> int:
-    """Full pages that every sequence begins with, and that no query of the step stands in."""
+    """Return the number of leading full pages that all sequences share and no query is in."""
     computed = inputs.seq_lens - np.diff(inputs.query_start)
     most = max(0, int(computed.min()) // block_size)
     table = inputs.block_table[:, :most]
@@ -194,10 +194,10 @@ def shared_pages(inputs: AttentionInputs, block_size: int) -> int:
 def gather_pages(
     tables: torch.Tensor, runs: torch.Tensor, shift: torch.Tensor, num_pages: int
 ) -> torch.Tensor:
-    """The page indices of a step, int32 [num_pages]: one gather where the tensors are.
+    """Return the page indices of a step, int32 [num_pages], by one gather on the device.
 
-    tables: int32, the block tables of all groups, flat. runs, shift: as in StepPages.
-    num_pages is known on the host, so that nobody waits for a device to count them.
+    tables: int32, the block tables of all groups, flat. runs, shift: as in StepPages. num_pages is
+    known on the host, so no device has to be waited for.
     """
     at = torch.repeat_interleave(shift, runs, output_size=num_pages)
     at += torch.arange(num_pages, out=torch.empty_like(at))
@@ -205,9 +205,9 @@ def gather_pages(
 
 
 def pad_decodes(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
-    """A step of decodes alone with rows added that read nothing, up to `num_rows`.
+    """Return a step of decodes with rows added up to `num_rows`, for a graph of that size.
 
-    Each has a query token and no KV token, and writes nothing.
+    An added row has a query token and no KV token, and writes nothing.
     """
     missing = num_rows - inputs.num_seqs
     assert missing >= 0, "more sequences than rows"
@@ -222,7 +222,7 @@ def pad_decodes(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
 
 
 def _first_page(seq_lens: Int32s, counts: Int32s, window: Window, block_size: int) -> Int32s:
-    """The page with the first token that the first query of each sequence sees."""
+    """Return the page with the first token that the first query of each sequence sees."""
     if window is None:
         return np.zeros_like(seq_lens)
     first: Int32s = np.maximum(seq_lens - counts + 1 - window, 0)
@@ -236,7 +236,7 @@ def _part(counts: Int32s, pages: Int32s, kv_lens: Int32s, block_size: int) -> Pa
 
 
 def _prefix(num_pages: int, num_tokens: int, block_size: int) -> Part:
-    """A row of full pages for all tokens of the step, or no row."""
+    """Return a row of full pages for all tokens of the step, or no row."""
     rows = np.array([num_pages] if num_pages else [], dtype=np.int32)
     return _part(np.full_like(rows, num_tokens), rows, rows * block_size, block_size)
 

@@ -1,7 +1,7 @@
 """Attention in plain torch: one sequence after another, float32 arithmetic.
 
-Works wherever torch does and is meant to be read. Gathers every page of a
-sequence that a window leaves in sight, so it is slow.
+The fallback on machines without kernels, and slow: it gathers every page of a sequence that a
+window leaves visible.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kv_cache import KVCache
-from worker.kv_layout import Window
-from worker.kv_pages import Pages
+from worker.kv_cache import KVCache, Pages, Window
 from worker.layers.rotary import Rotation, rotate
 
 
 class ReferenceAttention:
-    """AttentionBackend without kernels."""
+    """An attention backend without kernels."""
 
     def __init__(self, kv_cache: KVCache, shape: AttentionShape) -> None:
         self._shape = shape
@@ -34,7 +32,7 @@ class ReferenceAttention:
         rotation: Rotation,
     ) -> torch.Tensor:
         layout = self._kv_cache.layout
-        group = layout.places[layer].group
+        group = layout.layer_slots[layer].group
         inputs, window = self._groups[group], layout.windows[group]
         key_pages, value_pages = self._kv_cache.layer_pages(layer)
         slots = torch.from_numpy(inputs.slot_mapping)
@@ -57,7 +55,7 @@ class ReferenceAttention:
 
 
 def first_in_sight(position: int, window: Window) -> int:
-    """The first token that the query at `position` sees."""
+    """Return the first token that the query at `position` sees."""
     return 0 if window is None else max(0, position + 1 - window)
 
 
@@ -68,7 +66,10 @@ def causal_attention(
     shape: AttentionShape,
     window: Window,
 ) -> torch.Tensor:
-    """query [Q, Hq, D] at the last Q of the N positions of key, value [Hkv, N, D] → [Q, Hq, D]."""
+    """Return attention [Q, Hq, D] of query [Q, Hq, D] to key and value [Hkv, N, D].
+
+    The queries have the last Q of the N positions.
+    """
     num_queries, num_tokens = query.shape[0], key.shape[1]
     grouped = query.view(num_queries, shape.num_kv_heads, shape.group_size, shape.head_dim)
     scores = torch.einsum("qhgd,hnd->hgqn", grouped, key) * shape.scale
@@ -89,7 +90,7 @@ def causal_attention(
 
 
 def _gather(pages: Pages, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Tokens [first, end) of a sequence, float32 [num_kv_heads, end - first, head_dim]."""
+    """Return tokens [first, end) of a sequence, float32 [num_kv_heads, end - first, head_dim]."""
     block_size = pages.rows.shape[2]
     skipped = first // block_size
     gathered = pages.read(table[skipped : -(-end // block_size)]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Names of attention backends, and which one a machine gets."""
+"""The choice of the attention backend on a CPU."""
 
 import logging
 
@@ -13,11 +13,11 @@ logger = logging.getLogger("tokend.attention")
 
 
 def create_backend(name: str, kv_cache: KVCache, shape: AttentionShape) -> AttentionBackend:
-    """The backend called `name` on a CPU.
+    """Return the backend called `name` on a CPU.
 
-    "auto" takes the kernels, or the reference with a warning when this machine has
-    none or they cannot do heads of this size. Raises ConfigError when "cpu" is asked
-    for and there are no such kernels, or when the name is unknown here.
+    "auto" is the kernels, or the reference with a warning if this machine has no kernels or they
+    do not support the heads. Raises ConfigError if "cpu" is requested and there are no such
+    kernels, or if the name is unknown here.
     """
     if name == "reference":
         return ReferenceAttention(kv_cache, shape)

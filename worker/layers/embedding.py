@@ -1,19 +1,20 @@
-"""Token embedding."""
+"""Token embedding, and the tables that it looks rows up in."""
 
 from typing import Protocol
 
 import torch
 
-from worker.layers.bf16_weight import Bf16Weight
-from worker.layers.packed_weight import PackedWeight
+from worker.layers.kernel_weights import KernelWeight
+from worker.layers.linear import sum_in_float32
+from worker.parallel.group import RankGroup
 
 
-class Table(Protocol):
-    """Rows of numbers [vocab, hidden], however they are held."""
+class EmbeddingTable(Protocol):
+    """Rows of numbers [vocab, hidden], whatever their format."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """The dtype of the rows."""
         ...
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -32,10 +33,10 @@ class DenseTable:
         return self._table.index_select(0, token_ids)
 
 
-class BlockTable:
-    """A weight in blocks, which may be that of a tied head: rows are taken apart when asked for."""
+class KernelTable:
+    """A weight in a format of our kernels, perhaps a tied head's; rows are unpacked on use."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: KernelWeight, dtype: torch.dtype) -> None:
         self._weight = weight
         self.dtype = dtype
 
@@ -43,23 +44,40 @@ class BlockTable:
         return self._weight.rows(token_ids, self.dtype)
 
 
-class Bf16Table:
-    """A weight of bfloat16 in panels, which may be that of a tied head: rows are put together when
-    asked for."""
+class VocabParallelTable:
+    """A table of `num_tokens` rows of which this rank holds those of the tokens in `own`."""
 
-    dtype = torch.bfloat16
+    def __init__(
+        self, table: EmbeddingTable, group: RankGroup, own: range, num_tokens: int
+    ) -> None:
+        self._table = table
+        self._group = group
+        self._own = own
+        self._num_tokens = num_tokens
 
-    def __init__(self, weight: Bf16Weight) -> None:
-        self._weight = weight
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._table.dtype
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weight.rows(token_ids)
+        if token_ids.device.type == "cpu":  # the check would have to wait for another device
+            self._refuse_invalid(token_ids)
+        elsewhere = (token_ids < self._own.start) | (token_ids >= self._own.stop)
+        rows = self._table.rows((token_ids - self._own.start).masked_fill_(elsewhere, 0))
+        rows.masked_fill_(elsewhere[:, None], 0.0)
+        # one summand of each number is not zero, so nothing is rounded
+        return sum_in_float32(self._group.gather(rows)).to(rows.dtype)
+
+    def _refuse_invalid(self, token_ids: torch.Tensor) -> None:
+        invalid = (token_ids < 0) | (token_ids >= self._num_tokens)
+        if invalid.any():
+            raise IndexError(f"row {int(token_ids[invalid][0])} of {self._num_tokens}")
 
 
 class Embedding:
     """Rows of a table, times a scale that is first rounded to the table's dtype."""
 
-    def __init__(self, table: Table, scale: float = 1.0) -> None:
+    def __init__(self, table: EmbeddingTable, scale: float = 1.0) -> None:
         self._table = table
         self._scale = torch.tensor(scale, dtype=table.dtype)
         self._scaled = scale != 1.0

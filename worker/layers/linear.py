@@ -1,17 +1,25 @@
-"""Matrix products with dense weights, in the form that the device multiplies fastest.
+"""Linear layers: x @ weight.T + bias, whatever the weight looks like in memory.
 
-    float32, bfloat16 on a CPU   oneDNN's blocked layout: reordered once at load,
-                                 instead of within every product
-    anything else                rows of the weight as they are
+    DenseLinear    rows of the weight as they are
+    OneDnnLinear   float32 and bfloat16 on a CPU: reordered once into oneDNN's blocked layout
+    KernelLinear   weights that kernels of ours lay out (kernel_weights.py)
+    MixedLinear    one weight in two formats: one for few rows, another for many
 
-Owns these two forms, and what a product is to the rest of the worker. Weights that kernels of ours
-multiply, bfloat16 among them, are in block_linear.py. Knows nothing of what is multiplied.
+ResidualLinear ends an attention or an MLP. VocabParallelHead is the head of a model whose ranks
+hold the rows of some tokens each.
 """
 
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from worker.layers.kernel_weights import KernelWeight
+from worker.layers.norm import RMSNorm
+from worker.parallel.group import RankGroup
 
 
 class Linear(Protocol):
@@ -22,7 +30,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [N, out] plus the product of x [N, in]; may reuse residual's memory."""
+        """Return residual [N, out] plus the product of x [N, in]; may reuse residual's memory."""
         ...
 
 
@@ -42,8 +50,8 @@ class DenseLinear:
         return residual if self._bias is None else residual.add_(self._bias)
 
 
-class PackedLinear:
-    """The weight in oneDNN's blocked layout, made from a dense weight [out, in]."""
+class OneDnnLinear:
+    """A copy of the weight [out, in] in oneDNN's blocked layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -60,8 +68,8 @@ class PackedLinear:
         return result
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PackedLinear works for weights of this type on this device and build of torch."""
+def is_reordered_by_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether OneDnnLinear works for this dtype, on this device and build of torch."""
     operators = torch.ops.mkldnn
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -75,7 +83,174 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest form for weight [out, in] and bias [out] on the device where they lie."""
-    if can_pack(weight.device, weight.dtype):
-        return PackedLinear(weight, bias)
+    """Return the fastest layer for a dense weight [out, in] and bias [out] on their device."""
+    if is_reordered_by_onednn(weight.device, weight.dtype):
+        return OneDnnLinear(weight, bias)
     return DenseLinear(weight, bias)
+
+
+class KernelLinear:
+    """A product with weights that kernels of ours lay out, one below the other.
+
+    The weights may be of different formats; each one gives a range of the result's columns:
+
+        out  [ weight 0 | weight 1 | … ]
+
+    bias: [out] or None. out_dtype: of the result; None for the dtype of x.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[KernelWeight],
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        ends = list(accumulate(weight.out_features for weight in weights))
+        self._out_features = ends[-1]
+        self._out_dtype = out_dtype
+        self._weight = weights[0] if len(weights) == 1 else None
+        self._bias = bias
+        self._parts = [
+            (
+                weight,
+                slice(end - weight.out_features, end),
+                None if bias is None else bias[end - weight.out_features : end],
+            )
+            for weight, end in zip(weights, ends, strict=True)
+        ]
+
+    @property
+    def parts(self) -> tuple[ctypes.Structure, ...]:
+        """Each weight as a `worker.kernels.LinearPart`; valid as long as this object lives."""
+        return tuple(weight.part(bias) for weight, _, bias in self._parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], self._out_features, dtype=self._out_dtype or x.dtype)
+        if self._weight is not None:
+            return self._weight.multiply(x, self._bias, out)
+        for weight, columns, bias in self._parts:
+            weight.multiply(x, bias, out[:, columns])
+        return out
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self._weight is not None:
+            return self._weight.multiply_add(residual, x, self._bias)
+        return residual.add_(self(x))
+
+
+class MixedLinear:
+    """A weight in two formats: `few` multiplies fewer than `many_from` rows, `many` the others.
+
+    Few rows are bound by the bytes of the weight, many by the arithmetic. The arithmetic of two
+    formats differs, so a request's tokens may depend on what else is in its steps.
+    """
+
+    def __init__(self, few: Linear, many: Linear, many_from: int) -> None:
+        self.many_from = many_from
+        self._few = few
+        self._many = many
+
+    def for_rows(self, num_rows: int) -> Linear:
+        """Return the layer that multiplies so many rows."""
+        return self._few if num_rows < self.many_from else self._many
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.for_rows(x.shape[0])(x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.for_rows(x.shape[0]).add_to(residual, x)
+
+
+def format_thresholds(linear: Linear) -> tuple[int, ...]:
+    """Return the numbers of rows from which on another format of the weight multiplies."""
+    return (linear.many_from,) if isinstance(linear, MixedLinear) else ()
+
+
+def kernel_parts(linear: Linear, num_rows: int) -> tuple[ctypes.Structure, ...]:
+    """Return the weights that multiply so many rows, as `worker.kernels.LinearPart` structures.
+
+    Valid as long as `linear` lives. Empty if no kernel of ours multiplies them.
+    """
+    if isinstance(linear, MixedLinear):
+        linear = linear.for_rows(num_rows)
+    return linear.parts if isinstance(linear, KernelLinear) else ()
+
+
+class PartOutput:
+    """What happens to the output of an attention or MLP while it is added to the residual.
+
+    group: the ranks, each of which computed a summand. norm: RMSNorm of the output, in models
+    normed before and after each part (Gemma 2, section 2), or None.
+
+    Sums over ranks are taken in float32, in rank order on every rank, and rounded once: all ranks
+    go on with the same bits, and a row does not depend on the rows beside it (Shoeybi et al.,
+    Megatron-LM, section 3).
+    """
+
+    def __init__(self, group: RankGroup, norm: RMSNorm | None = None) -> None:
+        self.group = group
+        self.norm = norm
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the output is added as it is."""
+        return self.norm is None and self.group.size == 1
+
+    def add_to(self, residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return residual plus output, both [T, hidden]; may reuse residual's memory."""
+        if self.norm is not None:
+            return self.norm.add_to(residual, self._sum_over_ranks(output))
+        if self.group.size == 1:
+            return residual.add_(output)
+        total = residual.float()  # the residual itself if it is float32
+        for summand in self.group.gather(output).unbind():
+            total += summand
+        return residual.copy_(total) if total is not residual else residual
+
+    def _sum_over_ranks(self, output: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return output
+        return sum_in_float32(self.group.gather(output)).to(output.dtype)
+
+
+class ResidualLinear:
+    """The product that ends an attention or MLP. Its bias, if any, is that of one rank only."""
+
+    def __init__(self, linear: Linear, output: PartOutput) -> None:
+        self.linear = linear
+        self.output = output
+        if output.is_plain:
+            self.add_to = linear.add_to  # type: ignore[method-assign]  # one fused product
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return residual [T, hidden] plus the product of x [T, in]."""
+        return self.output.add_to(residual, self.linear(x))
+
+
+def sum_in_float32(summands: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first dimension, added in order; a new float32 tensor."""
+    first, *others = summands.unbind()
+    total = first.to(torch.float32, copy=True)
+    for summand in others:
+        total += summand
+    return total
+
+
+class VocabParallelHead:
+    """Logits of all tokens; each rank computes those of its range of `vocab`."""
+
+    def __init__(self, linear: Linear, group: RankGroup, vocab: Sequence[range]) -> None:
+        self._linear = linear
+        self._group = group
+        self._sizes = [len(tokens) for tokens in vocab]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        own = self._linear(x)
+        # ranks  | 0 … 33 | 34 … 66 · | 67 … 99 · |    all as wide as the widest
+        padded = own.new_zeros(len(own), max(self._sizes))
+        padded[:, : own.shape[1]] = own
+        parts = zip(self._group.gather(padded), self._sizes, strict=True)
+        return torch.cat([part[:, :size] for part, size in parts], dim=1)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))

@@ -1,6 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019).
+"""RMSNorm (Zhang and Sennrich, 2019), in torch, in C++ (csrc/layers/norm.cpp) or on a GPU.
 
-Owns the weight and, on a CPU with kernels, what csrc/norm.cpp is told about it.
+x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 and rounded once.
 """
 
 import ctypes
@@ -9,33 +9,33 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, Kernels, Norm, RowNorm, row_kernels
-from worker.layers.buffer import Space
-from worker.layers.flashinfer_rows import FlashInferNorm
-from worker.layers.row_library import row_library
-from worker.layers.triton_rows import TritonNorm
+from worker.kernels import DTYPE_CODES, Kernels, NormCall, RowNorm, row_kernels
+from worker.layers.flashinfer_kernels import FlashInferNorm, usable_flashinfer
+from worker.layers.scratch import Scratch
+from worker.layers.triton_kernels import TritonNorm
 
 
 class NormArithmetic(Protocol):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32."""
+    """One implementation of RMSNorm, with its weight."""
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """A new contiguous tensor of x's shape and dtype."""
+        """Return the norm of x as a new contiguous tensor of its shape and dtype."""
         ...
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
-        """The same of contiguous x [N, size] in the memory of out, of x's dtype."""
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
+        """Write the norm of contiguous x [N, size] to the memory of out, which has x's dtype."""
         ...
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [N, size] plus the norm of x, both contiguous, in residual's memory."""
+        """Return residual [N, size] plus the norm of x, both contiguous, in residual's memory."""
         ...
 
 
 class RMSNorm:
-    """A norm with its weight [size].
+    """An RMSNorm with its weight [size].
 
     The weight may be wider than x: its precision then counts until the result is rounded.
+    into and add_to are norm_into and add_norm of NormArithmetic.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
@@ -43,7 +43,7 @@ class RMSNorm:
         kernels = row_kernels() if self.device.type == "cpu" else None
         arithmetic: NormArithmetic
         if self.device.type == "cuda":
-            library = row_library()
+            library = usable_flashinfer()
             arithmetic = TritonNorm(weight, eps)
             if library is not None:
                 arithmetic = FlashInferNorm(library, weight, eps, arithmetic)
@@ -57,12 +57,12 @@ class RMSNorm:
         self._norm = arithmetic.norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x, as a new contiguous tensor of its shape and dtype."""
+        """Return the norm of x as a new contiguous tensor of its shape and dtype."""
         return self._norm(x)
 
 
 class TorchNorm:
-    """NormArithmetic without kernels."""
+    """RMSNorm in plain torch."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight
@@ -73,7 +73,7 @@ class TorchNorm:
         wide = x.to(self._weight.dtype)
         return F.rms_norm(wide, self._size, self._weight, self._eps).to(x.dtype).contiguous()
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         return out.tensor.copy_(self.norm(x))
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -81,16 +81,16 @@ class TorchNorm:
 
 
 class KernelNorm:
-    """NormArithmetic on csrc/norm.cpp, one rounding at the end."""
+    """RMSNorm by the C++ kernels; float32, rounded once at the end."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight.float().contiguous()
         self._size = len(weight)
         fixed = {"size": self._size, "weight": self._weight.data_ptr(), "eps": eps}
-        self._into, self._other = Norm(**fixed), Norm(**fixed)
+        self._into, self._other = NormCall(**fixed), NormCall(**fixed)
         self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
         self._rms_norm, self._add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
-        self._known: Space | None = None
+        self._known: Scratch | None = None
         self.row_norm = RowNorm(fixed["weight"], eps)
         """As a `worker.kernels.RowNorm`; valid as long as this lives."""
 
@@ -100,7 +100,7 @@ class KernelNorm:
         self._rms_norm(self._other_reference)
         return out
 
-    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         call = self._into
         if out is not self._known:
             self._known = out
@@ -119,7 +119,7 @@ class KernelNorm:
         return residual
 
     def _describe(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Prepare the call for one pair of tensors; returns what must live as long as it runs."""
+        """Fill in the call for two tensors; return the tensor that must outlive the call."""
         call, size = self._other, self._size
         assert x.shape[-1] == size
         if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == size:

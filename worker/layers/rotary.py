@@ -1,19 +1,19 @@
 """Rotary position embedding of query and key heads (Su et al., RoFormer, section 3.4).
 
-Dimension i of a head turns together with dimension i + d/2:
+Dimension i of a head is rotated together with dimension i + d/2:
 
     head       [ a | b ]
     result     [ a * cos - b * sin | b * cos + a * sin ]
 
-Owns the frequencies of every kind and the table of cosines and sines. Attention turns
-its queries and keys itself: the kernels on the way into the pages, others by `rotate`.
+RotaryEmbedding is the table of cosines and sines. Attention backends rotate queries and keys
+themselves: the C++ kernels on the way to the pages, others by `rotate`.
 """
 
 import math
 
 import torch
 
-from worker.models.spec import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
+from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 Rotation = torch.Tensor
 """Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""
@@ -36,12 +36,12 @@ class RotaryEmbedding:
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of each token, from positions int64 [T]; once per step."""
+        """Return the rotation of each token for positions int64 [T]; called once per step."""
         return self.table.index_select(0, positions)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Heads [T, n, head_dim] turned by their tokens' positions; new, of the same dtype."""
+    """Return heads [T, n, head_dim] rotated by the positions of their tokens, in a new tensor."""
     cosines, sines = rotation[:, None].unbind(2)
     first, second = heads.float().chunk(2, dim=-1)
     # addcmul rounds once less than a product and a sum.
@@ -53,7 +53,7 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per position, float32 [head_dim / 2], and the factor of cosines and sines."""
+    """Return radians per position, float32 [head_dim / 2], and the factor of cosines and sines."""
     frequencies = _base_frequencies(rope.theta, head_dim)
     match rope:
         case DefaultRope():
@@ -74,7 +74,7 @@ def _base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow dimensions divided by the factor, fast ones kept, linear in rotations between."""
+    """Divide low frequencies by the factor, keep high ones, interpolate linearly between."""
     rotations = rope.original_max_position * frequencies / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -82,7 +82,7 @@ def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: YarnRope, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The same ramp laid over the dimensions (YaRN, section 3.2)."""
+    """Interpolate over the dimensions instead (YaRN, section 3.2)."""
 
     def dimension_turning(rotations: float) -> float:
         length = rope.original_max_position / (rotations * 2 * math.pi)

@@ -1,54 +1,214 @@
-"""Tensors out of memory-mapped files, whatever the format.
+"""Tensors in the memory-mapped files of a prepared model: GGUF or safetensors.
 
-Owns the maps. A format says how bytes become numbers; see gguf.py and safetensors.py.
+read_index says which bytes of which file are which tensor; TensorFiles reads them. GGUF tensors in
+quantisation blocks can also be taken as they are stored (StoredBlocks).
 """
 
-from typing import Protocol
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.errors import ModelError
-from proto.prepared_model import TensorEntry, TensorIndex
-from worker.loader.gguf import GgufFormat
-from worker.loader.safetensors import SafetensorsFormat
+from proto.codec import MessageDecoder
+from proto.errors import ModelError, ProtocolError
+from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from worker.layers.kernel_weights import GGUF_BLOCKS
 
+INDEX_FILE = "tensors.msgpack"
 RawBytes = npt.NDArray[np.uint8]
+_SAFETENSORS_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROW_NUMBERS: Final = 8192
+"""The gguf package dequantises 16 rows at a time, whatever their length: short rows
+cost more for the interpreter than for the numbers, so it is given blocks as
+rows of this many numbers."""
 
 
-class TensorFormat(Protocol):
-    """How a file format stores numbers."""
+def read_index(prepared: PreparedModel) -> TensorIndex:
+    """Read the index in the prepared folder.
 
-    def decode(self, entry: TensorEntry, data: RawBytes) -> torch.Tensor:
-        """The tensor of entry.shape, in whatever float dtype costs least; may share `data`."""
-        ...
+    Raises ModelError for an index that is missing or undecodable, and for a tensor outside its
+    file, which is the sign of a truncated download.
+    """
+    path = os.path.join(prepared.folder, INDEX_FILE)
+    decoder: MessageDecoder[TensorIndex] = MessageDecoder(TensorIndex)
+    try:
+        with open(path, "rb") as file:
+            index = decoder.decode(file.read())
+        sizes = [os.path.getsize(name) for name in index.files]
+    except (OSError, ProtocolError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    for entry in index.tensors:
+        if not 0 <= entry.file < len(sizes):
+            raise ModelError(f"{path}: tensor {entry.name} is in file {entry.file}, which is none")
+        end = entry.offset + entry.num_bytes
+        if entry.offset < 0 or entry.num_bytes < 0 or end > sizes[entry.file]:
+            raise ModelError(
+                f"{index.files[entry.file]}: tensor {entry.name} ends at byte {end} of "
+                f"{sizes[entry.file]}: the file is truncated or has changed since it was prepared"
+            )
+    return index
+
+
+def entries_by_name(index: TensorIndex) -> Mapping[str, TensorEntry]:
+    """Return every entry under its name in the file; raises ModelError for a name given twice."""
+    entries: dict[str, TensorEntry] = {}
+    for entry in index.tensors:
+        if entry.name in entries:
+            raise ModelError(f"tensor {entry.name} is twice in the model")
+        entries[entry.name] = entry
+    return entries
 
 
 class TensorFiles:
     """Reads tensors by their entries; safe to use from several threads."""
 
     def __init__(self, index: TensorIndex) -> None:
-        self._format = _format_named(index.format)
-        # Copy-on-write maps: torch wants writable memory, and nobody writes.
+        if index.format not in ("gguf", "safetensors"):
+            raise ModelError(f"tensors in format {index.format!r}: supported: gguf, safetensors")
+        self._is_gguf = index.format == "gguf"
+        # Copy-on-write maps: torch wants writable memory, and nothing writes to it.
         self._maps: list[RawBytes] = [
             np.memmap(path, dtype=np.uint8, mode="c") for path in index.files
         ]
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor, valid while this object lives; raises ModelError naming it."""
-        return self._format.decode(entry, self.bytes_of(entry))
+        """Return the tensor of entry.shape in whatever float dtype costs least.
+
+        A view of the mapped file for plain types, valid while this object lives; new float32
+        numbers for quantisation blocks. Raises ModelError naming the tensor for types and sizes
+        that cannot be read.
+        """
+        decode = decode_gguf if self._is_gguf else decode_safetensors
+        return decode(entry, self.bytes_of(entry))
 
     def bytes_of(self, entry: TensorEntry) -> RawBytes:
-        """What the file has for it: uint8 [num_bytes] of the map."""
+        """Return the tensor's bytes, uint8 [num_bytes], a view of the mapped file."""
         return self._maps[entry.file][entry.offset : entry.offset + entry.num_bytes]
 
 
-def _format_named(name: str) -> TensorFormat:
-    match name:
-        case "gguf":
-            return GgufFormat()
-        case "safetensors":
-            return SafetensorsFormat()
-        case _:
-            raise ModelError(f"tensors in format {name!r}: supported: gguf, safetensors")
+def decode_safetensors(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
+    """Return a view of floating point numbers; raises ModelError for any other type."""
+    dtype = _SAFETENSORS_DTYPES.get(entry.type)
+    if dtype is None:
+        raise ModelError(
+            f"tensor {entry.name} has type {entry.type}: supported: "
+            f"{', '.join(_SAFETENSORS_DTYPES)}"
+        )
+    return _view_as(entry, data, dtype)
+
+
+def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
+    """Return a view for plain types, new float32 numbers for quantisation blocks.
+
+    Raises ModelError for a type that is not supported and for rows that do not consist of whole
+    blocks. Blocks are dequantised by the `gguf` package; its reader, which parses whole headers,
+    is not used.
+    """
+    plain = _GGUF_DTYPES.get(entry.type)
+    if plain is not None:
+        return _view_as(entry, data, plain)
+    if entry.type not in GGUF_BLOCKS:
+        supported = ", ".join((*_GGUF_DTYPES, *GGUF_BLOCKS))
+        raise ModelError(f"tensor {entry.name} has GGUF type {entry.type}: supported: {supported}")
+    import gguf  # not needed if all blocks stay packed
+
+    block_size, block_bytes = check_blocks(entry)
+    num_blocks = len(data) // block_bytes
+    blocks_together = math.gcd(num_blocks, _ROW_NUMBERS // block_size)
+    rows = data.reshape(-1, blocks_together * block_bytes)
+    numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(
+        rows, gguf.GGMLQuantizationType[entry.type]
+    )
+    return torch.from_numpy(numbers).view(entry.shape)
+
+
+def _view_as(entry: TensorEntry, data: RawBytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return `data` as entry.shape of `dtype`, without a copy if its address allows it."""
+    _check_size(entry, math.prod(entry.shape) * dtype.itemsize)
+    if data.ctypes.data % dtype.itemsize:
+        data = data.copy()
+    return torch.from_numpy(data).view(dtype).view(entry.shape)
+
+
+def _check_size(entry: TensorEntry, expected: int) -> None:
+    if entry.num_bytes != expected:
+        raise ModelError(
+            f"tensor {entry.name} of type {entry.type} and shape {list(entry.shape)} "
+            f"needs {expected} bytes, the file has {entry.num_bytes}"
+        )
+
+
+def check_blocks(entry: TensorEntry) -> tuple[int, int]:
+    """Return numbers and bytes of a quantisation block of this tensor.
+
+    Raises ModelError unless its rows consist of whole blocks and all bytes are there.
+    """
+    block_size, block_bytes = GGUF_BLOCKS[entry.type]
+    if not entry.shape or entry.shape[-1] % block_size:
+        raise ModelError(
+            f"tensor {entry.name} of shape {list(entry.shape)}: rows of type {entry.type} "
+            f"consist of blocks of {block_size}"
+        )
+    _check_size(entry, math.prod(entry.shape) // block_size * block_bytes)
+    return block_size, block_bytes
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A weight [rows, columns] in quantisation blocks, as a GGUF file stores it.
+
+    data: uint8 [rows × bytes of a row], in the file's order; may be the mapped file itself.
+    row_order: int64 [rows]; row i of the weight is row row_order[i] of `data`.
+    """
+
+    type: str
+    rows: int
+    columns: int
+    data: RawBytes
+    row_order: npt.NDArray[np.int64]
+
+    def with_columns(self, columns: slice) -> "StoredBlocks":
+        """Return these columns of the weight, as a copy; they must consist of whole blocks."""
+        first, end, _ = columns.indices(self.columns)
+        if end - first == self.columns:
+            return self
+        size, num_bytes = GGUF_BLOCKS[self.type]
+        blocks = self.data.reshape(self.rows, -1, num_bytes)[:, first // size : end // size]
+        data = np.ascontiguousarray(blocks).reshape(-1)
+        return StoredBlocks(self.type, self.rows, end - first, data, self.row_order)
+
+
+def join_blocks(weights: Sequence[StoredBlocks]) -> list[StoredBlocks]:
+    """Put weights one below the other; neighbours of one type become one weight.
+
+    Only what is joined is copied.
+    """
+    return [_join(list(alike)) for _, alike in groupby(weights, lambda weight: weight.type)]
+
+
+def _join(weights: list[StoredBlocks]) -> StoredBlocks:
+    if len(weights) == 1:
+        return weights[0]
+    orders, num_rows = [], 0
+    for weight in weights:
+        orders.append(weight.row_order + num_rows)
+        num_rows += weight.rows
+    return StoredBlocks(
+        weights[0].type,
+        num_rows,
+        weights[0].columns,
+        np.concatenate([weight.data for weight in weights]),
+        np.concatenate(orders),
+    )

@@ -1,38 +1,52 @@
-"""What the Llama-like families have in common in their configurations.
+"""What Llama-like families share: reading their common configuration keys into a ModelSpec.
 
-A family file calls `llama_like` with its own differences and adds nothing else.
+A family file calls llama_like with its own differences.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
+from worker.layers.activation import Activation
+from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
-from worker.models.rope_config import rope_from_config
-from worker.models.spec import ModelSpec
+from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.rope import Rope, rope_from_config
+from worker.models.spec import LayerSpec, ModelSpec
 
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
 """Kinds of layers, as configurations call them."""
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _MAX_LAYERS: Final = 4096
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
 
-def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
-    """The spec of a decoder with pre-norms, rotary attention and a gated MLP.
+def llama_like(
+    config: ConfigReader,
+    *,
+    architecture: str,
+    head_dim: int | None = None,
+    ropes: Sequence[Rope] | None = None,
+    windows: Sequence[int | None] | None = None,
+    attention: Mapping[str, Any] = _NOTHING,
+    activation: Activation | None = None,
+    **model: Any,
+) -> ModelSpec:
+    """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.
 
-    `differences` are the fields of ModelSpec that the family sets itself; the keys
-    behind ropes, windows and activation are then its own business. Raises ModelError
-    naming key and value for what is missing or not supported.
+    A family passes what is different from Llama: head_dim, ropes and windows of each layer, other
+    fields of AttentionSpec, the activation, and fields of ModelSpec. The keys of the configuration
+    behind ropes, windows and activation are read here only if the family does not pass them.
+    Raises ModelError naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = differences.get("head_dim") or config.integer(
-        "head_dim", max(1, hidden_size // num_heads)
-    )
+    head_dim = head_dim or config.integer("head_dim", max(1, hidden_size // num_heads))
     max_position = config.integer("max_position_embeddings")
     if num_heads % num_kv_heads:
         raise config.refusal(
@@ -47,27 +61,42 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
             f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
         )
     config.must_be("mlp_bias", False)
-    if "activation" not in differences:
+    if activation is None:
         config.must_be("hidden_act", "silu", "swish")
-    fields: dict[str, Any] = {
-        "vocab_size": config.integer("vocab_size"),
+    if ropes is None:
+        ropes = (rope_from_config(config, max_position),) * num_layers
+    if windows is None:
+        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
+        windows = layer_windows(config, kinds, {FULL: None})
+    heads: dict[str, Any] = {
         "hidden_size": hidden_size,
-        "intermediate_size": config.integer("intermediate_size"),
-        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "max_position": max_position,
+        "scale": head_dim**-0.5,
+    }
+    mlp = GatedMlpSpec(
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        activation=activation or "silu",
+    )
+    fields: dict[str, Any] = {
+        "vocab_size": config.integer("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "attention_scale": head_dim**-0.5,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
     }
-    if "ropes" not in differences:
-        fields["ropes"] = (rope_from_config(config, max_position),) * num_layers
-    if "windows" not in differences:
-        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-        fields["windows"] = layer_windows(config, kinds, {FULL: None})
-    spec = ModelSpec(**(fields | differences))
+    spec = ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        max_position=max_position,
+        layers=tuple(
+            LayerSpec(
+                mixer=AttentionSpec(**(heads | dict(attention)), rope=rope, window=window), mlp=mlp
+            )
+            for rope, window in zip(ropes, windows, strict=True)
+        ),
+        **(fields | model),
+    )
     config.refuse_leftovers()
     return spec
 
@@ -75,7 +104,7 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
 def layer_kinds(
     config: ConfigReader, supported: tuple[str, ...], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """The kind of each layer: as `layer_types` says, or the family's own pattern.
+    """Return the kind of each layer: from `layer_types`, or by the family's own pattern.
 
     Raises ModelError for a kind that is not supported.
     """
@@ -94,9 +123,9 @@ def layer_kinds(
 def layer_windows(
     config: ConfigReader, kinds: tuple[str, ...], windows: Mapping[str, int | None]
 ) -> tuple[int | None, ...]:
-    """The window of each layer by its kind.
+    """Return the window of each layer by its kind.
 
-    One that hides no position the model is made for is none.
+    A window as long as the model's longest sequence hides nothing and becomes None.
     """
     max_position = config.integer("max_position_embeddings")
     narrow = {
@@ -107,12 +136,15 @@ def layer_windows(
 
 
 def window_from_config(config: ConfigReader) -> int | None:
-    """The value of `sliding_window`."""
+    """Return the value of `sliding_window`, or None."""
     return None if config.get("sliding_window") is None else config.integer("sliding_window")
 
 
 def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
-    """Qwen's way: with `use_sliding_window`, layers from `max_window_layers` on have it."""
+    """Return the windows of Qwen's layers.
+
+    With `use_sliding_window`, layers from `max_window_layers` on have a window.
+    """
     window = window_from_config(config)
     used = config.flag("use_sliding_window", False) and window is not None
     first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)

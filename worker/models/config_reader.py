@@ -1,9 +1,8 @@
-"""Reads a Hugging Face configuration without ever ignoring arithmetic.
+"""Reads a Hugging Face configuration without ignoring any key that changes the arithmetic.
 
-A family asks for the keys that it understands. What is left over is looked at
-when the family is done: keys that change no number pass, a key whose value
-switches off what it names passes, and a key whose name speaks of arithmetic
-stops the start by name. Knows no family.
+A family reads the keys that it understands; refuse_leftovers then looks at the others. Keys that
+change no number pass, and so does a key whose value switches its feature off; a key whose name
+suggests arithmetic is refused by name.
 """
 
 import re
@@ -47,8 +46,8 @@ _LARGEST: Final = 3e38
 class ConfigReader:
     """One configuration, and which of its keys have been read.
 
-    Values are checked for their type: a string where a number belongs raises
-    ModelError naming key and value.
+    Values are checked for their type: a string instead of a number raises ModelError naming key
+    and value.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str = "config") -> None:
@@ -57,14 +56,14 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """The raw value, None where it is missing."""
+        """Return the raw value, or None if it is missing."""
         self._read.add(key)
         return self._config.get(key)
 
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = MOST
     ) -> int:
-        """A whole number of at least `least`, and one that memory can be asked for."""
+        """Return a whole number from `least` to `most`."""
         value = self.get(key)
         if value is None:
             value = default
@@ -75,7 +74,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0, as float32 can hold it."""
+        """Return a number above 0 that fits float32."""
         value = self.get(key)
         if value is None:
             value = default
@@ -88,7 +87,6 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self.get(key)
         if value is None:
             value = default
@@ -97,7 +95,7 @@ class ConfigReader:
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object; an empty one where it is missing or null."""
+        """Return an object; an empty one if it is missing or null."""
         value = self.get(key)
         if value is None:
             return {}
@@ -106,10 +104,10 @@ class ConfigReader:
         return value
 
     def must_be(self, key: str, *allowed: Any) -> None:
-        """Accept a key only at these values, or missing."""
+        """Raise ModelError unless the key is missing or has one of these values."""
         value = self.get(key)
         if value is not None and value not in allowed:
-            works = ", ".join(repr(each) for each in allowed)
+            works = ", ".join(repr(value) for value in allowed)
             raise self.refusal(key, value, f"supported: {works}")
 
     def refuse_leftovers(self) -> None:
@@ -129,5 +127,5 @@ class ConfigReader:
                 raise self.refusal(key, value, "not supported")
 
     def refusal(self, key: str, value: Any, reason: str) -> ModelError:
-        """The error that names a key, its value and what is wrong with it."""
+        """Return the error that names a key, its value and the reason."""
         return ModelError(f"{self._where}: {shown(key)} = {shown(repr(value))}: {reason}")

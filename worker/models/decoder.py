@@ -1,8 +1,7 @@
-"""The decoder that every family runs on: a ModelSpec's arithmetic over loaded weights.
+"""The decoder of every family: embedding, layers, last norm and head.
 
-Owns what is before and behind the layers, and the choice of what computes these. Knows
-neither requests nor pages: the tokens of all requests are one packed batch, and attention
-is a backend that has been told about the step beforehand.
+It knows neither requests nor KV pages: the tokens of all requests are one packed batch, and the
+attention backend has planned the step beforehand.
 """
 
 from collections.abc import Sequence
@@ -10,19 +9,19 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.buffer import RowBuffer
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
+from worker.layers.scratch import RowBuffer
 from worker.models.layer_stack import LayerStack
 from worker.models.spec import ModelSpec
 
 
 class Decoder:
-    """Token ids and positions to hidden states, hidden states to logits.
+    """Computes hidden states from tokens, and logits from hidden states.
 
-    stacks: the layers, in the order in which they are asked whether they take a step;
-        the last one takes all.
+    stacks: implementations of all layers; the first that takes a step runs it, and the last takes
+    any.
     """
 
     def __init__(
@@ -44,24 +43,24 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """int64 [T] token ids and positions to hidden states [T, hidden], not yet normed.
+        """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids and positions.
 
-        Positions are below the model's length. `attention` writes every token's
-        key and value and attends for the whole batch.
+        Positions are below the model's length. `attention` writes every token's key and value and
+        attends for the whole batch.
         """
         hidden = self._embedding(token_ids)
         num_rows = len(token_ids)
-        stack = next(each for each in self._stacks if each.takes(num_rows, attention))
+        stack = next(stack for stack in self._stacks if stack.takes(num_rows, attention))
         return stack.run(hidden, positions, attention)
 
     @torch.inference_mode()
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, contiguous [N, hidden], to logits [N, vocab].
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, vocab] for rows of `forward`'s result, contiguous [N, hidden].
 
-        These are of the head's dtype.
+        Their dtype is that of the head.
         """
         return self._head(self._norm.into(hidden, self._normed.rows(hidden)))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same in float32."""
-        return self.scores(hidden).float()
+    def float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the same logits in float32."""
+        return self.logits(hidden).float()

@@ -1,10 +1,12 @@
-"""Gemma 3, text only: windows in five of six layers, norms before and after, two rotary bases."""
+"""Gemma 3, text only: windows in five of six layers, norms before and after each part, two rotary
+bases.
+"""
 
 from typing import Final
 
 from worker.models.common import FULL, WINDOWED, layer_kinds, layer_windows, llama_like
 from worker.models.config_reader import ConfigReader
-from worker.models.rope_config import KindOfRope, ropes_by_kind
+from worker.models.rope import KindOfRope, ropes_by_kind
 from worker.models.spec import ModelSpec
 
 MODEL_TYPE = "gemma3_text"
@@ -18,7 +20,9 @@ _ROPES: Final = (
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """Without `layer_types` every sixth layer (`sliding_window_pattern`) attends to all."""
+    """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
+    attention.
+    """
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
     config.must_be("use_bidirectional_attention", False)
     hidden_size = config.integer("hidden_size")
@@ -38,12 +42,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         head_dim=config.integer("head_dim", _DEFAULT_HEAD_DIM),
         ropes=tuple(ropes[kind] for kind in kinds),
         windows=layer_windows(config, kinds, windows),
-        attention_scale=config.integer("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR) ** -0.5,
+        attention={
+            "scale": config.integer("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR) ** -0.5,
+            "qkv_bias": bias,
+            "output_bias": bias,
+            "qk_norm": True,
+        },
         embedding_scale=hidden_size**0.5,
         activation="gelu_tanh",
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
         post_norms=True,
         norms_add_one=True,
         tied_embeddings=config.flag("tie_word_embeddings", True),

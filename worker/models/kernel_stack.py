@@ -1,8 +1,8 @@
-"""The layers of a decoder as one call of a kernel (csrc/stack.cpp), by one team of threads.
+"""All layers of a decoder in one call of a C++ kernel, csrc/layers/stack.cpp.
 
-Owns what the kernel is told about a model: made from its spec and its layers, once for each
-range of row counts within which every product keeps its form. Takes the steps whose products are
-all by kernels of ours, with the attention of such kernels; the bits are those of EagerLayers.
+StackDescription describes the layers to the kernel, once for each range of row counts within which
+every product keeps its weight format. Steps run here if kernels of ours compute all products and
+the attention; the bits are those of EagerLayers.
 """
 
 import ctypes
@@ -16,43 +16,57 @@ from worker.attention.cpu import CpuAttention
 from worker.kernels import (
     DTYPE_CODES,
     Kernels,
-    Part,
-    PartsOfLinear,
+    LinearPart,
+    RopeTable,
     RowNorm,
     Stack,
     StackLayer,
+    StackLinear,
     StackRun,
-    Turns,
     row_kernels,
 )
 from worker.layers.activation import GATE_CODES
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, ResidualLinear, format_thresholds, kernel_parts
 from worker.layers.norm import KernelNorm, RMSNorm
-from worker.layers.own_products import form_changes, own_parts
-from worker.layers.residual import NormedAddition, ResidualLinear
-from worker.models.layer_stack import EagerLayers, LayerStack, LayerWeights
-from worker.models.spec import ModelSpec
+from worker.models.attention import Attention
+from worker.models.gated_mlp import GatedMlp
+from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 
 
-def make_stacks(spec: ModelSpec, layers: Sequence[LayerWeights]) -> tuple[LayerStack, ...]:
-    """What computes these layers here, the fastest first; the last takes every step."""
-    partwise = EagerLayers(spec, layers)
+def make_stacks(layers: Sequence[DecoderLayer], hidden_size: int) -> tuple[LayerStack, ...]:
+    """Return the ways to compute these layers, the fastest first; the last one takes any step."""
+    eager = EagerLayers(layers, hidden_size)
     kernels = row_kernels()
-    if kernels is None or layers[0].mlp_norm.device.type != "cpu":
-        return (partwise,)
-    return (KernelStack(kernels, spec, layers), partwise)
+    if kernels is None or layers[0].mlp_norm.device.type != "cpu" or not is_describable(layers):
+        return (eager,)
+    return (KernelStack(kernels, hidden_size, layers), eager)
+
+
+def is_describable(layers: Sequence[DecoderLayer]) -> bool:
+    """Return whether csrc/layers/stack.cpp knows the parts of these layers, of one size each."""
+    sizes = set()
+    for layer in layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if not isinstance(mixer, Attention) or not isinstance(mlp, GatedMlp):
+            return False
+        if any(end.output.group.size > 1 for end in (mixer.output, mlp.down)):
+            return False
+        sizes.add((mixer.spec.shape, mlp.spec.intermediate_size, mlp.spec.activation))
+    return len(sizes) == 1
 
 
 class KernelStack:
-    """A LayerStack on csrc/stack.cpp."""
+    """A LayerStack on csrc/layers/stack.cpp."""
 
-    def __init__(self, kernels: Kernels, spec: ModelSpec, layers: Sequence[LayerWeights]) -> None:
+    def __init__(self, kernels: Kernels, hidden_size: int, layers: Sequence[DecoderLayer]) -> None:
         self._kernels = kernels
         # The kernel has addresses of what these own.
         self._layers = layers
         products = [product for layer in layers for product in _products(layer)]
-        self._from = sorted({1}.union(*map(form_changes, products)))
-        self._descriptions = [StackDescription(spec, layers, num_rows) for num_rows in self._from]
+        self._from = sorted({1}.union(*map(format_thresholds, products)))
+        self._descriptions = [
+            StackDescription(hidden_size, layers, num_rows) for num_rows in self._from
+        ]
         self._run = StackRun()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -66,15 +80,17 @@ class KernelStack:
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        self._run.clocked = 0
+        self._run.is_timed = 0
         return self._call(hidden, positions, attention)
 
-    def run_clocked(
+    def run_timed(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, float, float]:
-        """The same, with the seconds of products (rounding their inputs included) and attention."""
+        """Run the layers; also return the seconds of products, with rounding of inputs, and
+        attention.
+        """
         run = self._run
-        run.clocked, run.product_ns, run.attention_ns = 1, 0, 0
+        run.is_timed, run.product_ns, run.attention_ns = 1, 0, 0
         return (
             self._call(hidden, positions, attention),
             run.product_ns * 1e-9,
@@ -93,7 +109,7 @@ class KernelStack:
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()
-        run.places = attention.places(len(hidden))
+        run.attention_calls = attention.layer_calls(len(hidden))
         run.scratch = self._memory(self._kernels.stack_bytes(stack, dtype, len(hidden)))
         first_wrong = self._kernels.stack_run(stack, run)
         if first_wrong < len(hidden):
@@ -104,7 +120,7 @@ class KernelStack:
         return self._descriptions[bisect_right(self._from, num_rows) - 1]
 
     def _memory(self, num_bytes: int) -> int:
-        """Where so many bytes begin, which keep nothing from one step to the next."""
+        """Return the address of scratch memory, whose contents do not survive a step."""
         if num_bytes > len(self._scratch):
             # torch aligns its memory to cache lines, which the kernels rely on.
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
@@ -112,60 +128,64 @@ class KernelStack:
 
 
 class StackDescription:
-    """`worker.kernels.Stack` for steps of `num_rows` tokens; lives no longer than the layers.
+    """The layers as a `worker.kernels.Stack`, for steps of at least `num_rows` tokens.
 
-    complete: whether kernels of ours multiply and norm all of it; if not, it must not be run.
+    Valid while the layers live. complete: whether kernels of ours compute every product and norm;
+    an incomplete description must not be run.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layers: Sequence[LayerWeights],
-        num_rows: int,
-    ) -> None:
+    def __init__(self, hidden_size: int, layers: Sequence[DecoderLayer], num_rows: int) -> None:
         self.complete = True
-        self._spec = spec
+        self._hidden_size = hidden_size
         self._num_rows = num_rows
         self._arrays: list[ctypes.Array[ctypes.Structure]] = []
-        rotaries = list(dict.fromkeys(layer.rotary for layer in layers))
-        described = [self._layer(layer, rotaries.index(layer.rotary)) for layer in layers]
+        parts = [_known_parts(layer) for layer in layers]
+        rotaries = list(dict.fromkeys(attention.rotary for attention, _ in parts))
+        described = [
+            self._layer(layer, rotaries.index(attention.rotary))
+            for layer, (attention, _) in zip(layers, parts, strict=True)
+        ]
         self._layers = (StackLayer * len(described))(*described)
-        tables = [Turns(len(each.table), each.table.data_ptr()) for each in rotaries]
-        self._tables = (Turns * len(tables))(*tables)
+        tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
+        self._tables = (RopeTable * len(tables))(*tables)
+        attention, mlp = parts[0][0].spec, parts[0][1].spec
         self.structure = Stack(
             num_layers=len(layers),
-            hidden_size=spec.hidden_size,
-            inner_size=spec.intermediate_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            gate=GATE_CODES[spec.activation],
-            num_turns=len(tables),
-            turns=ctypes.addressof(self._tables),
+            hidden_size=hidden_size,
+            inner_size=mlp.intermediate_size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            gate=GATE_CODES[mlp.activation],
+            num_rope_tables=len(tables),
+            rope_tables=ctypes.addressof(self._tables),
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(self, layer: LayerWeights, turns: int) -> ctypes.Structure:
-        hidden, inner = self._spec.hidden_size, self._spec.intermediate_size
-        heads = self._spec.query_size + 2 * self._spec.kv_size
-        output, output_norm = _end(layer.output)
-        down, down_norm = _end(layer.down)
+    def _layer(self, layer: DecoderLayer, rope_table: int) -> ctypes.Structure:
+        attention, mlp = _known_parts(layer)
+        hidden, inner = self._hidden_size, mlp.spec.intermediate_size
+        heads = attention.spec.query_size + 2 * attention.spec.kv_size
         return StackLayer(
-            attention_norm=self._norm(layer.attention_norm),
-            qkv=self._linear(layer.qkv, hidden, heads),
-            query_norm=self._norm(*layer.head_norms[:1]),
-            key_norm=self._norm(*layer.head_norms[1:]),
-            output=self._linear(output, self._spec.query_size, hidden),
-            attention_post_norm=self._norm(*output_norm),
+            attention_norm=self._norm(layer.mixer_norm),
+            qkv=self._linear(attention.qkv, hidden, heads),
+            query_norm=self._norm(*attention.head_norms[:1]),
+            key_norm=self._norm(*attention.head_norms[1:]),
+            output=self._linear(attention.output.linear, attention.spec.query_size, hidden),
+            attention_post_norm=self._post_norm(attention.output),
             mlp_norm=self._norm(layer.mlp_norm),
-            gate_up=self._linear(layer.gate_up, hidden, 2 * inner),
-            down=self._linear(down, inner, hidden),
-            mlp_post_norm=self._norm(*down_norm),
-            turns=turns,
+            gate_up=self._linear(mlp.gate_up, hidden, 2 * inner),
+            down=self._linear(mlp.down.linear, inner, hidden),
+            mlp_post_norm=self._post_norm(mlp.down),
+            rope_table=rope_table,
         )
 
+    def _post_norm(self, end: ResidualLinear) -> ctypes.Structure:
+        norm = end.output.norm
+        return self._norm() if norm is None else self._norm(norm)
+
     def _norm(self, *norms: RMSNorm) -> ctypes.Structure:
-        """One norm, or what stands for none."""
+        """Describe one norm; without an argument, a norm that the model does not have."""
         structures = [
             each.arithmetic.row_norm for each in norms if isinstance(each.arithmetic, KernelNorm)
         ]
@@ -173,22 +193,22 @@ class StackDescription:
         return structures[0] if structures else RowNorm()
 
     def _linear(self, linear: Linear, in_features: int, out_features: int) -> ctypes.Structure:
-        parts = own_parts(linear, self._num_rows)
-        array = (Part * len(parts))(*parts)
+        parts = kernel_parts(linear, self._num_rows)
+        array = (LinearPart * len(parts))(*parts)
         self._arrays.append(array)
         self.complete &= (
             sum(part.out_features for part in parts) == out_features
-            and len({part.form for part in parts}) == 1
+            and len({part.format for part in parts}) == 1
         )
-        return PartsOfLinear(in_features, out_features, len(parts), ctypes.addressof(array))
+        return StackLinear(in_features, out_features, len(parts), ctypes.addressof(array))
 
 
-def _products(layer: LayerWeights) -> tuple[Linear, ...]:
-    return (layer.qkv, _end(layer.output)[0], layer.gate_up, _end(layer.down)[0])
+def _known_parts(layer: DecoderLayer) -> tuple[Attention, GatedMlp]:
+    assert isinstance(layer.mixer, Attention)
+    assert isinstance(layer.mlp, GatedMlp)
+    return layer.mixer, layer.mlp
 
 
-def _end(addition: ResidualLinear) -> tuple[Linear, tuple[RMSNorm, ...]]:
-    """The product that ends a block, and the norm of it where there is one."""
-    if isinstance(addition, NormedAddition):
-        return addition.linear, (addition.norm,)
-    return addition, ()  # type: ignore[return-value]  # every other is a Linear
+def _products(layer: DecoderLayer) -> tuple[Linear, ...]:
+    attention, mlp = _known_parts(layer)
+    return (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)

@@ -8,12 +8,10 @@ MODEL_TYPE = "llama"
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """`attention_bias` gives all four projections of the attention a bias."""
+    """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         architecture="LlamaForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
-        gguf_permutes_qk=True,
+        attention={"qkv_bias": bias, "output_bias": bias, "gguf_permutes_qk": True},
     )

@@ -15,7 +15,7 @@ MODEL_TYPE = "mistral"
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """No biases; a GGUF file of a Mistral calls itself "llama" and permutes like one."""
+    """Return the spec. A GGUF file of a Mistral calls itself "llama" and permutes alike."""
     window = window_from_config(config)
     kind = FULL if window is None else WINDOWED
     return llama_like(
@@ -24,5 +24,5 @@ def spec(config: ConfigReader) -> ModelSpec:
         windows=layer_windows(
             config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window}
         ),
-        gguf_permutes_qk=True,
+        attention={"gguf_permutes_qk": True},
     )

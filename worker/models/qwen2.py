@@ -8,10 +8,10 @@ MODEL_TYPE = "qwen2"
 
 
 def spec(config: ConfigReader) -> ModelSpec:
-    """`sliding_window` counts only where `use_sliding_window` is set."""
+    """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
     return llama_like(
         config,
         architecture="Qwen2ForCausalLM",
         windows=windows_of_upper_layers(config),
-        qkv_bias=True,
+        attention={"qkv_bias": True},
     )

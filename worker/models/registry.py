@@ -1,7 +1,6 @@
-"""Which family runs which configuration.
+"""The table of model families.
 
-To add one: a file with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, and a
-line in the table here.
+To add one: a file with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, and a line here.
 """
 
 import json
@@ -26,10 +25,10 @@ _FAMILIES: Final[Mapping[str, ModuleType]] = {
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a Hugging Face style configuration.
+    """Return the spec of a Hugging Face style configuration.
 
-    Raises ModelError naming key and value for an architecture that is not
-    supported and for every key that changes the arithmetic in an unsupported way.
+    Raises ModelError naming key and value for an architecture that is not supported and for every
+    key that changes the arithmetic in an unsupported way.
     """
     reader = ConfigReader(config)
     architectures = reader.get("architectures")
@@ -50,7 +49,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def spec_of(prepared: PreparedModel) -> ModelSpec:
-    """The spec of a prepared model, from the config.json in its folder."""
+    """Return the spec of a prepared model, from the config.json in its folder."""
     path = os.path.join(prepared.folder, "config.json")
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,155 +1,96 @@
-"""What a model is, as far as its arithmetic goes: sizes, biases, norms, rotary embedding.
+"""The arithmetic of a model: ModelSpec, which a family makes of its config.json.
 
-A family turns a configuration into a ModelSpec; the decoder and the loader read
-nothing else. Knows nothing of configuration files or of tensors in files.
+The decoder, the loader and the sharding over ranks read nothing else. What is inside a layer is
+described by its parts (parts.py); embedding, norms and head belong to the model.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
-
-
-@dataclass(frozen=True)
-class DefaultRope:
-    """Rotary embedding with frequencies theta^(-2i/d) (Su et al., RoFormer, section 3.4)."""
-
-    theta: float
+from worker.attention.base import AttentionShape
+from worker.models.attention import AttentionSpec
+from worker.models.parts import PartSpec, WeightSpec, norm_weight, projection
+from worker.models.rope import Rope
 
 
-@dataclass(frozen=True)
-class LinearRope:
-    """Every position divided by `factor` (Chen et al., Position Interpolation)."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer: a mixer, through which tokens see each other, and an MLP for each token alone."""
 
-    theta: float
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
-
-    theta: float
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN (Peng et al., sections 3.2 to 3.4).
-
-    beta_fast, beta_slow: rotations over the original length between which the ramp lies.
-    truncate: round the ends of the ramp to whole dimensions.
-    attention_factor: multiplies cosines and sines, so query times key gets its square.
-    """
-
-    theta: float
-    factor: float
-    original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    attention_factor: float
-
-
-@dataclass(frozen=True)
-class FactorsRope:
-    """Frequencies divided by factors [head_dim / 2] that come with the weights."""
-
-    theta: float
-    factors: tuple[float, ...]
-
-
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
+    mixer: PartSpec
+    mlp: PartSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The arithmetic of one decoder-only model.
+    """A decoder-only model with a norm before each part of a layer.
 
     architecture: the family, e.g. "LlamaForCausalLM".
     max_position: positions that the model was made for.
-    head_dim: need not be hidden_size / num_heads.
-    qkv_bias, output_bias: biases of the attention's projections.
-    qk_norm: RMSNorm over each query and key head before the rotary embedding.
-    post_norms: RMSNorm over what attention and MLP add to the residual.
-    norms_add_one: norms multiply by 1 + weight; a GGUF file has the sum.
-    ropes: of each layer.
-    windows: per layer the sliding window in tokens, None for full attention.
-    attention_scale: factor of query times key before the softmax.
+    layers: bottom to top; they may differ.
+    post_norms: another RMSNorm over what each part adds to the residual.
+    norms_add_one: norms multiply by 1 + weight; a GGUF file stores the sum.
     embedding_scale: factor of the embedding, not of a tied head.
-    gguf_permutes_qk: a GGUF file of this family interleaves the rows of query and
-        key heads (pairs 2i, 2i+1 rotate together) and the loader undoes it.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position: int
     norm_eps: float
-    ropes: tuple[Rope, ...]
-    windows: tuple[int | None, ...]
-    attention_scale: float
+    layers: tuple[LayerSpec, ...]
     embedding_scale: float = 1.0
-    activation: Activation = "silu"
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
     post_norms: bool = False
     norms_add_one: bool = False
     tied_embeddings: bool = False
-    gguf_permutes_qk: bool = False
 
     @property
-    def query_size(self) -> int:
-        """Rows of the query projection."""
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def kv_size(self) -> int:
-        """Rows of the key projection, and of the value projection."""
-        return self.num_kv_heads * self.head_dim
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers that are attention, bottom to top."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Heads and scale, which all layers with attention share: one KV cache holds them all."""
+        (shape,) = {attention.shape for attention in self.attention_layers}
+        return shape
 
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight of the model, in tokend's own names, top to bottom."""
-    hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden)}
-    for layer in range(spec.num_layers):
-        for name, shape in layer_parameter_shapes(spec).items():
-            shapes[f"layers.{layer}.{name}"] = shape
-    shapes["norm.weight"] = (hidden,)
-    if not spec.tied_embeddings:
-        shapes["head.weight"] = (spec.vocab_size, hidden)
-    return shapes
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer with attention; None for full attention."""
+        return tuple(attention.window for attention in self.attention_layers)
 
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embedding of each layer with attention."""
+        return tuple(attention.rope for attention in self.attention_layers)
 
-def layer_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name (without the layer's prefix) and shape of every weight of one layer."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (hidden,)}
-    for part, rows in (("q", spec.query_size), ("k", spec.kv_size), ("v", spec.kv_size)):
-        shapes[f"{part}.weight"] = (rows, hidden)
-        if spec.qkv_bias:
-            shapes[f"{part}.bias"] = (rows,)
-    if spec.qk_norm:
-        shapes["q_norm.weight"] = (spec.head_dim,)
-        shapes["k_norm.weight"] = (spec.head_dim,)
-    shapes["o.weight"] = (hidden, spec.query_size)
-    if spec.output_bias:
-        shapes["o.bias"] = (hidden,)
-    if spec.post_norms:
-        shapes["attention_post_norm.weight"] = (hidden,)
-        shapes["mlp_post_norm.weight"] = (hidden,)
-    shapes["mlp_norm.weight"] = (hidden,)
-    shapes["gate.weight"] = (inner, hidden)
-    shapes["up.weight"] = (inner, hidden)
-    shapes["down.weight"] = (hidden, inner)
-    return shapes
+    def weights(self) -> dict[str, WeightSpec]:
+        """Return every weight of the model by its full name, bottom to top."""
+        table = (self.vocab_size, self.hidden_size)
+        specs = [*projection("embedding", "model.embed_tokens", "token_embd", table)]
+        for number, layer in enumerate(self.layers):
+            specs += [weight.in_layer(number) for weight in self._layer_weights(layer)]
+        specs.append(norm_weight("norm", "model.norm", "output_norm", self.hidden_size))
+        if not self.tied_embeddings:
+            specs += projection("head", "lm_head", "output", table)
+        return {weight.name: weight for weight in specs}
+
+    def _layer_weights(self, layer: LayerSpec) -> list[WeightSpec]:
+        """Return a layer's weights: norms, which belong to the model, and those of its parts."""
+
+        def norm(name: str, hugging_face: str, gguf: str) -> WeightSpec:
+            return norm_weight(name, hugging_face, gguf, self.hidden_size)
+
+        before_mlp = "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
+        specs = [norm("attention_norm", "input_layernorm", "attn_norm"), *layer.mixer.weights]
+        if self.post_norms:
+            specs += [
+                norm("attention_post_norm", "post_attention_layernorm", "post_attention_norm"),
+                norm("mlp_post_norm", "post_feedforward_layernorm", "post_ffw_norm"),
+            ]
+        return [*specs, norm("mlp_norm", before_mlp, "ffn_norm"), *layer.mlp.weights]

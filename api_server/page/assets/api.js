@@ -1,8 +1,8 @@
-// Owns how the server is spoken to: addresses, the key, and errors in the server's own words.
+// Requests to the server: addresses, the key, and errors with the server's message.
 import { askForKey, keep, key } from "./key.js";
 import { eventsOf } from "./sse.js";
 
-/** What went wrong. status: of HTTP, 0 where there was no answer. */
+/** A failed request. status: of HTTP; 0 without a response. */
 export class ServerError extends Error {
   constructor(message, status = 0, param = null) {
     super(message);
@@ -11,10 +11,10 @@ export class ServerError extends Error {
   }
 }
 
-/** The full address of a path; the page may lie below a prefix of a proxy. */
+/** Returns the full address of a path; the page may be below a prefix of a proxy. */
 export const addressOf = (path) => new URL(path, document.baseURI).href;
 
-/** Fetches a path with the key, and asks for one where the server wants one. */
+/** Fetches a path with the API key; asks the user for a key if the server needs one. */
 export async function request(path, options = {}) {
   for (;;) {
     const used = key();
@@ -24,11 +24,11 @@ export async function request(path, options = {}) {
     if (response.ok) return response;
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
-    if (used === key() && used) keep(""); // unless another one was given meanwhile
+    if (used === key() && used) keep(""); // unless it was replaced in the meantime
     if (key()) continue;
     const reason = used
       ? "The server refused this key. Is it complete, and one of this server?"
-      : "This server wants an API key. It is kept until this tab is closed.";
+      : "This server needs an API key. It is kept until this tab is closed.";
     if (!(await askForKey(reason))) throw error;
   }
 }
@@ -45,15 +45,15 @@ async function reach(path, options) {
 async function errorOf(response) {
   const text = await response.text();
   try {
-    const told = JSON.parse(text).error;
-    return new ServerError(told.message, response.status, told.param);
+    const error = JSON.parse(text).error;
+    return new ServerError(error.message, response.status, error.param);
   } catch {
     const words = text.trim().slice(0, 300) || response.statusText;
     return new ServerError(words, response.status);
   }
 }
 
-/** The chunks of a streamed generation; throws ServerError, or AbortError after a stop. */
+/** Yields the chunks of a streamed generation; throws ServerError, or AbortError after a stop. */
 export async function* generate(path, body, signal) {
   const response = await request(path, {
     method: "POST",
@@ -73,5 +73,5 @@ export async function* generate(path, body, signal) {
     if (error instanceof ServerError || error.name === "AbortError") throw error;
   }
   signal.throwIfAborted();
-  throw new ServerError("The connection ended before the answer did.");
+  throw new ServerError("The connection ended before the response was complete.");
 }

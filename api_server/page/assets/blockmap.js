@@ -1,10 +1,9 @@
-// Owns the map of the KV blocks: one cell for each block (or a few of them), its colour, and what
-// pointing at it says.
+// The map of the KV blocks: one cell for each block (or for a few), its colour and its hint.
 //
-//   cells of a view   [[3, 0, 0], [2, 2, 7], …]   3 free ones, 2 held by request 7 …
-//                       │  │  └ owner, 0: nobody
-//                       │  └ state, an index of STATES
-//                       └ how many in a row
+//   cells of a view   [[3, 0, 0], [2, 2, 7], …]   3 free blocks, 2 held by request 7 …
+//                       │  │  └ owner; 0: none
+//                       │  └ state: an index of STATES
+//                       └ number of cells in a row
 import { colour, colourOf, penOf } from "./canvas.js";
 import { byId, figure, make, placeNear } from "./dom.js";
 import { nameOf } from "./requests.js";
@@ -12,7 +11,7 @@ import { nameOf } from "./requests.js";
 const STATES = ["free", "cached", "held", "shared", "pinned", "reserved"];
 const MEANINGS = {
   free: "free",
-  cached: "free, but its KV can be found again",
+  cached: "free, with cached KV",
   held: "held by",
   shared: "shared by several requests, one of them",
   pinned: "pinned for a job's next turn",
@@ -23,18 +22,18 @@ const SHARED = 3;
 const WANTED_HEIGHT = 320;
 
 export class BlockMap {
-  /** point(owner): is told which request is pointed at, 0 for none. */
-  constructor(point) {
+  /** onHighlight(owner): called with the request under the pointer; 0 for none. */
+  constructor(onHighlight) {
     this.canvas = byId("map");
     this.hint = make("div", { class: "hint", hidden: true });
     document.body.append(this.hint);
-    this.point = point;
+    this.onHighlight = onHighlight;
     this.states = new Uint8Array();
     this.owners = new Uint32Array();
     this.requests = new Map();
     this.blocksPerCell = 1;
     this.numBlocks = 0;
-    this.pointed = 0;
+    this.highlighted = 0;
     this.at = -1;
     this.#listen();
   }
@@ -46,7 +45,7 @@ export class BlockMap {
     byId("map-scale").textContent = many;
   }
 
-  take(view) {
+  update(view) {
     const size = view.cells.reduce((sum, [length]) => sum + length, 0);
     if (size !== this.states.length) {
       this.states = new Uint8Array(size);
@@ -60,27 +59,27 @@ export class BlockMap {
       this.counts[state] += length;
       at += length;
     }
-    this.requests = new Map(view.requests.map((each) => [each.owner, each]));
-    this.#tell();
+    this.requests = new Map(view.requests.map((request) => [request.owner, request]));
+    this.#showCounts();
     this.paint();
   }
 
-  /** Blocks that are in use now. */
+  /** Number of used blocks. */
   get used() {
     const [, , held, shared, pinned] = this.counts ?? [0, 0, 0, 0, 0];
     return Math.min(this.usable, (held + shared + pinned) * this.blocksPerCell);
   }
 
-  /** Blocks that requests may have. */
+  /** Number of blocks that requests can use. */
   get usable() {
     const reserved = this.counts?.[5] ?? 0;
     return Math.max(0, this.numBlocks - (this.blocksPerCell === 1 ? reserved : 1));
   }
 
-  /** Shows one request's blocks, and the others faintly; 0 for all alike. */
+  /** Highlights the blocks of one request; 0 for none. */
   highlight(owner) {
-    if (owner === this.pointed) return;
-    this.pointed = owner;
+    if (owner === this.highlighted) return;
+    this.highlighted = owner;
     this.paint();
   }
 
@@ -95,14 +94,14 @@ export class BlockMap {
     const pen = penOf(this.canvas, width, height);
     const gap = this.cell > 4 ? 1 : 0;
     const side = this.cell - gap;
-    const plain = STATES.map((each) => colour(`map-${each}`));
+    const plain = STATES.map((state) => colour(`map-${state}`));
     const hues = new Map();
     for (let at = 0; at < number; at++) {
       const state = this.states[at];
       const owner = this.owners[at];
       const x = (at % this.columns) * this.cell;
       const y = Math.floor(at / this.columns) * this.cell;
-      pen.globalAlpha = this.pointed && owner !== this.pointed ? 0.25 : 1;
+      pen.globalAlpha = this.highlighted && owner !== this.highlighted ? 0.25 : 1;
       pen.fillStyle = state === HELD ? held(owner, hues) : plain[state];
       pen.fillRect(x, y, side, side);
       if (state === SHARED && this.cell > 5) {
@@ -125,8 +124,8 @@ export class BlockMap {
     return { x: (at % this.columns) * this.cell, y: Math.floor(at / this.columns) * this.cell };
   }
 
-  #tell() {
-    const blocks = this.counts.map((each) => each * this.blocksPerCell);
+  #showCounts() {
+    const blocks = this.counts.map((count) => count * this.blocksPerCell);
     for (const [state, name] of STATES.entries()) {
       const shown = document.querySelector(`[data-count=${name}]`);
       if (shown) shown.textContent = figure(blocks[state]);
@@ -144,13 +143,13 @@ export class BlockMap {
     canvas.addEventListener("pointermove", (event) => {
       const column = Math.floor(event.offsetX / this.cell);
       const row = Math.floor(event.offsetY / this.cell);
-      this.#look(column < this.columns ? row * this.columns + column : -1);
+      this.#select(column < this.columns ? row * this.columns + column : -1);
     });
-    canvas.addEventListener("pointerleave", () => this.#look(-1));
+    canvas.addEventListener("pointerleave", () => this.#select(-1));
     canvas.addEventListener("focus", () => {
-      if (canvas.matches(":focus-visible")) this.#look(Math.max(0, this.at));
+      if (canvas.matches(":focus-visible")) this.#select(Math.max(0, this.at));
     });
-    canvas.addEventListener("blur", () => this.#look(-1));
+    canvas.addEventListener("blur", () => this.#select(-1));
     canvas.addEventListener("keydown", (event) => this.#step(event));
   }
 
@@ -169,11 +168,11 @@ export class BlockMap {
     const next = steps[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    this.#look(Math.min(last, Math.max(0, next)));
+    this.#select(Math.min(last, Math.max(0, next)));
     byId("map-said").textContent = this.hint.textContent;
   }
 
-  /** The next cell that differs from the one that is looked at. */
+  /** The next cell that differs from the selected one. */
   #nextRun(direction) {
     const same = (at) =>
       this.states[at] === this.states[this.at] && this.owners[at] === this.owners[this.at];
@@ -182,11 +181,11 @@ export class BlockMap {
     return at;
   }
 
-  #look(at) {
+  #select(at) {
     const inside = at >= 0 && at < this.states.length;
     this.at = inside ? at : -1;
     this.hint.hidden = !inside;
-    this.point(inside ? this.owners[at] : 0);
+    this.onHighlight(inside ? this.owners[at] : 0);
     this.paint();
     if (!inside) return;
     this.hint.textContent = this.#describe(at);

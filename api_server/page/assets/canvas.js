@@ -1,6 +1,6 @@
-// Owns how canvases are set up: as sharp as the screen, in the colours of the style sheet.
+// Sets up canvases in the screen's resolution and the style sheet's colours.
 
-/** A pen for a canvas of so many CSS pixels; the canvas is empty then. */
+/** Resizes a canvas to this number of CSS pixels, clears it, and returns its drawing context. */
 export function penOf(canvas, width, height) {
   const scale = devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(width * scale));

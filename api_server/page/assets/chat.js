@@ -1,4 +1,4 @@
-// Owns the tab of chats: the turns so far, which go along with the next message.
+// The Chat tab: its turns so far, which are sent with the next message.
 import { byId, make } from "./dom.js";
 import { parameters, systemMessage, wantsProbabilities } from "./parameters.js";
 import { Run } from "./run.js";
@@ -18,10 +18,10 @@ function body(messages) {
 
 const asked = () => ({ role: "user", content: byId("message").value });
 
-/** The address and body of what would be sent now. */
+/** Returns path and body of the request that would be sent now. */
 export const chatRequest = () => ({ path: PATH, body: body([...turns, asked()]) });
 
-/** Forgets all turns. */
+/** Removes all turns. */
 export function forgetTurns() {
   turns = [];
   byId("turns").replaceChildren();
@@ -45,7 +45,7 @@ export function chatRun() {
     if (reasoning) {
       thoughts.hidden = false;
       thoughts.append(reasoning);
-      text.waiting = []; // these tokens are no part of the text
+      text.waiting = []; // these tokens are not part of the text
     } else {
       text.add(content ?? "", tokens);
     }

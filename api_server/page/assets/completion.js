@@ -1,4 +1,4 @@
-// Owns the tab of completions: a prompt, and the text that goes on from it.
+// The Completion tab: a prompt and its continuation.
 import { byId, make } from "./dom.js";
 import { parameters, wantsProbabilities } from "./parameters.js";
 import { Run } from "./run.js";
@@ -13,10 +13,10 @@ function body() {
   return fields;
 }
 
-/** The address and body of what would be sent now. */
+/** Returns path and body of the request that would be sent now. */
 export const completionRequest = () => ({ path: PATH, body: body() });
 
-/** A run that shows its text below the prompt, in place of the last one's. */
+/** Returns a run that replaces the text below the prompt. */
 export function completionRun() {
   const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
   const sent = body();

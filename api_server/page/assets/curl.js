@@ -1,10 +1,10 @@
-// Owns the dialog with the command that sends the same request. The key is not in it: it names a
-// variable of the environment instead.
+// The dialog with the curl command of a request. The command contains no key; it refers to an
+// environment variable.
 import { addressOf } from "./api.js";
 import { announce, byId } from "./dom.js";
 import { key } from "./key.js";
 
-/** A shell command that sends this body. */
+/** Returns the shell command that sends this body. */
 export function commandFor(path, body) {
   const lines = [`curl -N ${quoted(addressOf(path))}`, "-H 'Content-Type: application/json'"];
   if (key()) lines.push('-H "Authorization: Bearer $TOKEND_API_KEY"');
@@ -14,7 +14,7 @@ export function commandFor(path, body) {
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** Shows the command, ready to be copied. */
+/** Opens the dialog. */
 export function showCurl(path, body) {
   const text = byId("curl-text");
   text.value = commandFor(path, body);
@@ -24,7 +24,7 @@ export function showCurl(path, body) {
   text.select();
 }
 
-/** Wires up the dialog. */
+/** Sets up the dialog. */
 export function startCurl() {
   byId("curl-close").addEventListener("click", () => byId("curl-dialog").close());
   byId("curl-copy").addEventListener("click", async () => {

@@ -1,4 +1,4 @@
-// Owns how elements are made: whatever comes from a server becomes a text node, never markup.
+// Creates elements; text from a server becomes a text node, never markup.
 
 /** The element with an id. */
 export const byId = (id) => document.getElementById(id);
@@ -16,7 +16,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Says something in the line that screen readers hear. */
+/** Writes a text that screen readers announce. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
@@ -36,14 +36,14 @@ export function placeNear(hint, box) {
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const SHORT = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 
-/** A count, or a rate: fractions only where they say something. */
+/** Formats a count or rate, with a fraction only for small numbers. */
 export const figure = (value) => (Math.abs(value) < 10 ? SHORT : WHOLE).format(value);
 
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
-/** A number for an axis: 100K. */
+/** Formats a number for an axis: 100K. */
 export const compact = (value) => COMPACT.format(value);
 
-/** A time that is at hand in milliseconds. */
+/** Formats a duration that is given in milliseconds. */
 export const duration = (ms) =>
   ms < 1000 ? `${WHOLE.format(ms)} ms` : `${SHORT.format(ms / 1000)} s`;

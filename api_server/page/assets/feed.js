@@ -1,89 +1,89 @@
-// Owns the connection to the engine's events: one at most, begun and ended on request, and begun
-// again after a while, each time longer, when it was lost.
+// The connection to the event stream of the live view: at most one, opened and closed on request, and
+// reopened after a growing delay if it is lost.
 import { request, ServerError } from "./api.js";
 import { eventsOf } from "./sse.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15_000;
-const SILENCE_MS = 90_000; // a connection without even a comment for so long is taken for dead
+const SILENCE_MS = 90_000; // a connection without even a comment for this time counts as dead
 
 export class Feed {
-  /** hear: { hello, view, notice, state }, functions of what came. */
-  constructor(hear) {
-    this.hear = hear;
+  /** handlers: { hello, view, notice, state }, called with the content of each event. */
+  constructor(handlers) {
+    this.handlers = handlers;
     this.connection = null;
   }
 
-  /** Connects, unless it is connected or about to be. */
+  /** Connects, unless a connection exists or is being opened. */
   start() {
     if (this.connection) return;
     this.connection = new AbortController();
-    this.#keep(this.connection);
+    this.#stayConnected(this.connection);
   }
 
-  /** Disconnects; nothing is heard any more. */
+  /** Disconnects; no handler is called any more, except state("off"). */
   stop() {
     if (!this.connection) return;
     this.connection.abort();
     this.connection = null;
-    this.hear.state("off", {});
+    this.handlers.state("off", {});
   }
 
-  async #keep(connection) {
+  async #stayConnected(connection) {
     let wait = FIRST_WAIT_MS;
     for (;;) {
-      this.hear.state("connecting", {});
+      this.handlers.state("connecting", {});
       let error;
       try {
-        await this.#listen(connection.signal, () => (wait = FIRST_WAIT_MS));
+        await this.#readEvents(connection.signal, () => (wait = FIRST_WAIT_MS));
         error = new ServerError("The server ended the connection.");
       } catch (caught) {
         error = caught;
       }
       if (connection.signal.aborted) return;
       if (error.status === 401 || error.status === 403 || error.status === 404) {
-        this.hear.state("refused", { reason: error.message });
-        return; // it would say the same again; this.connection stays, until the visitor retries
+        this.handlers.state("refused", { reason: error.message });
+        return; // a retry would get the same error; this.connection stays set until the user retries
       }
       const reason = error instanceof ServerError ? error.message : "The connection was lost.";
-      this.hear.state("lost", { reason, wait });
+      this.handlers.state("lost", { reason, wait });
       await pause(wait, connection.signal);
       if (connection.signal.aborted) return;
       wait = Math.min(wait * 2, LONGEST_WAIT_MS) * (0.8 + 0.2 * Math.random());
     }
   }
 
-  async #listen(signal, alive) {
+  async #readEvents(signal, onEvent) {
     const dead = new AbortController();
     const either = AbortSignal.any([signal, dead.signal]);
-    let alarm = setTimeout(() => dead.abort(), SILENCE_MS);
+    let timeout = setTimeout(() => dead.abort(), SILENCE_MS);
     try {
       const response = await request("view/events", { signal: either });
       for await (const { event, data } of eventsOf(response)) {
         if (signal.aborted) return;
-        clearTimeout(alarm);
-        alarm = setTimeout(() => dead.abort(), SILENCE_MS);
-        this.#hand(event, data);
-        alive();
+        clearTimeout(timeout);
+        timeout = setTimeout(() => dead.abort(), SILENCE_MS);
+        this.#dispatch(event, data);
+        onEvent();
       }
     } finally {
-      clearTimeout(alarm);
+      clearTimeout(timeout);
     }
   }
 
-  #hand(event, data) {
+  #dispatch(event, data) {
     if (event === "hello") {
-      this.hear.state("live", {});
-      this.hear.hello(JSON.parse(data));
+      this.handlers.state("live", {});
+      this.handlers.hello(JSON.parse(data));
     } else if (event === "view") {
-      this.hear.view(JSON.parse(data));
+      this.handlers.view(JSON.parse(data));
     } else if (event === "notice") {
-      this.hear.notice(JSON.parse(data));
+      this.handlers.notice(JSON.parse(data));
     }
   }
 }
 
-/** Some time, or until the signal. */
+/** Returns after some time, or when the signal aborts. */
 function pause(ms, signal) {
   return new Promise((done) => {
     const timer = setTimeout(done, ms);

@@ -1,11 +1,11 @@
-// Owns the API key: in this tab's session storage and nowhere else, and the dialog that asks for it.
+// The API key, which is kept only in this tab's session storage, and the dialog that asks for it.
 import { byId } from "./dom.js";
 
 const NAME = "tokend.key";
 let kept = null;
 let asking = null;
 
-/** The key, or "" where none was given. */
+/** Returns the key; "" if none is known. */
 export function key() {
   if (kept === null) {
     try {
@@ -17,7 +17,7 @@ export function key() {
   return kept;
 }
 
-/** Keeps a key, or forgets it (""). */
+/** Stores a key; "" removes it. */
 export function keep(value) {
   kept = value;
   try {
@@ -29,7 +29,7 @@ export function keep(value) {
   show();
 }
 
-/** Asks for a key; whether one was given. Whoever asks meanwhile waits for the same answer. */
+/** Asks the user for a key; returns whether one was entered. Concurrent calls share the dialog. */
 export function askForKey(reason) {
   asking ??= ask(reason).finally(() => (asking = null));
   return asking;
@@ -61,14 +61,14 @@ function show() {
   byId("key-forget").hidden = key() === "";
 }
 
-/** Wires up the button and the dialog. again: what to do with another key. */
-export function startKey(again) {
+/** Sets up the button and the dialog. onChange: called after a new key was entered. */
+export function startKey(onChange) {
   show();
   byId("key-button").addEventListener("click", async () => {
     const reason = key()
       ? "A key is kept until this tab is closed. Enter another one, or forget it."
       : "Sent with every request, and kept until this tab is closed.";
-    if (await askForKey(reason)) again();
+    if (await askForKey(reason)) onChange();
   });
   byId("key-forget").addEventListener("click", () => {
     keep("");

@@ -1,5 +1,5 @@
-// Owns the live view: when it is connected (only while somebody can see it), and which part shows
-// what of a view. The parts know nothing of each other, but for the request that is pointed at.
+// The live view: connects the event stream only while it is visible, and passes each view to the block
+// map, the request table and the charts. These share only the highlighted request.
 import { BlockMap } from "./blockmap.js";
 import { byId, duration, figure, make } from "./dom.js";
 import { Feed } from "./feed.js";
@@ -12,39 +12,39 @@ const REPAINT_MS = 500;
 export class LiveView {
   constructor() {
     this.shown = false;
-    const point = (owner) => {
+    const highlight = (owner) => {
       this.map.highlight(owner);
       this.table.highlight(owner);
     };
-    this.map = new BlockMap(point);
-    this.table = new RequestTable(point);
+    this.map = new BlockMap(highlight);
+    this.table = new RequestTable(highlight);
     this.charts = [
       new RateChart("chart-generation", "generation_tokens_per_s"),
       new RateChart("chart-prompt", "prompt_tokens_per_s"),
     ];
-    this.totals = { queried: 0, found: 0, preemptions: 0 };
+    this.totals = { queries: 0, hits: 0, preemptions: 0 };
     this.feed = new Feed({
       hello: (hello) => this.#hello(hello),
       view: (view) => this.#view(view),
       notice: (notice) => this.#notice(notice),
       state: (state, detail) => this.#state(state, detail),
     });
-    byId("live-retry").addEventListener("click", () => this.again());
+    byId("live-retry").addEventListener("click", () => this.reconnect());
     document.addEventListener("visibilitychange", () => this.#connect());
     document.addEventListener("themechange", () => this.#paint());
     new ResizeObserver(() => this.#paint()).observe(byId("panel-live"));
     setInterval(() => this.shown && !document.hidden && this.#paintCharts(), REPAINT_MS);
   }
 
-  /** Whether its tab is the one that is shown. */
+  /** Shows or hides the view. */
   show(shown) {
     this.shown = shown;
     this.#connect();
     if (shown) this.#paint();
   }
 
-  /** Connects anew, at once. */
-  again() {
+  /** Reconnects immediately. */
+  reconnect() {
     this.feed.stop();
     this.#connect();
   }
@@ -64,30 +64,30 @@ export class LiveView {
   }
 
   #view(view) {
-    this.totals.queried += view.queried_tokens;
-    this.totals.found += view.found_tokens;
+    this.totals.queries += view.prefix_cache_queries;
+    this.totals.hits += view.prefix_cache_hits;
     this.totals.preemptions += view.preemptions;
-    this.map.take(view);
-    this.table.take(view);
-    for (const chart of this.charts) chart.take(view);
+    this.map.update(view);
+    this.table.update(view);
+    for (const chart of this.charts) chart.update(view);
     this.#tiles(view);
     this.#paintCharts();
   }
 
   #tiles(view) {
-    const { queried, found, preemptions } = this.totals;
+    const { queries, hits, preemptions } = this.totals;
     const { used, usable } = this.map;
-    const tell = (name, value, detail) => {
+    const show = (name, value, detail) => {
       byId(`tile-${name}`).textContent = value;
       byId(`tile-${name}-detail`).textContent = detail;
     };
-    tell("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
-    tell("waiting", figure(view.waiting), view.waiting ? "for their first step" : "nobody waits");
-    const part = usable ? (100 * used) / usable : 0;
-    tell("used", `${figure(part)} %`, `${figure(used)} of ${figure(usable)} blocks`);
-    const hits = queried ? `${figure((100 * found) / queried)} %` : "–";
-    tell("hits", hits, `${figure(found)} of ${figure(queried)} tokens`);
-    tell("preemptions", figure(preemptions), "since you watch");
+    show("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
+    show("waiting", figure(view.waiting), view.waiting ? "for their first step" : "the queue is empty");
+    const share = usable ? (100 * used) / usable : 0;
+    show("used", `${figure(share)} %`, `${figure(used)} of ${figure(usable)} blocks`);
+    const hitRate = queries ? `${figure((100 * hits) / queries)} %` : "–";
+    show("hits", hitRate, `${figure(hits)} of ${figure(queries)} tokens`);
+    show("preemptions", figure(preemptions), "since this view was opened");
   }
 
   #notice(notice) {
@@ -105,14 +105,14 @@ export class LiveView {
   }
 
   #state(state, detail) {
-    const words = {
+    const texts = {
       off: "not connected",
       connecting: "connecting …",
       live: "live",
       lost: `disconnected: ${detail.reason} Next try in ${duration(detail.wait)}.`,
       refused: detail.reason,
     };
-    byId("live-state").textContent = words[state];
+    byId("live-state").textContent = texts[state];
     byId("live-state").dataset.state = state;
     byId("live-retry").hidden = state !== "lost" && state !== "refused";
     byId("live-body").classList.toggle("stale", state === "lost" || state === "refused");

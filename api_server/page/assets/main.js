@@ -1,4 +1,4 @@
-// Owns the start of the page: who the server is, and which parts there are.
+// The start of the page: shows the model's name and sets up the parts.
 import { request } from "./api.js";
 import { startCurl } from "./curl.js";
 import { byId, figure } from "./dom.js";
@@ -7,13 +7,13 @@ import { LiveView } from "./live.js";
 import { startPlayground } from "./playground.js";
 import { startTabs } from "./tabs.js";
 
-const AGAIN_MS = 3000;
-let asks = false;
+const RETRY_MS = 3000;
+let isAsking = false;
 
-/** Shows the name of the model; asks again until the server answers. */
+/** Shows the name of the model; retries until the server responds. */
 async function showModel() {
-  if (asks) return;
-  asks = true;
+  if (isAsking) return;
+  isAsking = true;
   const name = byId("model");
   try {
     const answer = await (await request("v1/models")).json();
@@ -25,16 +25,16 @@ async function showModel() {
   } catch (error) {
     name.textContent = error.message;
     name.classList.add("failed");
-    if (error.status !== 401) setTimeout(showModel, AGAIN_MS);
+    if (error.status !== 401) setTimeout(showModel, RETRY_MS);
   } finally {
-    asks = false;
+    isAsking = false;
   }
 }
 
 const live = new LiveView();
 startKey(() => {
   showModel();
-  live.again();
+  live.reconnect();
 });
 startCurl();
 startPlayground();

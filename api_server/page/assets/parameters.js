@@ -1,5 +1,5 @@
-// Owns the form of parameters and what it adds to a request. A field that is empty is not sent:
-// the server's default counts, and what is wrong with a value the server says.
+// The form of parameters. An empty field is not sent, so that the server's default applies; the server
+// validates the values.
 import { byId } from "./dom.js";
 
 const NUMBERS = [
@@ -15,7 +15,7 @@ const NUMBERS = [
 ];
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 
-/** The fields of a request that the form stands for. */
+/** Returns the form's fields of a request. */
 export function parameters() {
   const fields = {};
   for (const name of NUMBERS) {
@@ -30,8 +30,8 @@ export function parameters() {
   return fields;
 }
 
-/** Whether probabilities of tokens are wanted. */
+/** Returns whether token probabilities are requested. */
 export const wantsProbabilities = () => byId("p-logprobs").checked;
 
-/** The system message, "" for none. */
+/** Returns the system message; "" for none. */
 export const systemMessage = () => byId("p-system").value.trim();

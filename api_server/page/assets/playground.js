@@ -1,4 +1,4 @@
-// Owns what the playground's tabs share: one generation at a time, the buttons, the keys.
+// What the Chat and Completion tabs share: at most one generation, the buttons, the keys.
 import { chatRequest, chatRun, forgetTurns } from "./chat.js";
 import { completionRequest, completionRun } from "./completion.js";
 import { showCurl } from "./curl.js";
@@ -24,7 +24,7 @@ async function start(form, makeRun) {
   show(false);
 }
 
-/** Keeps the end in sight as long as the reader has not scrolled away from it. */
+/** Scrolls to the end, unless the user has scrolled away from it. */
 function following(summary) {
   const page = document.scrollingElement;
   const scroll = () => {
@@ -56,7 +56,7 @@ function submitByKey(event) {
   event.target.form.requestSubmit();
 }
 
-/** Wires up both tabs. */
+/** Sets up both tabs. */
 export function startPlayground() {
   const tabs = [
     [byId("completion-form"), completionRun, completionRequest],

@@ -1,5 +1,5 @@
-// Owns a chart of tokens per second over the last two minutes: its points, axis and line. A point
-// is the mean of about a second; single views are a few steps long, and would jump by a token each.
+// A chart of tokens per second over the last two minutes. A point is the mean of about a second; single
+// views cover a few steps, so their rates would jump with each token.
 import { colour, penOf } from "./canvas.js";
 import { byId, compact, figure } from "./dom.js";
 
@@ -21,12 +21,12 @@ export class RateChart {
     this.recent = null;
   }
 
-  /** Begins anew: what a first view says of a rate is about a time that nobody knows. */
+  /** Clears the chart; the first view after that has no known duration, so its rate is not used. */
   reset() {
     this.recent = null;
   }
 
-  take(view) {
+  update(view) {
     const at = performance.now();
     const now = this.recent === null ? 0 : view[this.field];
     this.recent = [...(this.recent ?? []), { at, now }].filter((each) => each.at > at - MEAN_MS);
@@ -34,7 +34,7 @@ export class RateChart {
     this.#add(at, this.recent.reduce((sum, each) => sum + each.now, 0) / this.recent.length);
   }
 
-  /** What is shown as the rate of this moment. */
+  /** The current rate. */
   get value() {
     return this.points.at(-1)?.value ?? 0;
   }
@@ -45,7 +45,7 @@ export class RateChart {
     this.now.textContent = `${figure(value)} tokens/s`;
   }
 
-  /** Where no view came for a while nothing changed: the mean is what the last one said. */
+  /** Without new views nothing has changed: the mean is the last view's rate. */
   #settle(at) {
     const last = this.points.at(-1);
     if (last && last.at < at - MEAN_MS && last.value !== this.rest) this.#add(at, this.rest);
@@ -53,7 +53,7 @@ export class RateChart {
 
   paint() {
     const width = this.canvas.clientWidth;
-    if (!width) return; // nobody sees it
+    if (!width) return; // it is not visible
     const pen = penOf(this.canvas, width, HEIGHT);
     const end = performance.now();
     this.#settle(end);
@@ -117,7 +117,7 @@ export class RateChart {
   }
 }
 
-/** The next number above that is easy to read halves of: 1, 2, 4, 6 or 10 times a power of ten. */
+/** The next larger number with a readable half: 1, 2, 4, 6 or 10 times a power of ten. */
 function ceiling(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 4, 6, 10].map((each) => each * power).find((each) => each >= value * 0.999);

@@ -1,6 +1,6 @@
-// Owns the table of requests: a row for each, kept from view to view, with a bar of its tokens.
+// The table of requests: a row for each, kept from view to view, with a bar of its tokens.
 //
-//   |cached|computed|to be computed|written|      as long as its tokens beside the longest row's
+//   |cached|computed|to be computed|generated|    as long as its tokens beside the longest row's
 import { colourOf } from "./canvas.js";
 import { byId, figure, make } from "./dom.js";
 
@@ -12,22 +12,22 @@ const STATES = {
 };
 const SEGMENTS = ["cached", "computed", "left", "written"];
 
-/** What a request is called; other tenants' have no name. */
+/** The name of a request; other tenants' requests have none. */
 export const nameOf = (request) =>
   request.id === null ? `another tenant's request (${request.owner})` : shortId(request.id);
 
 const shortId = (id) => (id.length > 18 ? `${id.slice(0, 16)}…` : id);
 
 export class RequestTable {
-  /** point(owner): is told which request is pointed at, 0 for none. */
-  constructor(point) {
+  /** onHighlight(owner): called with the request under the pointer; 0 for none. */
+  constructor(onHighlight) {
     this.body = byId("requests");
     this.rows = new Map();
-    this.point = point;
+    this.onHighlight = onHighlight;
     this.body.addEventListener("keydown", (event) => this.#move(event));
   }
 
-  take(view) {
+  update(view) {
     const longest = Math.max(1, ...view.requests.map(total));
     const seen = new Set(view.requests.map((each) => each.owner));
     for (const [owner, row] of this.rows) {
@@ -46,16 +46,16 @@ export class RequestTable {
     if (first && !this.body.querySelector("[tabindex='0']")) first.tabIndex = 0;
     byId("requests-empty").hidden = view.requests.length > 0;
     byId("requests-table").hidden = view.requests.length === 0;
-    const more = view.more_requests;
+    const more = view.num_omitted_requests;
     byId("requests-more").textContent = more ? `and ${figure(more)} more` : "";
   }
 
-  /** Shows which row is meant. */
+  /** Highlights the row of a request. */
   highlight(owner) {
     for (const [each, row] of this.rows) row.element.classList.toggle("pointed", each === owner);
   }
 
-  /** Arrow keys go from row to row: one of them is a stop of the tab key. */
+  /** Arrow keys move between rows; the tab key stops at one of them. */
   #move(event) {
     const row = event.target.closest("tr");
     const next = { ArrowDown: row?.nextSibling, ArrowUp: row?.previousSibling }[event.key];
@@ -68,10 +68,10 @@ export class RequestTable {
 
   #add(request) {
     const row = makeRow(request);
-    row.element.addEventListener("pointerenter", () => this.point(request.owner));
-    row.element.addEventListener("pointerleave", () => this.point(0));
-    row.element.addEventListener("focus", () => this.point(request.owner));
-    row.element.addEventListener("blur", () => this.point(0));
+    row.element.addEventListener("pointerenter", () => this.onHighlight(request.owner));
+    row.element.addEventListener("pointerleave", () => this.onHighlight(0));
+    row.element.addEventListener("focus", () => this.onHighlight(request.owner));
+    row.element.addEventListener("blur", () => this.onHighlight(0));
     this.rows.set(request.owner, row);
     return row;
   }
@@ -122,7 +122,7 @@ function fill(row, request, longest) {
   row.bar.setAttribute(
     "aria-label",
     `${figure(cached)} prompt tokens cached, ${figure(computed - cached)} computed, ` +
-      `${figure(prompt - computed)} to be computed, ${figure(output)} written`,
+      `${figure(prompt - computed)} to be computed, ${figure(output)} generated`,
   );
   row.bar.title = row.bar.getAttribute("aria-label");
 }

@@ -1,5 +1,5 @@
-// Owns one generation from the click to its last token: the stream, the stop, the clock and the
-// line that says how it went. What chunks mean, and where text goes, is its caller's.
+// One generation from the click to its last token: the stream, its abort, its duration and the summary
+// line. The caller interprets the chunks and shows the text.
 import { generate } from "./api.js";
 import { announce, duration, figure, make } from "./dom.js";
 
@@ -7,26 +7,26 @@ const REASONS = {
   stop: "ended by itself",
   length: "reached max_tokens",
   abort: "ended by an operator",
-  repetition: "ended for repeating itself",
+  repetition: "ended because it repeated itself",
   tool_calls: "called a tool",
 };
 
-/** A generation. take(choice) gets each choice of a chunk, and returns how many tokens it had. */
+/** A generation. onChoice(choice) gets each choice of a chunk, and returns its number of tokens. */
 export class Run {
-  constructor(path, body, take) {
+  constructor(path, body, onChoice) {
     this.path = path;
     this.body = body;
     this.summary = make("p", { class: "summary" });
     this.stopped = new AbortController();
-    this.take = take;
+    this.onChoice = onChoice;
   }
 
-  /** Ends it: the connection closes, and with it the engine's work on the request. */
+  /** Closes the connection, which aborts the request in the engine. */
   stop() {
     this.stopped.abort();
   }
 
-  /** Whether all of it came. Errors are shown in the summary, not thrown. */
+  /** Reads the stream; returns whether it is complete. Errors appear in the summary. */
   async finish() {
     this.begin = performance.now();
     this.numTokens = 0;
@@ -34,45 +34,45 @@ export class Run {
     announce("Generating.");
     try {
       for await (const chunk of generate(this.path, this.body, this.stopped.signal)) {
-        this.#take(chunk);
+        this.#processChunk(chunk);
       }
-      this.#say(REASONS[this.reason] ?? this.reason ?? "ended");
+      this.#summarize(REASONS[this.reason] ?? this.reason ?? "ended");
       return true;
     } catch (error) {
-      if (error.name === "AbortError") this.#say("stopped");
+      if (error.name === "AbortError") this.#summarize("stopped");
       else this.#fail(error);
       return false;
     }
   }
 
-  #take(chunk) {
+  #processChunk(chunk) {
     if (chunk.usage) this.usage = chunk.usage;
     for (const choice of chunk.choices) {
-      const number = this.take(choice);
+      const number = this.onChoice(choice);
       this.reason = choice.finish_reason ?? this.reason;
       if (!number) continue;
       this.last = performance.now();
       this.first ??= this.last;
       this.numTokens += number;
-      this.#say("");
+      this.#summarize("");
     }
   }
 
-  #say(ending) {
+  #summarize(ending) {
     const output = this.usage?.completion_tokens ?? this.numTokens;
-    const said = [];
+    const entries = [];
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       const from = cached ? ` (${figure(cached)} cached)` : "";
-      said.push(["prompt", `${figure(this.usage.prompt_tokens)}${from}`]);
+      entries.push(["prompt", `${figure(this.usage.prompt_tokens)}${from}`]);
     }
-    said.push(["output", `${figure(output)} tokens`]);
-    if (this.first !== undefined) said.push(["first token", duration(this.first - this.begin)]);
+    entries.push(["output", `${figure(output)} tokens`]);
+    if (this.first !== undefined) entries.push(["first token", duration(this.first - this.begin)]);
     if (this.last > this.first) {
       const rate = ((output - 1) * 1000) / (this.last - this.first);
-      said.push(["speed", `${figure(rate)} tokens/s`]);
+      entries.push(["speed", `${figure(rate)} tokens/s`]);
     }
-    const parts = said.map(([name, value]) =>
+    const parts = entries.map(([name, value]) =>
       make("span", {}, make("span", { class: "name" }, `${name} `), value),
     );
     if (ending) parts.push(make("span", { class: "ending" }, ending));

@@ -1,5 +1,4 @@
-// Owns the reading of server-sent events from a body that was fetched. (An EventSource could
-// neither send a key nor a POST.) Knows nothing of what the events mean.
+// Reads server-sent events from a fetched body. (An EventSource can send neither a key nor a POST.)
 
 /** The events of a response as { event, data }; comments as { event: "comment" }. */
 export async function* eventsOf(response) {
@@ -29,6 +28,6 @@ export async function* eventsOf(response) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops reading closes the connection
+    reader.cancel().catch(() => {}); // a caller that stops reading closes the connection
   }
 }

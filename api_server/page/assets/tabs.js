@@ -1,9 +1,9 @@
-// Owns which tab is shown, in the address too, so that it can be kept and linked.
+// The tabs; the visible one is also in the address, so that it can be bookmarked and linked.
 import { byId } from "./dom.js";
 
 const NAMES = ["chat", "completion", "live"];
 
-/** Wires up the tabs; changed(name) is told of the first one as well. */
+/** Sets up the tabs; calls changed(name) for the first visible tab, too. */
 export function startTabs(changed) {
   const show = (name, focus) => {
     for (const each of NAMES) {

@@ -1,5 +1,5 @@
-// Owns whether the page is light or dark: as the system says, unless the visitor chose.
-// Runs before anything is drawn, so that nothing flashes; a classic script for that reason.
+// Light or dark: the system's setting, unless the user has chosen.
+// A classic script, because it runs before the first paint.
 "use strict";
 (() => {
   const kept = () => {

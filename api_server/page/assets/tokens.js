@@ -1,15 +1,14 @@
-// Owns an answer's text as tokens: what each could have been instead, on hover and with the keys.
-// A piece is what arrived as one: some text, and the tokens that make it (several where only
-// together they are a character, or where the server held text back).
+// The tokens of an answer, each with its most likely alternatives on hover and keyboard focus. A piece is
+// a text with its tokens: several if they form a character together, or if the server held text back.
 import { make, placeNear } from "./dom.js";
 
 const hint = make("div", { class: "hint token-hint", role: "tooltip", id: "token-hint" });
 hint.hidden = true;
 
-/** Hides what hovering shows. */
+/** Hides the hint. */
 export const hideTokenHint = () => (hint.hidden = true);
 
-/** A place for the tokens of one answer. */
+/** The element with the tokens of one answer. */
 export class TokenText {
   constructor(label) {
     this.element = make("div", { class: "tokens", role: "group", "aria-label": label });
@@ -22,7 +21,7 @@ export class TokenText {
     this.element.addEventListener("keydown", (event) => this.#move(event));
   }
 
-  /** Text that came, with the tokens that came beside it ([] where none were asked for). */
+  /** Appends received text and its tokens ([] if not requested). */
   add(text, tokens) {
     this.waiting.push(...tokens);
     if (text === "") return;
@@ -41,7 +40,7 @@ export class TokenText {
     span.tokens = tokens;
     span.tabIndex = this.element.querySelector(".token") ? -1 : 0;
     const likelihood = Math.exp(Math.min(...tokens.map((each) => each.logprob)));
-    const doubt = (1 - likelihood) ** 2; // what is likely stays plain
+    const doubt = (1 - likelihood) ** 2; // likely tokens stay untinted
     span.style.setProperty("--doubt", doubt.toFixed(2));
     return span;
   }
@@ -70,7 +69,7 @@ export class TokenText {
   }
 }
 
-/** Pieces of a text: one for each token where their texts add up to it, else one for all. */
+/** Splits a text into a piece per token if their texts add up to it, else one piece. */
 function split(text, tokens) {
   if (tokens.map((each) => each.text).join("") !== text) return [{ text, tokens }];
   return tokens.map((each) => ({ text: each.text, tokens: [each] }));
@@ -94,13 +93,13 @@ function describe(token) {
   return list;
 }
 
-/** Blanks and line breaks as something that can be seen. */
+/** Replaces blanks and line breaks by visible characters. */
 export function visible(text) {
   if (text === "") return "(empty)";
   return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
-/** Tokens of a chunk of /v1/completions. */
+/** Returns the tokens of a chunk of /v1/completions. */
 export function completionTokens(logprobs) {
   if (!logprobs) return [];
   return logprobs.tokens.map((text, at) => ({
@@ -112,7 +111,7 @@ export function completionTokens(logprobs) {
   }));
 }
 
-/** Tokens of a chunk of /v1/chat/completions. */
+/** Returns the tokens of a chunk of /v1/chat/completions. */
 export function chatTokens(logprobs) {
   return (logprobs?.content ?? []).map((each) => ({
     text: each.token,

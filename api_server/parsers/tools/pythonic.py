@@ -295,12 +295,10 @@ class _LiteralReader:
         return self._tokens[self._position - 1]
 
     def _accept(self, delimiter: str) -> bool:
-        is_there = self._position < len(self._tokens) and self._tokens[self._position] == (
-            "delimiter",
-            delimiter,
-        )
-        self._position += is_there
-        return is_there
+        upcoming = self._tokens[self._position : self._position + 1]
+        is_next = upcoming == [("delimiter", delimiter)]
+        self._position += is_next
+        return is_next
 
     def _expect(self, delimiter: str) -> None:
         if not self._accept(delimiter):

@@ -57,8 +57,8 @@ def system_text(system: Any, ignored: IgnoredFields) -> str:
     return "\n\n".join(kept_texts)
 
 
-class ChatMessageBuilder:
-    """Builds chat messages from the messages of a request.
+class BlockTranslator:
+    """Translates the messages of a request, which consist of blocks, into chat messages.
 
     merge_roles: see the top of this file. source_indices: for each chat message, the index of the
     request's message with which it starts; -1 for the system prompt.

@@ -21,7 +21,7 @@ from api_server.protocol.fields import (
     given_fields,
     parse,
 )
-from api_server.protocol.messages.input import ChatMessageBuilder
+from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
 from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError, RequestError, shown
@@ -182,11 +182,11 @@ class MessagesTranslation(ChatTranslation):
             self._fields["thinking_token_budget"] = budget
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
-        builder = ChatMessageBuilder(self._system, self._ignored, merge_roles=merge_roles)
-        builder.append_messages(self._request.messages)
-        self._source_indices = builder.source_indices
-        fields = self._fields | {"messages": builder.messages}
-        if builder.continues_last_message:
+        translator = BlockTranslator(self._system, self._ignored, merge_roles=merge_roles)
+        translator.append_messages(self._request.messages)
+        self._source_indices = translator.source_indices
+        fields = self._fields | {"messages": translator.messages}
+        if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         try:
             return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)

@@ -55,8 +55,8 @@ _ITEM_FIELDS: Final = frozenset(
 """Fields of items in OpenAI's API; some have no effect here."""
 
 
-class ChatMessageBuilder:
-    """Builds chat messages from the items of a conversation.
+class ItemTranslator:
+    """Translates the items of a conversation into chat messages.
 
     instructions: a system message, joined with system items at the beginning. tools: give the
     names of called functions. ignored: collects items that are left out.

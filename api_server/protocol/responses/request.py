@@ -26,8 +26,8 @@ from api_server.protocol.fields import (
 )
 from api_server.protocol.responses.input import (
     MAX_ITEMS,
-    ChatMessageBuilder,
     Item,
+    ItemTranslator,
     with_merged_roles,
 )
 from api_server.protocol.responses.tools import ResponseTools
@@ -241,9 +241,9 @@ class ResponsesTranslation(ChatTranslation):
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         request, ignored = self._request, self._ignored
-        builder = ChatMessageBuilder(request.instructions, self.tools, ignored)
-        builder.append_items(self._items)
-        messages = builder.build_messages()
+        translator = ItemTranslator(request.instructions, self.tools, ignored)
+        translator.append_items(self._items)
+        messages = translator.build_messages()
         fields: dict[str, Any] = {
             **self._passed,
             "model": request.model,

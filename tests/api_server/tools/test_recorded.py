@@ -51,7 +51,7 @@ def test_cut_anywhere(name, case):
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_cut_short_anywhere(name, case):
-    """Whatever is told of a call is valid: an answer may end in the middle of the next."""
+    """Every returned call is valid, also if the output ends inside the next call."""
     text = case["text"]
     for end in range(len(text)):
         content, calls = joined(read(name, [text[:end]]))
@@ -63,8 +63,8 @@ def test_cut_short_anywhere(name, case):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_what_is_written_is_read(name):
-    """The form in which templates without tools are told of earlier calls."""
+def test_rendered_calls_are_parsed(name):
+    """Templates without tools receive earlier calls as this text."""
     calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]
     content, found = joined(read(name, [TOOL_CALL_FORMATS[name].render_calls(calls)]))
     assert content == ""
@@ -84,7 +84,7 @@ PIECES = {
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_random_text(name):
-    """Nothing is raised, calls are valid, and how the text is cut makes no difference."""
+    """No exception, valid calls, and the same result wherever the text is cut."""
     common = ["x", '"', "\\", "{}", '{"name": "now", "arguments": {}}', "é😀", "\x00", " ", ": "]
     for seed in range(400):
         draw = random.Random(seed)
@@ -97,9 +97,8 @@ def test_random_text(name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_nothing_is_read_again(name):
-    """What is kept back while a call is under way is bounded by the call, and told in one piece;
-    text that is none is told as soon as that is known."""
+def test_content_is_not_held_back(name):
+    """Arguments are returned at once, other text as soon as it is known to be content."""
     long = "x" * 20_000
     reading = TOOL_CALL_FORMATS[name].render_calls([("run", json.dumps({"code": long}))])
     parts = read(name, reading)

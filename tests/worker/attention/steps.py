@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import RotaryEmbedding
-from worker.models.spec import DefaultRope
+from worker.models.rope import DefaultRope
 
 LAYER = 1
 """The layer that runs, the second of two; with a window it is in a group of its own."""

@@ -13,15 +13,13 @@ from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.attention.cpu import (
     MOST_PARTIAL_BYTES,
+    AttentionPlan,
     CpuAttention,
-    StepPlan,
     UnsupportedShapeError,
 )
 from worker.attention.reference import ReferenceAttention
-from worker.kernels import Step as StepStructure
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
-from worker.kv_pages import Int8Pages
+from worker.kernels import AttentionStep
+from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import Rotation
 
 # Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are
@@ -307,9 +305,9 @@ def test_memory_for_partial_results_is_bounded(variant) -> None:
     for num_seqs, new, total in ((1, 8192, 131_072), (2048, 1, 100_000)):
         query_start = np.arange(num_seqs + 1, dtype=np.int32) * new
         seq_lens = np.full(num_seqs, total, np.int32)
-        plan = StepPlan(load_variant(variant), shape)
+        plan = AttentionPlan(load_variant(variant), shape)
         plan.make(
-            StepStructure(
+            AttentionStep(
                 num_seqs=num_seqs,
                 num_tokens=num_seqs * new,
                 num_heads=32,
@@ -331,9 +329,9 @@ def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
     lengths = {}
     for seq_len in (600, 30_000):
         query_start, seq_lens = np.array([0, 1], np.int32), np.array([seq_len], np.int32)
-        plan = StepPlan(load_variant(variant), AttentionShape(4, 1, 256, 1.0))
+        plan = AttentionPlan(load_variant(variant), AttentionShape(4, 1, 256, 1.0))
         plan.make(
-            StepStructure(
+            AttentionStep(
                 num_seqs=1,
                 num_tokens=1,
                 num_heads=4,

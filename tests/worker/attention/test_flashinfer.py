@@ -18,8 +18,7 @@ from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options, workspace_bytes
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
 OPTIONS = Options()
 MIXED = ((0, 7), (20, 1), (33, 5), (15, 1), (16, 1), (0, 1))

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
 from worker.attention.flashinfer import load_library
-from worker.layers.row_library import VERSION
+from worker.layers.flashinfer_kernels import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"

@@ -13,8 +13,7 @@ from worker.attention.cpu import CpuAttention
 from worker.attention.reference import ReferenceAttention
 from worker.build_kernels import X86_VARIANTS, usable_variants
 from worker.kernels import KernelsUnavailableError, load_kernels
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 

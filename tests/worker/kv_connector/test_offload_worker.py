@@ -17,10 +17,9 @@ from proto.kv_connector import (
     unpack,
 )
 from proto.kv_transfer_config import KVTransferConfig
-from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.kv_connector.base import WorkerContext
 from worker.kv_connector.offload.connector import OffloadingWorker
-from worker.kv_layout import kv_layout
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 10

@@ -24,10 +24,9 @@ from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry
 from tests.engine_core.kv_connector.test_connector_registry import context as engine_context
 from tests.fakes.kv_requests import Setup, make_manager
-from worker.kv_cache import KVCache
+from worker.kv_cache import KVCache, kv_layout
 from worker.kv_connector.base import WorkerContext
 from worker.kv_connector.shared_storage import SharedStorageWorker
-from worker.kv_layout import kv_layout
 
 FINGERPRINT = b"f" * 32
 HASHES = [bytes([value]) * 32 for value in (1, 2, 3)]

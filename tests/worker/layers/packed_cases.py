@@ -5,9 +5,9 @@ import numpy.typing as npt
 import torch
 
 from tests.worker.reference import packed as packed_reference
-from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS
+from worker.layers.kernel_weights import GGUF_BLOCKS
 
-TYPES = list(BLOCK_NUMBERS)
+TYPES = list(GGUF_BLOCKS)
 _HALVES = {  # where float16 numbers lie in a block
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
@@ -19,8 +19,8 @@ def random_blocks(
     gguf_type: str, shape: tuple[int, int], rng: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Blocks of random bits, with scales of both signs and a few orders of magnitude."""
-    num_blocks = shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type]
-    raw = rng.integers(0, 256, (num_blocks, BLOCK_BYTES[gguf_type]), dtype=np.uint8)
+    num_blocks = shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
+    raw = rng.integers(0, 256, (num_blocks, GGUF_BLOCKS[gguf_type][1]), dtype=np.uint8)
     for at in _HALVES[gguf_type]:
         scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)

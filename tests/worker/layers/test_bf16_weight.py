@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.worker.kernel_variants import each_variant, load_variant
-from worker.layers.bf16_weight import Bf16Weight
-from worker.layers.block_linear import BlockLinear
-from worker.layers.embedding import Bf16Table, Embedding
+from worker.layers.embedding import Embedding, KernelTable
+from worker.layers.kernel_weights import Bf16Weight
+from worker.layers.linear import KernelLinear
 
 SHAPES = ((1, 1), (7, 33), (33, 64), (70, 97), (100, 576), (31, 1536), (130, 31))
 SUM = 2.0**-24
@@ -135,8 +135,8 @@ def test_rows_of_a_weight_are_an_embedding(variant) -> None:
     for shape in SHAPES:
         dense = numbers(*shape)
         weight = Bf16Weight(load_variant(variant), dense)
-        assert torch.equal(weight.rows(torch.arange(shape[0])), dense)
-        embedding = Embedding(Bf16Table(weight), 2.0)
+        assert torch.equal(weight.rows(torch.arange(shape[0]), torch.bfloat16), dense)
+        embedding = Embedding(KernelTable(weight, torch.bfloat16), 2.0)
         ids = torch.tensor([shape[0] - 1, 0] * 2)
         assert torch.equal(embedding(ids), dense[ids] * 2)
         for wrong in (-1, shape[0]):
@@ -146,7 +146,7 @@ def test_rows_of_a_weight_are_an_embedding(variant) -> None:
 
 @each_variant
 def test_no_rows_are_no_result(variant) -> None:
-    linear = BlockLinear(Bf16Weight(load_variant(variant), numbers(40, 96)), None)
+    linear = KernelLinear([Bf16Weight(load_variant(variant), numbers(40, 96))], None)
     assert linear(numbers(0, 96)).shape == (0, 40)
 
 

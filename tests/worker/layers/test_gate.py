@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.layers.activation import Gate, KernelGate, TorchGate, make_gate
-from worker.layers.buffer import RowBuffer
-from worker.models.spec import Activation
+from worker.layers.activation import Activation, Gate, KernelGate, TorchGate, make_gate
+from worker.layers.scratch import RowBuffer
 
 # float32 arithmetic, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}

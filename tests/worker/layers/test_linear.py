@@ -4,14 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from worker.layers.linear import DenseLinear, Linear, PackedLinear, can_pack, make_linear
+from worker.layers.linear import (
+    DenseLinear,
+    Linear,
+    OneDnnLinear,
+    is_reordered_by_onednn,
+    make_linear,
+)
 
 CPU = torch.device("cpu")
 FORMS = [
     (DenseLinear, torch.float32),
     (DenseLinear, torch.bfloat16),
-    (PackedLinear, torch.float32),
-    (PackedLinear, torch.bfloat16),
+    (OneDnnLinear, torch.float32),
+    (OneDnnLinear, torch.bfloat16),
 ]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -24,7 +30,7 @@ def operands(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def make(form: type, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    if form is PackedLinear and not can_pack(CPU, weight.dtype):
+    if form is OneDnnLinear and not is_reordered_by_onednn(CPU, weight.dtype):
         pytest.skip(f"this build of torch packs no {weight.dtype} weights")
     linear: Linear = form(weight, bias)
     return linear
@@ -54,5 +60,5 @@ def test_products_with_and_without_residual(
 def test_the_form_follows_the_dtype() -> None:
     weight = torch.ones(8, 8)
     assert isinstance(make_linear(weight.half()), DenseLinear)
-    packed = isinstance(make_linear(weight), PackedLinear)
+    packed = isinstance(make_linear(weight), OneDnnLinear)
     assert packed == torch.backends.mkldnn.is_available()

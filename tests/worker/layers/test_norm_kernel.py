@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import each_variant, load_variant
-from worker.layers.buffer import RowBuffer
 from worker.layers.norm import KernelNorm, NormArithmetic, TorchNorm
+from worker.layers.scratch import RowBuffer
 
 # Largest error beside the value: float32 sums, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

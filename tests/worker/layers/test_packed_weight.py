@@ -9,7 +9,7 @@ import torch
 from tests.worker.kernel_variants import each_variant, load_variant
 from tests.worker.layers.packed_cases import TYPES, error_of, numbers_of, random_blocks
 from tests.worker.reference import packed as packed_reference
-from worker.layers.packed_weight import BLOCK_NUMBERS, PackedWeight, supported
+from worker.layers.kernel_weights import GGUF_BLOCKS, PackedWeight, is_packable
 
 EXACT = 2e-6
 """Float32 sums beside the size of their terms."""
@@ -40,7 +40,7 @@ def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
 
 def shape_of(gguf_type: str, out_features: int, units: int) -> tuple[int, int]:
     """`units` of 32 inputs, or of 256 for the types whose blocks are that long."""
-    return out_features, BLOCK_NUMBERS[gguf_type] * units
+    return out_features, GGUF_BLOCKS[gguf_type][0] * units
 
 
 @each_variant
@@ -82,7 +82,7 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
     raw = random_blocks(gguf_type, shape, rng_of(1)).reshape(-1, 1)
     for code in (0x00, 0x7F, 0x80, 0xFF):
         filled = np.full_like(raw, code)
-        blocks = filled.reshape(shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type], -1)
+        blocks = filled.reshape(shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0], -1)
         for at in (208,) if gguf_type == "Q6_K" else (0, 2) if gguf_type != "Q8_0" else (0,):
             blocks[:, at : at + 2] = np.float16(0.5).view(np.uint16).reshape(1).view(np.uint8)
         if gguf_type in ("Q4_0", "Q5_0"):
@@ -223,12 +223,12 @@ def test_rounding_of_rows_is_that_of_the_reference(variant) -> None:
 
 
 def test_supported_types_and_lengths() -> None:
-    assert supported("Q4_1", 576)
-    assert supported("Q6_K", 512)
-    assert not supported("Q6_K", 576)
-    assert not supported("Q4_0", 48)
-    assert not supported("Q4_0", 0)
-    assert not supported("IQ2_XS", 256)
+    assert is_packable("Q4_1", 576)
+    assert is_packable("Q6_K", 512)
+    assert not is_packable("Q6_K", 576)
+    assert not is_packable("Q4_0", 48)
+    assert not is_packable("Q4_0", 0)
+    assert not is_packable("IQ2_XS", 256)
 
 
 @each_variant

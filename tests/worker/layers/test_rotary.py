@@ -10,8 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 from worker.models.config_reader import ConfigReader
-from worker.models.rope_config import rope_from_config
-from worker.models.spec import DefaultRope, FactorsRope
+from worker.models.rope import DefaultRope, FactorsRope, rope_from_config
 
 KINDS = [
     {"rope_type": "linear", "factor": 2.5},

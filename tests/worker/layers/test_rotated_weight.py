@@ -13,7 +13,7 @@ import torch
 from tests.worker.kernel_variants import each_variant, load_variant
 from tests.worker.reference import rotated as rotated_reference
 from worker.kernels import DTYPE_CODES, Product
-from worker.layers.rotated_weight import RotatedWeight, can_rotate
+from worker.layers.kernel_weights import RotatedWeight, can_rotate
 
 SHAPES = ((1, 32), (33, 64), (70, 96), (100, 576), (31, 1536))
 CODED = 0.02

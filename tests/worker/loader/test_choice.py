@@ -1,4 +1,4 @@
-"""Which form a model's weights get, on made-up machines."""
+"""Which format a model's weights get, on made-up machines."""
 
 from types import SimpleNamespace
 from typing import NoReturn, cast
@@ -10,8 +10,8 @@ from proto.config import CpuWeights, DType, ModelConfig
 from proto.errors import ConfigError
 from proto.prepared_model import TensorEntry, TensorIndex
 from worker.kernels import Kernels, KernelsUnavailableError
-from worker.loader.choice import activation_dtype, choose_form, part_in_blocks
-from worker.loader.forms import Bf16Form, DenseForm, MixedForm, TileForm
+from worker.loader.format_choice import activation_dtype, choose_format, part_in_blocks
+from worker.loader.formats import AmxFormat, Bf16Format, DenseFormat, MixedFormat
 
 AMX = ("avx512_bf16", "amx_bf16")
 NO_AMX = ("avx512_bf16",)
@@ -66,36 +66,36 @@ def test_the_form_by_setting_model_and_cpu(
     expected: str,
 ) -> None:
     config = ModelConfig(cpu_weights=weights, dtype=asked)
-    assert choose_form(config, dtype, stored, flags, kernels).name == expected
+    assert choose_format(config, dtype, stored, flags, kernels).name == expected
 
 
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "baseline"])
 def test_one_form_where_a_second_gains_nothing(variant: str) -> None:
-    form = choose_form(ModelConfig(), F32, BLOCKS, (), lambda: kernels(variant))
+    form = choose_format(ModelConfig(), F32, BLOCKS, (), lambda: kernels(variant))
     assert form.name == "packed"
 
 
 def test_the_head_is_dense_as_well_where_tiles_multiply_it() -> None:
-    for flags, kind in ((AMX, TileForm), (NO_AMX, MixedForm)):
-        assert type(choose_form(ModelConfig(), BF16, BLOCKS, flags, kernels)) is kind
+    for flags, kind in ((AMX, AmxFormat), (NO_AMX, MixedFormat)):
+        assert type(choose_format(ModelConfig(), BF16, BLOCKS, flags, kernels)) is kind
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
 def test_bfloat16_is_multiplied_by_kernels_where_there_are_any(weights: CpuWeights) -> None:
     config = ModelConfig(cpu_weights=weights)
-    assert type(choose_form(config, BF16, NUMBERS, AMX, kernels)) is Bf16Form
-    assert type(choose_form(config, BF16, NUMBERS, AMX, no_kernels)) is DenseForm
+    assert type(choose_format(config, BF16, NUMBERS, AMX, kernels)) is Bf16Format
+    assert type(choose_format(config, BF16, NUMBERS, AMX, no_kernels)) is DenseFormat
 
 
 @pytest.mark.parametrize("stored", [BLOCKS, NUMBERS])
 def test_without_kernels_auto_is_dense(stored: TensorIndex) -> None:
-    assert choose_form(ModelConfig(), BF16, stored, AMX, no_kernels).name == "bf16"
+    assert choose_format(ModelConfig(), BF16, stored, AMX, no_kernels).name == "bf16"
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8"])
 def test_blocks_are_not_promised_without_kernels(weights: CpuWeights) -> None:
     with pytest.raises(ConfigError, match=f"--cpu-weights {weights} needs kernels: no compiler"):
-        choose_form(ModelConfig(cpu_weights=weights), BF16, BLOCKS, AMX, no_kernels)
+        choose_format(ModelConfig(cpu_weights=weights), BF16, BLOCKS, AMX, no_kernels)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.layers.rotary import inverse_frequencies
-from worker.loader.gguf import GgufFormat
+from worker.loader.files import decode_gguf
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
-from worker.models.spec import DefaultRope, Llama3Rope
+from worker.models.rope import DefaultRope, Llama3Rope
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 LLAMA3 = {
@@ -41,7 +41,7 @@ LLAMA3 = {
 def test_a_tensor_of_each_type(kind: str) -> None:
     rows = random_rows(kind, 37, 512, seed=1)
     entry = TensorEntry("t", kind, (37, 512), 0, 0, rows.nbytes)
-    tensor = GgufFormat().decode(entry, rows.reshape(-1))
+    tensor = decode_gguf(entry, rows.reshape(-1))
     assert tensor.shape == (37, 512)
     assert tensor.abs().max() > 0.01
     np.testing.assert_array_equal(tensor.float().numpy(), numbers(kind, rows))
@@ -53,7 +53,7 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
     attention = DenseAttention(spec)
-    return decoder.logits(decoder.forward(TOKENS, torch.arange(30), attention))
+    return decoder.float32_logits(decoder.forward(TOKENS, torch.arange(30), attention))
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -139,4 +139,4 @@ def test_rope_factors_that_nothing_can_be_divided_by(tmp_path: Path, wrong: floa
 )
 def test_what_cannot_be_read_is_refused(entry: TensorEntry, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        GgufFormat().decode(entry, np.zeros(entry.num_bytes, dtype=np.uint8))
+        decode_gguf(entry, np.zeros(entry.num_bytes, dtype=np.uint8))

@@ -155,6 +155,9 @@ def test_a_damaged_index(tmp_path: Path) -> None:
 
 def test_a_spec_that_the_weights_do_not_have(tmp_path: Path) -> None:
     prepared = with_index(tmp_path, lambda index: index)
-    spec = dataclasses.replace(spec_of(prepared), qk_norm=True)
+    spec = spec_of(prepared)
+    mixer = dataclasses.replace(spec.attention_layers[0], qk_norm=True)
+    layer = dataclasses.replace(spec.layers[0], mixer=mixer)
+    spec = dataclasses.replace(spec, layers=(layer, *spec.layers[1:]))
     with pytest.raises(ModelError, match=r"q_norm\.weight of shape \[16\] is missing"):
         load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)

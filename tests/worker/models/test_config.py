@@ -10,8 +10,10 @@ from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
 from tests.fakes.prepared_models import prepare
 from tests.fakes.tiny_checkpoints import CONFIGS
+from worker.models.attention import AttentionSpec
+from worker.models.gated_mlp import GatedMlpSpec
 from worker.models.registry import spec_from_config, spec_of
-from worker.models.spec import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from worker.models.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,22 +40,29 @@ def test_every_configuration_that_transformers_writes_is_understood(name: str) -
     config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
     architecture = name.split("-")[0].capitalize() + "ForCausalLM"
     spec = spec_from_config(config | {"architectures": [architecture]})
-    assert (spec.num_heads, spec.num_layers, spec.vocab_size) == (4, 3, 96)
+    assert (spec.attention_shape.num_heads, spec.num_layers, spec.vocab_size) == (4, 3, 96)
 
 
 def test_a_llama_configuration_in_full() -> None:
     spec = spec_from_config(LLAMA)
     assert spec.architecture == "LlamaForCausalLM"
-    assert (spec.head_dim, spec.query_size, spec.kv_size) == (16, 64, 32)
+    attention = spec.attention_layers[0]
+    assert (attention.head_dim, attention.query_size, attention.kv_size) == (16, 64, 32)
     assert spec.ropes == (DefaultRope(10_000.0),) * 2
     assert spec.windows == (None, None)
-    assert not any((spec.qkv_bias, spec.output_bias, spec.qk_norm, spec.tied_embeddings))
+    assert not any((attention.qkv_bias, attention.output_bias, attention.qk_norm))
+    assert not spec.tied_embeddings
+    assert spec.layers[0].mlp == GatedMlpSpec(hidden_size=64, intermediate_size=112)
+
+
+def attention_of(config: dict[str, Any]) -> AttentionSpec:
+    return spec_from_config(config).attention_layers[0]
 
 
 def test_families_differ_where_they_should() -> None:
-    mistral = spec_from_config(family("MistralForCausalLM", sliding_window=None))
-    qwen2 = spec_from_config(family("Qwen2ForCausalLM", sliding_window=64))
-    qwen3 = spec_from_config(family("Qwen3ForCausalLM", attention_bias=True))
+    mistral = attention_of(family("MistralForCausalLM", sliding_window=None))
+    qwen2 = attention_of(family("Qwen2ForCausalLM", sliding_window=64))
+    qwen3 = attention_of(family("Qwen3ForCausalLM", attention_bias=True))
     assert (mistral.gguf_permutes_qk, mistral.qkv_bias) == (True, False)
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.gguf_permutes_qk) == (True, False, False)
     assert (qwen3.qk_norm, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
@@ -172,7 +181,11 @@ def test_gemma3_supplies_what_its_file_leaves_out() -> None:
     assert spec.windows == (16,) * 5 + (None, 16)
     local, everywhere = DefaultRope(10_000.0), DefaultRope(1_000_000.0)
     assert spec.ropes == (local,) * 5 + (everywhere, local)
-    assert (spec.head_dim, spec.attention_scale, spec.embedding_scale) == (256, 1 / 16, 8.0)
+    assert (spec.attention_shape.head_dim, spec.attention_shape.scale, spec.embedding_scale) == (
+        256,
+        1 / 16,
+        8.0,
+    )
     assert spec.tied_embeddings
 
 

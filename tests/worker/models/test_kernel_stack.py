@@ -19,21 +19,19 @@ from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs
 from worker.attention.cpu import CpuAttention
 from worker.build_kernels import Variant
 from worker.kernels import Kernels
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm
-from worker.loader.forms import (
-    Bf16Form,
-    BlockForm,
-    DenseForm,
-    FileBlocks,
-    MixedForm,
-    NewBlocks,
-    WeightForm,
+from worker.loader.formats import (
+    Bf16Format,
+    DenseFormat,
+    Int8Format,
+    MixedFormat,
+    PackedFormat,
+    WeightFormat,
 )
 from worker.loader.weights import load_model
 from worker.models import kernel_stack
@@ -101,11 +99,11 @@ def prepared_gguf(config: PretrainedConfig, folder: Path) -> PreparedModel:
     return prepare(folder / "prepared", config_of(config), gguf_index(folder / "model.gguf"))
 
 
-def int8(kernels: Kernels, dtype: torch.dtype) -> BlockForm:
-    return BlockForm(NewBlocks(kernels), DenseForm(dtype), dtype)
+def int8(kernels: Kernels, dtype: torch.dtype) -> PackedFormat:
+    return Int8Format(kernels, DenseFormat(dtype), dtype)
 
 
-def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightForm) -> Decoder:
+def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightFormat) -> Decoder:
     spec = spec_of(prepared)
     return load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
 
@@ -119,11 +117,10 @@ class Player:
         self.model = copy.copy(model)
         self.model._stacks = stacks
         self._num_groups = layout.num_groups
-        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        heads = spec.attention_shape
+        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
         self.cache = KVCache(geometry, layout, 1 + 2 * self._num_groups * PAGES, BLOCK)
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
+        shape = spec.attention_shape
         self.attention = CpuAttention(kernels, self.cache, shape)
 
     def play(self) -> list[torch.Tensor]:
@@ -169,7 +166,7 @@ def test_families(
     prepared = checkpoint(name)
     for dtype in (torch.bfloat16, torch.float32):
         assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels, (1, 3))
-    assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels, (1, 3))
+    assert_same_bits(load(prepared, torch.bfloat16, Bf16Format(kernels)), kernels, (1, 3))
 
 
 @each_variant
@@ -192,7 +189,7 @@ def test_bfloat16_of_any_length(
     @each_variant
     def same_bits(variant: Variant) -> None:
         kernels = use(variant)
-        assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels)
+        assert_same_bits(load(prepared, torch.bfloat16, Bf16Format(kernels)), kernels)
 
     same_bits()
 
@@ -203,7 +200,7 @@ def test_products_of_several_types(use: Callable[[Variant], Kernels], tmp_path: 
     @each_variant
     def same_bits(variant: Variant) -> None:
         kernels = use(variant)
-        form = BlockForm(FileBlocks(kernels), DenseForm(torch.bfloat16), torch.bfloat16)
+        form = PackedFormat(kernels, DenseFormat(torch.bfloat16), torch.bfloat16)
         assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
 
     same_bits()
@@ -218,7 +215,7 @@ def test_the_shapes_of_smollm2(
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
     tiny_model(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    for form in (int8(kernels, torch.bfloat16), Bf16Form(kernels)):
+    for form in (int8(kernels, torch.bfloat16), Bf16Format(kernels)):
         assert_same_bits(load(prepared, torch.bfloat16, form), kernels, (1, 3))
 
 
@@ -229,7 +226,7 @@ def test_weights_of_two_forms(
     """Steps of few rows by one, those of many by the other."""
     kernels = use(variant)
     for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
-        model = load(checkpoint(name), dtype, MixedForm(int8(kernels, dtype), kernels))
+        model = load(checkpoint(name), dtype, MixedFormat(int8(kernels, dtype), kernels))
         assert_same_bits(model, kernels)
         stack = model._stacks[0]
         assert isinstance(stack, KernelStack)
@@ -245,7 +242,7 @@ def test_what_is_not_ours_is_left_to_the_parts(
     dtype = torch.bfloat16
     prepared = checkpoint("qwen2")
     dense, blocks = (
-        load(prepared, dtype, form) for form in (DenseForm(dtype), int8(kernels, dtype))
+        load(prepared, dtype, form) for form in (DenseFormat(dtype), int8(kernels, dtype))
     )
     player = Player(dense, kernels, dense._stacks)
     assert not dense._stacks[0].takes(1, player.attention)

@@ -26,7 +26,7 @@ def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.logits(torch.cat(hidden))
+    return decoder.float32_logits(torch.cat(hidden))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -64,4 +64,4 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
 def test_logits_of_no_rows(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     decoder = load(tmp_path, torch.bfloat16)
-    assert decoder.logits(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)
+    assert decoder.float32_logits(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)

@@ -34,10 +34,8 @@ from tests.worker.test_cuda_runner import (
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner
-from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import GrammarSource, ModelRunner, SyncModelRunner, no_grammars
 from worker.models.decoder import Decoder
@@ -105,7 +103,8 @@ def load(model: Model, device: torch.device, group: RankGroup) -> Decoder:
 def cache_of(decoder: Decoder, device: torch.device) -> KVCache:
     spec = decoder.spec
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
 
@@ -159,9 +158,7 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
         def start(rank: int) -> Runner:
             decoder = load(model, torch.device("cpu"), ranks.groups[rank])
             cache, spec = cache_of(decoder, torch.device("cpu")), decoder.spec
-            shape = AttentionShape(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-            )
+            shape = spec.attention_shape
             attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
             return SyncModelRunner(
                 ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)

@@ -10,11 +10,9 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.ranks import Ranks, RunnersTogether
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry
-from worker.kv_layout import kv_layout
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -46,10 +44,11 @@ def load(prepared: PreparedModel, group: RankGroup) -> Decoder:
 def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
     spec = decoder.spec
     layout = kv_layout(spec.windows)
-    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    shape = spec.attention_shape
     rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
     return ModelRunner(decoder, create_backend("auto", cache, shape), create_sampler(), rows, cache)
 

@@ -12,18 +12,17 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
-from tests.worker.loader.test_forms import prepared_gguf
+from tests.worker.loader.test_formats import prepared_gguf
 from worker.kernels import Kernels
-from worker.layers.packed_weight import BLOCK_NUMBERS
-from worker.loader.forms import (
-    BlockForm,
-    DenseForm,
-    FileBlocks,
-    MixedForm,
-    NewBlocks,
-    RotatedForm,
-    TileForm,
-    WeightForm,
+from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.loader.formats import (
+    AmxFormat,
+    DenseFormat,
+    Int8Format,
+    MixedFormat,
+    PackedFormat,
+    RotatedFormat,
+    WeightFormat,
 )
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
@@ -39,7 +38,7 @@ NEAR = 1e-4
 def load(
     prepared: PreparedModel,
     group: RankGroup,
-    form: WeightForm | None = None,
+    form: WeightFormat | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     return load_model(prepared, spec_of(prepared), dtype, CPU, lambda fraction: None, form, group)
@@ -50,7 +49,7 @@ def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.logits(torch.cat(hidden))
+    return decoder.float32_logits(torch.cat(hidden))
 
 
 def assert_as_one(
@@ -112,8 +111,8 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
     """Rows are permuted, blocks are cut apart, and nothing becomes dense."""
     prepared = prepared_gguf(tmp_path, "Q4_1", uneven())
 
-    def form() -> BlockForm:
-        return BlockForm(FileBlocks(kernels), DenseForm(torch.float32), torch.float32)
+    def form() -> PackedFormat:
+        return PackedFormat(kernels, DenseFormat(torch.float32), torch.float32)
 
     whole = form()
     expected = logits(load(prepared, RankGroup(), whole), 30)
@@ -123,14 +122,14 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
         found = ranks.all(lambda rank: logits(decoders[rank], 30))
     assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
     assert torch.equal(*found)
-    assert [decoder.spec.num_kv_heads for decoder in decoders] == [2, 1]
+    assert [decoder.spec.attention_shape.num_kv_heads for decoder in decoders] == [2, 1]
     assert [each.dense_names for each in forms] == [[], []]
     held = [each.memory["packed"] for each in forms]
     assert sum(held) == pytest.approx(whole.memory["packed"], rel=0.1)
     assert max(held) <= 0.6 * whole.memory["packed"]
 
 
-@pytest.mark.parametrize("kind", [each for each in BLOCK_NUMBERS if each.endswith("K")])
+@pytest.mark.parametrize("kind", [each for each in GGUF_BLOCKS if each.endswith("K")])
 def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:
@@ -138,8 +137,8 @@ def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
     prepared = prepared_gguf(tmp_path, kind, LlamaConfig(**SIZES | sizes))
 
-    def form() -> BlockForm:
-        return BlockForm(FileBlocks(kernels), DenseForm(torch.float32), torch.float32)
+    def form() -> PackedFormat:
+        return PackedFormat(kernels, DenseFormat(torch.float32), torch.float32)
 
     expected = logits(load(prepared, RankGroup(), form()), 30)
     with Ranks(2) as ranks:
@@ -158,18 +157,18 @@ def test_every_form_is_near_its_own_on_one_rank(
     dtype = torch.float32 if kind != "tile" else torch.bfloat16
     prepared = prepared_gguf(tmp_path, "Q8_0" if kind in ("mixed", "tile") else "F32", uneven())
 
-    def form() -> WeightForm:
-        dense = DenseForm(dtype)
-        blocks = BlockForm(FileBlocks(kernels), dense, dtype)
-        new = BlockForm(NewBlocks(kernels), dense, dtype)
+    def form() -> WeightFormat:
+        dense = DenseFormat(dtype)
+        blocks = PackedFormat(kernels, dense, dtype)
+        new = Int8Format(kernels, dense, dtype)
         match kind:
             case "new":
                 return new
             case "rotated":
-                return RotatedForm(new, dense, kernels)
+                return RotatedFormat(new, dense, kernels)
             case "mixed":
-                return MixedForm(blocks, kernels)
-        return TileForm(blocks, kernels, dense)
+                return MixedFormat(blocks, kernels)
+        return AmxFormat(blocks, kernels, dense)
 
     expected = logits(load(prepared, RankGroup(), form(), dtype), 20, 1, 9)
     with Ranks(2) as ranks:

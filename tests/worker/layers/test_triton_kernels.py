@@ -1,0 +1,77 @@
+"""Norm and gate by Triton against float64, in its interpreter."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from worker.layers.scratch import RowBuffer
+from worker.layers.triton_kernels import TritonGate, TritonNorm
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11, torch.float32: 1e-5}
+"""Of a value; the interpreter cuts bfloat16 off where a device rounds."""
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Off by one rounding at most."""
+    limit = exact.abs() * ROUNDING[found.dtype] + 1e-6
+    return bool(((found.double() - exact).abs() <= limit).all())
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("size", [64, 96, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm(dtype: torch.dtype, size: int) -> None:
+    x, weight = random(5, size, dtype=dtype), random(size, dtype=torch.float32)
+    norm, exact = TritonNorm(weight, 1e-5), exact_norm(x, weight, 1e-5)
+    assert close(norm.norm(x), exact)
+    space = RowBuffer(size).rows(x)
+    assert norm.norm_into(x, space) is space.tensor
+    assert close(space.tensor, exact)
+    residual = random(5, size, dtype=dtype) + 1
+    wanted = residual.double() + exact
+    assert norm.add_norm(residual, x) is residual
+    assert close(residual, wanted)
+
+
+def test_layers_share_what_is_compiled() -> None:
+    weights = torch.ones(8), torch.ones(16)
+    first, second = (TritonNorm(weight, 1e-5) for weight in weights)
+    assert first.kernel is second.kernel
+
+
+def test_norm_of_heads_inside_a_fused_product() -> None:
+    fused = random(3, 6 * 64, dtype=torch.bfloat16)
+    heads, weight = fused.view(3, 6, 64)[:, 2:4], random(64, dtype=torch.bfloat16)
+    found = TritonNorm(weight, 1e-6).norm(heads)
+    assert found.is_contiguous()
+    assert close(found, exact_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("size", [48, 1500])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(dtype: torch.dtype, name: Any, size: int) -> None:
+    gate_up = random(4, 2 * size, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
+    out = RowBuffer(size).rows(gate_up)
+    assert close(TritonGate(name)(gate_up, out), inner * up)

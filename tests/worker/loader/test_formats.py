@@ -1,0 +1,272 @@
+"""The forms of the weights: what they compute, what they hold, and what cannot be in blocks.
+
+Blocks are compared with a model of the same numbers, dense, whose every product rounds its
+activations as packed_reference.py says: nothing but sums in another order is left to differ.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, PretrainedConfig
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.gguf_files import QUANTISED, write
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
+from tests.worker.reference.packed import quantise_dense, rounded_rows
+from worker.kernels import Kernels
+from worker.layers.embedding import DenseTable
+from worker.layers.linear import Linear
+from worker.loader import formats
+from worker.loader.format_choice import describe_dense_weights, describe_memory
+from worker.loader.formats import (
+    AmxFormat,
+    Bf16Format,
+    DenseFormat,
+    Int8Format,
+    MixedFormat,
+    PackedFormat,
+    RotatedFormat,
+    WeightFormat,
+)
+from worker.loader.weights import load_model
+from worker.models.registry import spec_of
+
+TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
+TIE = 0.1
+"""Sums in another order may move an activation by one of its 255 steps, and so what follows."""
+EXACT = 1e-4
+"""Where none was moved, as in some of the positions."""
+
+
+class RoundedLinear:
+    """A dense product whose activations go through 8 bits."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self._bias is None else self._bias.double()
+        return F.linear(rounded_rows(x), self._weight.double(), bias).to(x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual + self(x)
+
+
+class RoundedForm(DenseFormat):
+    """The reference. new_blocks: its weights go through 8 bits as well."""
+
+    def __init__(self, new_blocks: bool = False) -> None:
+        super().__init__(torch.float32)
+        self._new_blocks = new_blocks
+
+    def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return RoundedLinear(self._held(weight), bias)
+
+    def build_table(self, table: torch.Tensor, head: torch.Tensor) -> DenseTable:
+        return DenseTable(self._held(table))
+
+    def _held(self, weight: torch.Tensor) -> torch.Tensor:
+        return quantise_dense(weight) if self._new_blocks else weight
+
+
+def prepared_gguf(
+    folder: Path,
+    kind: str,
+    config: PretrainedConfig | None = None,
+    kinds: Mapping[str, str] = NO_KINDS,
+) -> PreparedModel:
+    config = config or LlamaConfig(**SIZES)
+    with torch.no_grad():
+        _, tensors = tiny(kind, config, permuted=True, kinds=kinds)
+    folder.mkdir(exist_ok=True)
+    write(folder / "model.gguf", tensors)
+    return prepare(folder / "prepared", config_of(config), gguf_index(folder / "model.gguf"))
+
+
+def packed(kernels: Kernels, dtype: torch.dtype = torch.float32) -> PackedFormat:
+    return PackedFormat(kernels, DenseFormat(dtype), dtype)
+
+
+def logits(
+    prepared: PreparedModel, form: WeightFormat | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    spec = spec_of(prepared)
+    decoder = load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
+    positions = torch.arange(len(TOKENS))
+    return decoder.float32_logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
+
+
+def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.3, "a difference would not show"
+    differences = (found - expected).abs().amax(1)
+    assert differences.min() < EXACT
+    assert differences.max() < TIE
+    best = expected.gather(1, found.argmax(1, keepdim=True))[:, 0]
+    assert (expected.amax(1) - best).max() < TIE
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_the_blocks_of_each_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, kind)
+    form = packed(kernels)
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm()))
+    assert form.dense_names == []
+    assert list(form.memory) == ["packed"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, attention_bias=True),
+        LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
+    ],
+    ids=["biases", "a head of its own"],
+)
+@pytest.mark.parametrize("kinds", [NO_KINDS, {"v_proj": "Q8_0", "k_proj": "Q4_1"}])
+def test_products_of_parts(
+    kinds: Mapping[str, str], config: PretrainedConfig, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Query, key and value are one product, also where the file has them in several types."""
+    prepared = prepared_gguf(tmp_path, "Q5_0", config, kinds)
+    assert_same_tokens(logits(prepared, packed(kernels)), logits(prepared, RoundedForm()))
+
+
+def test_new_blocks_of_8_bits(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "F16")
+    form = Int8Format(kernels, DenseFormat(torch.float32), torch.float32)
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm(new_blocks=True)))
+    assert list(form.memory) == ["int8"]
+
+
+def test_what_cannot_be_in_blocks_is_dense_and_named(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
+    form = packed(kernels)
+    dense, mixed = logits(prepared), logits(prepared, form)
+    assert 0 < (mixed - dense).abs().max() < 0.3
+    assert sorted(form.memory) == ["f32", "packed"]
+    assert form.memory["f32"] == 2 * 256 * 256 * 4
+    assert describe_dense_weights(form) == (
+        "2 weights are dense, as the kernels have no whole blocks for them: "
+        "layers.0.down.weight (F16), layers.1.down.weight (F16)"
+    )
+
+
+def test_rows_that_are_no_whole_blocks_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
+    """The inner size of this model is 112."""
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    form = Int8Format(kernels, DenseFormat(torch.float32), torch.float32)
+    assert 0 < (logits(prepared, form) - logits(prepared)).abs().mean() < 0.1
+    assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
+
+
+def test_a_tied_weight_is_held_once(kernels: Kernels, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    tied, untied = packed(kernels), packed(kernels)
+    logits(prepared_gguf(tmp_path / "tied", "Q8_0", config), tied)
+    own_head = LlamaConfig(**SIZES | {"tie_word_embeddings": False})
+    logits(prepared_gguf(tmp_path / "untied", "Q8_0", own_head), untied)
+    assert untied.memory["packed"] - tied.memory["packed"] >= 64 * 256
+
+
+def mixed(kernels: Kernels) -> MixedFormat:
+    return MixedFormat(packed(kernels, torch.bfloat16), kernels)
+
+
+CODED = 0.1
+"""Of the length of logits: what 8 bits with one scale a row bring about in tiny random models."""
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("least", [4, 64])
+def test_both_forms_by_the_number_of_rows(
+    least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "ROTATED_FROM", least)
+    prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
+    found = logits(prepared, form, torch.bfloat16)
+    few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
+    exact = logits(prepared)
+    assert torch.equal(found, few) == (len(TOKENS) < least)
+    assert relative(found, exact) < CODED
+    assert form.name == "packed+rotated"
+    assert sorted(form.memory) == ["packed", "rotated"]
+    assert re.fullmatch(
+        r"(packed|rotated) [\d.]+ MiB \+ (packed|rotated) [\d.]+ MiB", describe_memory(form)
+    )
+
+
+def rotated(kernels: Kernels) -> RotatedFormat:
+    dense = DenseFormat(torch.float32)
+    return RotatedFormat(Int8Format(kernels, dense, torch.float32), dense, kernels)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_1"])
+def test_rotated_weights_whatever_the_file_has(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+    prepared, form = (
+        prepared_gguf(tmp_path, kind, LlamaConfig(**SIZES, attention_bias=True)),
+        rotated(kernels),
+    )
+    assert 0 < relative(logits(prepared, form), logits(prepared)) < CODED
+    assert list(form.memory) == ["int8"]
+    assert form.dense_names == []
+
+
+def test_rows_that_cannot_be_rotated_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
+    """The inner size of this model is 112."""
+    save_tiny("llama", tmp_path)
+    prepared, form = prepare_checkpoint(tmp_path, tmp_path / "prepared"), rotated(kernels)
+    assert 0 < relative(logits(prepared, form), logits(prepared)) < CODED
+    assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
+    assert sorted(form.memory) == ["f32", "int8"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("least", [4, 64])
+def test_a_head_in_blocks_and_dense(
+    least: int, tied: bool, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "DENSE_FROM", least)
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied})
+    prepared, dense = prepared_gguf(tmp_path, "Q8_0", config), DenseFormat(torch.bfloat16)
+    blocks = PackedFormat(kernels, dense, torch.bfloat16)
+    form = AmxFormat(blocks, kernels, dense)
+    found, other = (logits(prepared, each, torch.bfloat16) for each in (form, mixed(kernels)))
+    assert torch.equal(found, other) == (len(TOKENS) < least)
+    assert relative(found, other) < 0.05
+    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bfloat16_in_panels(tied: bool, kernels: Kernels, tmp_path: Path) -> None:
+    """A tied weight is held once; what torch multiplies has the same numbers."""
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied}, attention_bias=True)
+    prepared, form = prepared_gguf(tmp_path, "F16", config), Bf16Format(kernels)
+    dense = DenseFormat(torch.bfloat16)
+    found, expected = (logits(prepared, each, torch.bfloat16) for each in (form, dense))
+    exact = logits(prepared)
+    assert 0 < relative(found, exact) < 0.03
+    assert relative(found, exact) < 1.2 * relative(expected, exact)
+    assert form.name == dense.name == "bf16"
+    assert list(form.memory) == ["bf16"]
+    table = 64 * 256 * 2
+    assert form.memory["bf16"] == dense.memory["bf16"] - (table if tied else 0)
+
+
+def test_what_cannot_be_in_blocks_is_dense_in_both(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
+    form = mixed(kernels)
+    logits(prepared, form, torch.bfloat16)
+    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+    assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F16)" for layer in range(2)]

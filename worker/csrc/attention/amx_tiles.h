@@ -1,0 +1,306 @@
+// What both kernels with products of bfloat16 share: rows of K and V in the form that a product
+// of tiles takes, and the softmax's arithmetic.
+//
+// A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along its inner
+// dimension lie in one word of 32 bits:
+//
+//   a   16 rows of 16 words          b   16 rows (one word of the inner dimension) of 16 columns
+//
+// Scores are K . Q^T, so K is an `a` as it lies in a page. In a page of int8 what K counts as
+// is put together from two halves of 32 dims, dim d beside d + 16, and the query likewise.
+//
+// The softmax is that of a whole piece (piece.h): the largest score first, then weights,
+// which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
+#pragma once
+
+#include "attention/piece.h"
+#include "attention/softmax.h"
+
+#if defined(__AVX512BF16__)
+
+namespace tokend {
+
+constexpr int64_t TILE = 16;        // rows, words in a row
+constexpr int64_t TILE_WORDS = 256;
+constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
+
+// Whether these kernels do the layer: whole tiles, and nobody was promised float32.
+inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) {
+    return layer->dtype == TOKEND_BFLOAT16 && head_dim % INNER == 0 &&
+           (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);
+}
+
+// ---- words of two numbers ------------------------------------------------------
+
+// The upper halves of two vectors of floats: what a number of few bits is in bfloat16.
+TOKEND_INLINE __m512i pair_exact(__m512 low, __m512 high) {
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+    // upper & high | ~upper & (low >> 16)
+    return _mm512_ternarylogic_epi32(upper, (__m512i)high, _mm512_srli_epi32((__m512i)low, 16), 0xca);
+}
+
+TOKEND_INLINE __m512 widen(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from)));
+}
+
+// Two vectors of floats, each to the nearest bfloat16.
+TOKEND_INLINE __m512i pair_rounded(__m512 low, __m512 high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += INNER)
+        _mm512_storeu_si512(words + dim / 2, pair_exact(widen(row + dim), widen(row + dim + 16)));
+}
+
+// Where a row of a piece stands among the queries or the outputs, in rows of `head_dim`.
+TOKEND_INLINE int64_t token_of(const Piece& piece, int64_t row) {
+    return piece.step->query_start[piece.tile->seq] + piece.tile->query_begin + row / piece.group;
+}
+
+TOKEND_INLINE int64_t head_of(const Piece& piece, int64_t row) {
+    return piece.tile->kv_head * piece.group + row % piece.group;
+}
+
+// The query of a row, turned (token_rows.h) and rounded, in the order of the keys.
+template <class C>
+TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
+    const int64_t token = token_of(piece, row), head_dim = piece.head_dim, half = head_dim / 2;
+    const auto* query = static_cast<const bfloat16*>(piece.layer->query) + token * piece.layer->query_stride +
+                        head_of(piece, row) * head_dim;
+    const float* rotation = piece.layer->rotation + token * head_dim;
+    auto* turned = reinterpret_cast<bfloat16*>(words);
+    for (int64_t dim = 0; dim < half; dim += 16) {
+        const F<16> a = load<16>(query + dim), b = load<16>(query + half + dim);
+        const F<16> cosine = load<16>(rotation + dim), sine = load<16>(rotation + half + dim);
+        store<16>(turned + dim, a * cosine - b * sine);
+        store<16>(turned + half + dim, b * cosine + a * sine);
+    }
+    if constexpr (QUANTISED<C>) {
+        for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+            const F<16> low = load<16>(turned + dim), high = load<16>(turned + dim + 16);
+            _mm512_storeu_si512(words + dim / 2, pair_exact((__m512)low, (__m512)high));
+        }
+    }
+}
+
+// The same as leave_row, of a row whose output is bfloat16.
+inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
+                           const RowResult& result) {
+    if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
+    const int64_t at = token_of(piece, row) * piece.step->num_heads + head_of(piece, row);
+    auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.head_dim;
+    for (int64_t dim = 0; dim < piece.head_dim; dim += 16)
+        store<16>(to + dim, load<16>(result.output + dim) / result.total);
+}
+
+// V of two neighbouring tokens, a word a dim; `head_dim` words. For bfloat16 the dims of each 32
+// come in the order of `value_dim`.
+TOKEND_INLINE void pair_tokens(const int8_t* first, const int8_t* second, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += 16)
+        _mm512_storeu_si512(words + dim, pair_exact(widen(first + dim), widen(second + dim)));
+}
+
+TOKEND_INLINE void pair_tokens(const bfloat16* first, const bfloat16* second, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+        const auto a = load_bytes<__m512i>(first + dim), b = load_bytes<__m512i>(second + dim);
+        _mm512_storeu_si512(words + dim, _mm512_unpacklo_epi16(a, b));
+        _mm512_storeu_si512(words + dim + 16, _mm512_unpackhi_epi16(a, b));
+    }
+}
+
+// Puts a row of the products' order of dims in its own.
+//   bfloat16, of each 32:   0-3 8-11 16-19 24-27   4-7 12-15 20-23 28-31
+template <class C>
+TOKEND_INLINE void order_dims(float* row, int64_t head_dim) {
+    if constexpr (!QUANTISED<C>) {
+        for (float* at = row; at < row + head_dim; at += INNER) {
+            const __m512 a = (__m512)load<16>(at), b = (__m512)load<16>(at + 16);
+            const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+            const __m512i high = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+            store<16>(at, (F<16>)_mm512_permutex2var_ps(a, low, b));
+            store<16>(at + 16, (F<16>)_mm512_permutex2var_ps(a, high, b));
+        }
+    }
+}
+
+// Whether a row has anything that is not finite, and if so a copy without.
+inline bool is_broken(const bfloat16* row, int64_t head_dim, bfloat16* clean) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    uint32_t any = 0;
+    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+        const auto values = load_bytes<__m512i>(row + dim);
+        const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
+        _mm512_storeu_si512(clean + dim, _mm512_maskz_mov_epi16(~odd, values));
+        any |= odd;
+    }
+    return any != 0;
+}
+
+// ---- 16 x 16 words ---------------------------------------------------------------
+
+// Rows become columns: to[j][i] = from[i][j], rows `stride` words apart.
+TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to, int64_t to_stride) {
+    __m512i rows[16], fours[16];
+    // Four words of a row in each 128 bits: of rows 0, 4, 8, 12, then 1, 5, 9, 13, …
+    each<4>([&](auto row) {
+        each<4>([&](auto part) {
+            const uint32_t* at = from + row * stride + part * 4;
+            __m512i four = _mm512_castsi128_si512(load_bytes<__m128i>(at));
+            four = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 4 * stride), 1);
+            four = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 8 * stride), 2);
+            fours[part * 4 + row] = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 12 * stride), 3);
+        });
+    });
+    each<4>([&](auto part) {
+        const __m512i *a = fours + part * 4;
+        const __m512i ab = _mm512_unpacklo_epi32(a[0], a[1]), AB = _mm512_unpackhi_epi32(a[0], a[1]);
+        const __m512i cd = _mm512_unpacklo_epi32(a[2], a[3]), CD = _mm512_unpackhi_epi32(a[2], a[3]);
+        rows[part * 4] = _mm512_unpacklo_epi64(ab, cd);
+        rows[part * 4 + 1] = _mm512_unpackhi_epi64(ab, cd);
+        rows[part * 4 + 2] = _mm512_unpacklo_epi64(AB, CD);
+        rows[part * 4 + 3] = _mm512_unpackhi_epi64(AB, CD);
+    });
+    each<16>([&](auto row) { _mm512_storeu_si512(to + row * to_stride, rows[row]); });
+}
+
+// ---- the tokens of a piece ---------------------------------------------------------
+
+// K and V of one piece, 16 tokens without a gap each; those that it lacks are zeros.
+template <class C>
+struct Groups {
+    static constexpr int64_t COUNT = PIECE / TILE;
+
+    int64_t start, from, to;  // the cut before it, and what there is of it
+    const C* keys[COUNT];
+    const C* values[COUNT];
+    alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];  // [part, PIECE]
+    alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];
+
+    static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
+
+    // Steps of 32 tokens that hold some: [first_step, end_step).
+    int64_t first_step() const { return (from - start) / INNER; }
+    int64_t end_step() const { return (to - start + INNER - 1) / INNER; }
+
+    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for what does not lie
+    // in a page as needed.
+    void locate(const Piece& piece, int64_t begin, int64_t end, C* copy) {
+        start = begin / PIECE * PIECE;
+        from = begin;
+        to = end;
+        const int64_t first = first_step() * 2, last = end_step() * 2;
+        if (piece.step->block_size % TILE == 0) {
+            // Those at both ends may lack some.
+            const int64_t whole = (from - start + TILE - 1) / TILE, whole_end = (to - start) / TILE;
+            piece.each_group<C>(start + whole * TILE, start + whole_end * TILE,
+                                [&](int64_t group, const C* key_rows, const C* value_rows, int64_t) {
+                                    keys[whole + group] = key_rows;
+                                    values[whole + group] = value_rows;
+                                });
+            for (int64_t group = first; group < last; group++)
+                if (group < whole || group >= whole_end) locate_group(piece, group, copy);
+        } else {
+            for (int64_t group = first; group < last; group++) locate_group(piece, group, copy);
+        }
+        if constexpr (QUANTISED<C>) {
+            std::fill_n(key_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
+            std::fill_n(value_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
+            piece.scales(from, to, PIECE, key_scales + (from - start), value_scales + (from - start));
+        }
+    }
+
+  private:
+    void locate_group(const Piece& piece, int64_t group, C* copy) {
+        const int64_t head_dim = piece.head_dim, first = start + group * TILE;
+        const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
+        const C *key_rows[TILE], *value_rows[TILE];
+        C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
+        std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
+        keys[group] = key_copy;
+        values[group] = value_copy;
+        piece.locate(low, high, key_rows, value_rows);
+        for (int64_t token = low; token < high; token++) {
+            std::copy_n(key_rows[token - low], head_dim, key_copy + (token - first) * head_dim);
+            std::copy_n(value_rows[token - low], head_dim, value_copy + (token - first) * head_dim);
+        }
+    }
+};
+
+// The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
+// should never wait for arithmetic. What no page holds as a whole is left alone.
+struct Ahead {
+    static constexpr int64_t LINES = 4;
+
+    const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
+    int64_t count = 0, index = 0, at = 0, size;
+
+    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
+        if (following.tile == now.tile && following.begin == now.begin) return;
+        if (now.step->block_size % TILE != 0) return;
+        const int64_t from = following.begin / TILE * TILE, groups = (following.end - from + TILE - 1) / TILE;
+        following.each_group<bfloat16>(
+            from, following.end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
+                parts[group] = reinterpret_cast<const char*>(keys);
+                parts[groups + group] = reinterpret_cast<const char*>(values);
+            });
+        count = 2 * groups;
+    }
+
+    // So many times LINES lines.
+    TOKEND_INLINE void fetch(int64_t times) {
+        for (int64_t i = 0; i < times && index < count; i++) {
+            const char* lines = parts[index] + at;
+            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            at += LINES * 64;
+            if (at >= size) {
+                at = 0;
+                index++;
+            }
+        }
+    }
+};
+
+// Sixteen rows of K in the form of an `a`: as they lie, or made so in `copy`.
+TOKEND_INLINE const void* key_tile(const bfloat16* rows, int64_t, uint32_t*) { return rows; }
+
+TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_t* copy) {
+    for (int64_t row = 0; row < TILE; row++) pair_dims(rows + row * head_dim, head_dim, copy + row * head_dim / 2);
+    return copy;
+}
+
+// Tokens of a piece of which V is not finite.
+struct Broken {
+    uint64_t bits[PIECE / 64] = {};
+
+    bool any() const { return (bits[0] | bits[1] | bits[2] | bits[3]) != 0; }
+    void set(int64_t token) { bits[token / 64] |= uint64_t(1) << token % 64; }
+    bool has(int64_t token) const { return bits[token / 64] >> token % 64 & 1; }
+};
+
+// V of 32 tokens, `dims` of them from `dim` on, as a `b`: [16, dims] words. Where `mends`, what is
+// not finite counts as zero: zero times NaN is NaN, and must not reach rows that do not see it.
+template <class C>
+TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
+                               bool mends, Broken& broken, C* clean, uint32_t* words, auto fetch) {
+    for (int64_t token = 0; token < INNER; token += 2, words += dims) {
+        fetch(token);
+        const C *first = groups.values[step * 2 + token / TILE] + token % TILE * head_dim + dim;
+        const C *second = first + head_dim;
+        if constexpr (!QUANTISED<C>) {
+            if (mends) {
+                if (is_broken(first, dims, clean)) broken.set(step * INNER + token);
+                if (is_broken(second, dims, clean + dims)) broken.set(step * INNER + token + 1);
+                first = clean;
+                second = clean + dims;
+            }
+        }
+        pair_tokens(first, second, dims, words);
+    }
+}
+
+}  // namespace tokend
+
+#endif

@@ -1,0 +1,140 @@
+// Causal attention over paged K and V with an online softmax in float32
+// (Milakov, Gimelshein 2018; the pieces of a long context as in Flash-Decoding).
+//
+// For each row a piece of a tile computes the output before it is normalised, the largest raw score
+// and the sum of weights; several pieces are merged afterwards.
+#include "attention/attention.h"
+#include "attention/few_rows.h"
+#include "attention/many_rows.h"
+#include "attention/piece.h"
+#include "attention/softmax.h"
+#include "attention/token_rows.h"
+#include "common/team.h"
+
+#include <omp.h>
+
+
+namespace tokend {
+namespace {
+
+template <class C>
+void compute_piece(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
+                   Scratch& scratch) {
+    if (piece.rows <= PIECE_ROWS && attend_in_tiles(piece, following, plan, index, scratch)) return;
+    if (piece.rows <= FEW_ROWS) {
+        if (attend_few_in_bfloat16(piece, following, plan, index, scratch)) return;
+        return attend_few<float, C>(piece, following, plan, index, scratch);
+    }
+    if (attend_in_bfloat16(piece, plan, index, scratch)) return;
+    ManyRows<C> tile(piece, scratch);
+    tile.compute(piece);
+    for (int64_t row = 0; row < piece.rows; row++) {
+        float* output = tile.keys;  // free by now, and holds a row
+        for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.all.output[dim * tile.width + row];
+        leave_row(piece, plan, index, row, {output, tile.all.best[row], tile.all.total[row]});
+    }
+}
+
+// Computes one task: all of its heads at once, or one after the other.
+template <class C>
+void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
+                  Scratch& scratch) {
+    if (first.rows <= PIECE_ROWS && attend_few_in_int8(first, heads, following, plan, index, scratch)) return;
+    for (int64_t head = 0; head < heads; head++) {
+        const Piece piece = first.of_head(head);
+        compute_piece<C>(piece, head + 1 < heads ? first.of_head(head + 1) : following, plan, index, scratch);
+    }
+}
+
+// Joins the partial results of one row of a tile: pieces to spans, spans to the row.
+//   memory: 2 * head_dim floats
+void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t row, float* memory) {
+    const int64_t head_dim = piece.head_dim, width = partial_width(head_dim), piece_len = piece.tile->piece_len;
+    const float* part = plan->partials + (piece.tile->partial_row + row) * width;
+    RowResult all = {memory, 0, 0}, span = {memory + head_dim, 0, 0};
+    all.clear(head_dim);
+    span.clear(head_dim);
+    int64_t end = piece.begin / piece_len * piece_len;
+    for (int64_t index = 0; index < piece.tile->pieces; index++, part += piece.rows * width) {
+        end += piece_len;
+        span.fold(part, part[head_dim], part[head_dim + 1], head_dim, piece.scale);
+        if (end % SPAN != 0 && index + 1 < piece.tile->pieces) continue;
+        all.fold(span.output, span.best, span.total, head_dim, piece.scale);
+        span.clear(head_dim);
+    }
+    finish_row(piece, row, all.output, all.total);
+}
+
+// Writes the rotated K and the V of one token to its page.
+template <class C>
+void write_token(const TokendAttentionStep* step, const TokendAttentionLayer* layer, int64_t token, Scratch& scratch) {
+    const int64_t slot = step->slot_mapping[token], head_dim = step->head_dim, block_size = step->block_size;
+    const int64_t page = slot / block_size * layer->block_stride, offset = slot % block_size;
+    float* row = scratch.floats(head_dim);
+    for (int64_t head = 0; head < step->num_kv_heads; head++) {
+        const int64_t at = page + head * layer->head_stride;
+        read_row(layer->dtype, layer->key, token * layer->key_stride + head * head_dim, head_dim, row);
+        rotate_row(layer->rotation + token * head_dim, head_dim, row);
+        write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->key_pages) + at);
+        read_row(layer->dtype, layer->value, token * layer->value_stride + head * head_dim, head_dim, row);
+        write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->value_pages) + at);
+    }
+}
+
+// Below this, some microseconds of one thread, waking others costs more than it saves.
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
+
+// Neighbouring tasks that a thread takes at a time.
+constexpr int64_t RUNS_PER_THREAD = 8;
+
+template <class C>
+void run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer) {
+    const auto piece_of = [&](const TokendTask& task) {
+        return Piece(step, layer, plan->tiles + task.tile, task.piece);
+    };
+    in_team(plan->num_elements > PARALLEL_ELEMENTS, [&] {
+        static thread_local Scratch scratch;
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < step->num_tokens; token++) write_token<C>(step, layer, token, scratch);
+        TokendRound done = {0, 0};
+        for (int64_t number = 0; number < plan->num_rounds; number++) {
+            const TokendRound round = plan->rounds[number];
+            // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
+            // the next, where there are enough for all to end at about the same time.
+            const int64_t num_tasks = round.tasks_end - done.tasks_end;
+            const int64_t grain = std::max<int64_t>(1, num_tasks / (RUNS_PER_THREAD * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t run = done.tasks_end; run < round.tasks_end; run += grain) {
+                const int64_t end = std::min<int64_t>(run + grain, round.tasks_end);
+                for (int64_t index = run; index < end; index++) {
+                    const TokendTask &task = plan->tasks[index], &next = plan->tasks[std::min(index + 1, end - 1)];
+                    compute_task<C>(piece_of(task), task.heads, piece_of(next), plan, task.piece, scratch);
+                }
+            }
+            if (plan->num_partial_rows > 0) {
+#pragma omp for schedule(static)
+                for (int64_t index = done.tiles_end; index < round.tiles_end; index++) {
+                    if (plan->tiles[index].pieces == 1) continue;
+                    const Piece piece(step, layer, plan->tiles + index, 0);
+                    float* sum = scratch.floats(2 * step->head_dim);
+                    for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
+                }
+            }
+            done = round;
+        }
+    });
+}
+
+}  // namespace
+}  // namespace tokend
+
+extern "C" int64_t tokend_partial_width(int64_t head_dim) { return tokend::partial_width(head_dim); }
+
+extern "C" void tokend_attention_run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer) {
+    switch (layer->cache_dtype) {
+        case TOKEND_FLOAT32: return tokend::run<float>(step, plan, layer);
+        case TOKEND_BFLOAT16: return tokend::run<tokend::bfloat16>(step, plan, layer);
+        case TOKEND_FLOAT16: return tokend::run<tokend::float16>(step, plan, layer);
+        case TOKEND_INT8: return tokend::run<int8_t>(step, plan, layer);
+    }
+}

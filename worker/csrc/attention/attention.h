@@ -1,0 +1,103 @@
+// The C interface of paged attention: plain structs, no torch.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+extern "C" {
+
+// One step. Arrays as in worker/attention/base.py, counts in elements.
+struct TokendAttentionStep {
+    int64_t num_seqs;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int64_t max_blocks;
+    int64_t window;  // tokens that a query sees at most, its own included
+    int64_t most_partial_rows;  // that are kept at a time, where one tile does not need more
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    const int64_t* slot_mapping;
+    double scale;
+    double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0 leaves them
+};
+
+// A tile: neighbouring queries of one sequence under one KV head.
+//   rows:     query_count * group_size, row = query * group_size + head in group
+//   kv_begin, kv_end: tokens that at least one of the queries sees
+//   pieces:   number of parts of this range, cut at multiples of piece_len (piece.h)
+//   partial_row: first row of its partial results, if it has several pieces
+struct TokendTile {
+    int32_t seq;
+    int32_t kv_head;
+    int32_t query_begin;
+    int32_t query_count;
+    int32_t kv_begin;
+    int32_t kv_end;
+    int32_t pieces;
+    int32_t piece_len;
+    int32_t partial_row;
+};
+
+// A piece of `heads` neighbouring tiles: the same queries and tokens under KV heads that lie side by
+// side in the pages.
+struct TokendTask {
+    int32_t tile;
+    int32_t piece;
+    int32_t heads;
+};
+
+// A round: tiles whose partial results are in memory together; begins where the last one ended.
+struct TokendRound {
+    int32_t tiles_end;
+    int32_t tasks_end;
+};
+
+struct TokendAttentionSchedule {
+    int64_t num_tiles;
+    int64_t num_tasks;
+    int64_t num_rounds;
+    int64_t num_partial_rows;
+    int64_t num_elements;  // of K that the tasks read, times the rows that use them
+    TokendTile* tiles;
+    TokendTask* tasks;
+    TokendRound* rounds;
+    float* partials;  // [num_partial_rows, tokend_partial_width(head_dim)]
+};
+
+// One layer. Strides in elements; block_stride and head_stride hold for K and V.
+//   dtype: of query, key, value and output, not int8
+//   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
+//       float scales [parts of a row, block_size] (token_rows.h)
+//   rotation: [num_tokens, 2, head_dim / 2], cosines and sines
+struct TokendAttentionLayer {
+    int64_t dtype;
+    int64_t cache_dtype;
+    const void* query;
+    const void* key;
+    const void* value;
+    int64_t query_stride;
+    int64_t key_stride;
+    int64_t value_stride;
+    const float* rotation;
+    void* key_pages;
+    void* value_pages;
+    int64_t block_stride;
+    int64_t head_stride;
+    void* output;
+};
+
+// Floats of one partial result.
+__attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head_dim);
+
+// Sets the counts of plan, and fills tiles, tasks and rounds unless they are null.
+__attribute__((visibility("default"))) void tokend_attention_plan(const TokendAttentionStep* step, TokendAttentionSchedule* plan);
+
+// Rotates the step's keys, writes K and V to the pages, then attends with rotated queries.
+// May be called by each thread of a team (team.h).
+__attribute__((visibility("default"))) void tokend_attention_run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer);
+}

@@ -1,0 +1,111 @@
+// Cuts the attention of a step into tasks for the threads.
+//
+// Cuts (piece.h) depend neither on the other sequences nor on the chunk of a prompt nor on the
+// number of threads. Rounds, which bound the memory of partial results, only order the tiles.
+#include <algorithm>
+#include <tuple>
+
+#include "attention/attention.h"
+#include "attention/piece.h"
+
+namespace {
+
+int64_t cost(const TokendTile& tile, int64_t piece) {
+    const int64_t from = (tile.kv_begin / tile.piece_len + piece) * tile.piece_len;
+    const int64_t to = std::min<int64_t>(from + tile.piece_len, tile.kv_end);
+    return (to - std::max<int64_t>(from, tile.kv_begin)) * tile.query_count;
+}
+
+// From this many pieces of few rows on, a task is all heads of a piece; with fewer, threads would idle.
+constexpr int64_t MANY_PIECES = 8;
+constexpr int64_t MOST_HEADS = 8;  // of a task: what is kept for one stays in the second cache
+
+struct Cut {
+    int64_t kv_begin, kv_end, piece_len, pieces;
+
+    // What the first of the queries sees: the others see no earlier token.
+    Cut(const TokendAttentionStep* step, int64_t before, int64_t count, int64_t rows)
+        : kv_begin(std::max<int64_t>(0, before + 1 - step->window)), kv_end(before + count),
+          piece_len(rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN),
+          pieces((kv_end - 1) / piece_len - kv_begin / piece_len + 1) {}
+};
+
+// Whether the pieces of decodes are enough for all threads.
+bool has_many_pieces(const TokendAttentionStep* step) {
+    int64_t pieces = 0;
+    const int64_t group = step->num_heads / step->num_kv_heads;
+    for (int64_t seq = 0; seq < step->num_seqs && pieces < MANY_PIECES; seq++) {
+        const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
+        if (queries * group <= tokend::PIECE_ROWS)
+            pieces += Cut(step, step->seq_lens[seq] - queries, queries, queries * group).pieces;
+    }
+    return pieces >= MANY_PIECES;
+}
+
+void end_round(TokendAttentionSchedule* plan) {
+    if (plan->rounds != nullptr) plan->rounds[plan->num_rounds] = {int32_t(plan->num_tiles), int32_t(plan->num_tasks)};
+    plan->num_rounds += 1;
+}
+
+}  // namespace
+
+extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAttentionSchedule* plan) {
+    const int64_t group = step->num_heads / step->num_kv_heads;
+    const int64_t tile_queries = std::max<int64_t>(1, tokend::tile_rows() / group);
+    const bool many_pieces = has_many_pieces(step);
+    int64_t round_rows = 0;
+    plan->num_tiles = plan->num_tasks = plan->num_rounds = plan->num_partial_rows = plan->num_elements = 0;
+    for (int64_t seq = 0; seq < step->num_seqs; seq++) {
+        const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
+        const int64_t before = step->seq_lens[seq] - queries;
+        // Tiles of about the same size: a small rest would be computed as a decode is.
+        const int64_t num_tiles = (queries + tile_queries - 1) / tile_queries;
+        for (int64_t number = 0; number < num_tiles; number++) {
+            const int64_t begin = queries * number / num_tiles;
+            const int64_t count = queries * (number + 1) / num_tiles - begin;
+            const int64_t rows = count * group;
+            const Cut cut(step, before + begin, count, rows);
+            const bool heads_together = many_pieces && rows <= tokend::PIECE_ROWS;
+            const int64_t partial_rows = cut.pieces > 1 ? cut.pieces * rows : 0;
+            plan->num_elements += (cut.kv_end - cut.kv_begin) * rows * step->num_kv_heads * step->head_dim;
+            int64_t together = 0;  // heads that the last tasks have so far
+            for (int64_t head = 0; head < step->num_kv_heads; head++) {
+                if (round_rows > 0 && round_rows + partial_rows > step->most_partial_rows) {
+                    end_round(plan);
+                    round_rows = 0;
+                    together = 0;
+                }
+                together = heads_together && together < MOST_HEADS ? together + 1 : 1;
+                if (together == 1) plan->num_tasks += cut.pieces;
+                if (plan->tiles != nullptr) {
+                    plan->tiles[plan->num_tiles] = {
+                        int32_t(seq),        int32_t(head),          int32_t(begin),
+                        int32_t(count),      int32_t(cut.kv_begin),  int32_t(cut.kv_end),
+                        int32_t(cut.pieces), int32_t(cut.piece_len), int32_t(round_rows)};
+                    TokendTask* tasks = plan->tasks + plan->num_tasks - cut.pieces;
+                    for (int64_t piece = 0; piece < cut.pieces; piece++) {
+                        const int64_t first = plan->num_tiles + 1 - together;
+                        tasks[piece] = {int32_t(first), int32_t(piece), int32_t(together)};
+                    }
+                }
+                plan->num_tiles += 1;
+                round_rows += partial_rows;
+                plan->num_partial_rows = std::max(plan->num_partial_rows, round_rows);
+            }
+        }
+    }
+    end_round(plan);
+    if (plan->tasks == nullptr) return;
+    // The long ones first, so that no thread starts one while the others run dry; of the same length
+    // all heads of the same tokens, which lie side by side in the pages.
+    const auto order = [plan](const TokendTask& task) {
+        const TokendTile& tile = plan->tiles[task.tile];
+        return std::tuple(-cost(tile, task.piece), tile.seq, tile.query_begin, task.piece, tile.kv_head);
+    };
+    TokendTask* from = plan->tasks;
+    for (const TokendRound* round = plan->rounds; round < plan->rounds + plan->num_rounds; round++) {
+        TokendTask* to = plan->tasks + round->tasks_end;
+        std::sort(from, to, [&](const TokendTask& a, const TokendTask& b) { return order(a) < order(b); });
+        from = to;
+    }
+}

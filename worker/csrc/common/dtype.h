@@ -1,0 +1,9 @@
+// Element types, as the C interfaces number them: DTYPE_CODES of worker/kernels.py.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum TokendDType : int64_t { TOKEND_FLOAT32 = 0, TOKEND_BFLOAT16 = 1, TOKEND_FLOAT16 = 2, TOKEND_INT8 = 3 };
+}

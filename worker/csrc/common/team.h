@@ -1,0 +1,23 @@
+// Sharing work among OpenMP threads, inside a parallel region or outside of one.
+#pragma once
+
+#include <omp.h>
+
+namespace tokend {
+
+// Calls body on each thread of the current team. Outside of a parallel region a new team is made,
+// of the calling thread alone unless `worth_waking`. Loops in body are `omp for` and may end with
+// nowait: all work of body is done when this returns. Every thread of a team must call this, with
+// the same arguments.
+template <class Body>
+inline void in_team(bool worth_waking, Body body) {
+    if (omp_get_level() > 0) {
+        body();
+#pragma omp barrier
+    } else {
+#pragma omp parallel if (worth_waking)
+        body();
+    }
+}
+
+}  // namespace tokend

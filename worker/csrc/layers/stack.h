@@ -1,0 +1,106 @@
+// The C interface of a decoder's layers: all of them in one call, one team of threads.
+//
+//   x                                                       the residual, [num_rows, hidden_size]
+//   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does
+//   x    += output(attention(heads))                        or its norm (attention_post_norm)
+//   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm)
+//
+// Results between two products are rounded to the dtype, as they are when each part is a call of
+// its own (worker/models/layer_stack.py), so the bits are the same.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention.h"
+
+extern "C" {
+
+// How a weight lies in memory and is multiplied.
+enum TokendWeightFormat : int64_t {
+    TOKEND_PACKED = 0,   // TokendPackedShape of packed.h
+    TOKEND_ROTATED = 1,  // TokendRotatedShape of rotated.h
+    TOKEND_BF16 = 2,     // TokendBf16Shape of bf16.h
+};
+
+// One weight of a product, which gives a range of its outputs.
+struct TokendLinearPart {
+    int64_t format;
+    const void* weight;
+    int64_t out_features;
+    int64_t bias_dtype;  // 0 float32, 1 bfloat16
+    const void* bias;    // [out_features], or null
+};
+
+// A linear layer: weights one below the other, all of one format.
+struct TokendStackLinear {
+    int64_t in_features;
+    int64_t out_features;
+    int64_t num_parts;
+    const TokendLinearPart* parts;
+};
+
+struct TokendRowNorm {
+    const float* weight;  // null if the model has no such norm
+    double eps;
+};
+
+struct TokendStackLayer {
+    TokendRowNorm attention_norm;
+    TokendStackLinear qkv;
+    TokendRowNorm query_norm;
+    TokendRowNorm key_norm;
+    TokendStackLinear output;
+    TokendRowNorm attention_post_norm;
+    TokendRowNorm mlp_norm;
+    TokendStackLinear gate_up;
+    TokendStackLinear down;
+    TokendRowNorm mlp_post_norm;
+    int64_t rope_table;  // index into the tables of the stack
+};
+
+// Cosines and sines of every position of the model.
+struct TokendRopeTable {
+    int64_t num_positions;
+    const float* table;  // [num_positions, 2, head_dim / 2]
+};
+
+struct TokendStack {
+    int64_t num_layers;
+    int64_t hidden_size;
+    int64_t inner_size;  // of the MLP
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t gate;  // a TokendGateKind of rows.h
+    int64_t num_rope_tables;
+    const TokendRopeTable* rope_tables;
+    const TokendStackLayer* layers;
+};
+
+// The arguments of one layer's attention; of TokendAttentionLayer only the pages are read.
+struct TokendAttentionCall {
+    const TokendAttentionStep* step;
+    const TokendAttentionSchedule* plan;
+    const TokendAttentionLayer* layer;
+};
+
+struct TokendStackRun {
+    int64_t dtype;  // of hidden: 0 float32, 1 bfloat16
+    int64_t num_rows;
+    void* hidden;               // [num_rows, hidden_size]
+    const int64_t* positions;   // [num_rows]
+    const TokendAttentionCall* attention_calls;  // of each layer
+    void* scratch;              // tokend_stack_bytes, aligned to 64
+    int64_t is_timed;           // 1: adds to the two fields below
+    int64_t product_ns;         // of products and the rounding of their inputs
+    int64_t attention_ns;
+};
+
+// Returns the bytes of scratch memory for a run of `num_rows` rows.
+__attribute__((visibility("default"))) int64_t tokend_stack_bytes(
+    const TokendStack* stack, int64_t dtype, int64_t num_rows);
+
+// Runs all layers. Returns num_rows, or the first row whose position is outside a table; then
+// nothing was done.
+__attribute__((visibility("default"))) int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run);
+}

@@ -1,0 +1,117 @@
+// Products of some rows with the 32 outputs of a pair of panels of bfloat16, by vectors.
+//
+// Where the variant has no instruction for pairs of bfloat16 rows are float32 already, and a line
+// of the weight becomes two vectors of floats: the lower and the upper halves of its words.
+#pragma once
+
+#include "common/row_vectors.h"
+#include "products/bf16/bf16_format.h"
+
+namespace tokend {
+
+#if defined(__AVX512BF16__)
+
+typedef bfloat16 Bf16Code;
+constexpr int BF16_ROWS = 8;
+
+struct Bf16Line {
+    __m512bh words;
+    TOKEND_INLINE explicit Bf16Line(const uint8_t* from) : words((__m512bh)load_bytes<__m512i>(from)) {}
+    Bf16Line() = default;
+    // sum + the products of two inputs.
+    TOKEND_INLINE F<16> add(F<16> sum, const bfloat16* x) const {
+        const __m512i both = _mm512_set1_epi32(load_bytes<int32_t>(x));
+        return (F<16>)_mm512_dpbf16_ps((__m512)sum, words, (__m512bh)both);
+    }
+};
+
+#else
+
+typedef float Bf16Code;
+#if defined(__AVX512F__)
+constexpr int BF16_ROWS = 8;
+#else
+constexpr int BF16_ROWS = 4;
+#endif
+
+struct Bf16Line {
+    F<ROW_LANES> low, high;
+    TOKEND_INLINE explicit Bf16Line(const uint8_t* from) {
+        typedef Vec<ROW_LANES>::U U;
+        const U words = load_bytes<U>(from);
+        low = bit_cast<F<ROW_LANES>>(U(words << 16));
+        high = bit_cast<F<ROW_LANES>>(U(words & 0xffff0000u));
+    }
+    Bf16Line() = default;
+    TOKEND_INLINE F<ROW_LANES> add(F<ROW_LANES> sum, const float* x) const {
+        sum = multiply_add<ROW_LANES>(low, splat<ROW_LANES>(x[0]), sum);
+        return multiply_add<ROW_LANES>(high, splat<ROW_LANES>(x[1]), sum);
+    }
+};
+
+#endif
+
+// Lines of a weight are asked for so many bytes before their turn.
+constexpr int64_t BF16_FETCH_AHEAD = 4096;
+
+// The outputs from `first` on, VECTORS vectors of them: sums [ROWS][PAIR_OUTPUTS].
+template <int ROWS, int VECTORS, bool FETCH>
+TOKEND_FLATTEN void bf16_dot_tile(const uint8_t* pair, int64_t num_steps, int first, const Bf16Code* x,
+                                  int64_t stride, float* sums) {
+    constexpr int N = ROW_LANES;
+    F<N> total[ROWS][VECTORS] = {};
+    for (int64_t step = 0; step < num_steps; step++, pair += PAIR_STEP_BYTES)
+        for (int64_t line = 0; line < STEP_LINES; line++, x += 2) {
+            const uint8_t* from = pair + line * LINE_BYTES;
+            if constexpr (FETCH) {
+                __builtin_prefetch(from + BF16_FETCH_AHEAD);
+                __builtin_prefetch(from + BF16_FETCH_AHEAD + PANEL_STEP_BYTES);
+            }
+            Bf16Line weight[VECTORS];
+            each<VECTORS>([&](auto i) {
+                const int output = first + i * N;
+                weight[i] = Bf16Line(from + output / PANEL_OUTPUTS * PANEL_STEP_BYTES + output % PANEL_OUTPUTS * 4);
+            });
+            each<ROWS>([&](auto row) {
+                each<VECTORS>([&](auto i) { total[row][i] = weight[i].add(total[row][i], x + row * stride); });
+            });
+        }
+    each<ROWS>([&](auto row) {
+        each<VECTORS>([&](auto i) { store<N>(sums + row * PAIR_OUTPUTS + first + i * N, total[row][i]); });
+    });
+}
+
+// All 32 outputs of ROWS rows; one row alone has more chains of sums beside each other.
+template <int ROWS, bool FETCH>
+inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, float* sums) {
+    constexpr int ALL = int(PAIR_OUTPUTS) / ROW_LANES, VECTORS = ROWS > 1 ? 2 : ALL > 4 ? 4 : ALL;
+    bf16_dot_tile<ROWS, VECTORS, FETCH>(pair, num_steps, 0, x, stride, sums);
+    for (int first = VECTORS * ROW_LANES; first < PAIR_OUTPUTS; first += VECTORS * ROW_LANES)
+        bf16_dot_tile<ROWS, VECTORS, false>(pair, num_steps, first, x, stride, sums);
+}
+
+// sums: [num_rows][PAIR_OUTPUTS]. FETCH: the weight comes from memory.
+template <bool FETCH>
+inline void bf16_dot_pair(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride,
+                          int64_t num_rows, float* sums) {
+    int64_t row = 0;
+    const auto some = [&](auto rows, auto fetch) {
+        bf16_dot_rows<rows, fetch>(pair, num_steps, x + row * stride, stride, sums + row * PAIR_OUTPUTS);
+        row += rows;
+    };
+    const auto most = [&](auto fetch) {
+        const int64_t left = num_rows - row;
+        if (left >= BF16_ROWS)
+            some(std::integral_constant<int, BF16_ROWS>(), fetch);
+        else if (BF16_ROWS > 4 && left >= 4)
+            some(std::integral_constant<int, 4>(), fetch);
+        else if (left >= 2)
+            some(std::integral_constant<int, 2>(), fetch);
+        else
+            some(std::integral_constant<int, 1>(), fetch);
+    };
+    most(std::bool_constant<FETCH>());
+    while (row < num_rows) most(std::false_type());
+}
+
+}  // namespace tokend

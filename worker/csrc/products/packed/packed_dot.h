@@ -1,0 +1,139 @@
+// Products of bytes, four neighbours added: what each instruction set does in one step.
+#pragma once
+
+#include "common/simd.h"
+
+namespace tokend {
+
+#if defined(__AVX512F__)
+constexpr int DOT_LANES = 16;
+#elif defined(__AVX2__)
+constexpr int DOT_LANES = 8;
+#else
+constexpr int DOT_LANES = 4;
+#endif
+
+typedef F<DOT_LANES> DotF;
+typedef Vec<DOT_LANES>::I DotI;
+typedef Vec<DOT_LANES>::U DotU;
+
+TOKEND_INLINE DotI splat_int(int32_t value) { return value - DotI{}; }
+
+TOKEND_INLINE DotF to_floats(DotI value) { return __builtin_convertvector(value, DotF); }
+
+// a * b + c, rounded once wherever the variant has the instruction: the same in every
+// function, whatever the compiler would contract.
+TOKEND_INLINE DotF fused(DotF a, DotF b, DotF c) {
+#if defined(__AVX512F__)
+    return (DotF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (DotF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    DotF result;
+    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return result;
+#else
+    return a * b + c;
+#endif
+}
+
+// Sums of products of a block, as floats, times its scale: one instruction where there is
+// fused(). The sums start at the bits of 1.5 * 2^23, whose float neighbours are 1 apart:
+// read as a float such a sum is 1.5 * 2^23 + dots, and
+//   (1.5 * 2^23 + dots) * scale - 1.5 * 2^23 * scale
+// rounded once is dots * scale rounded once, because a scale has few enough bits (18 at
+// most) for the last product to be exact.
+#if defined(__FMA__)
+constexpr int32_t DOTS_START = 0x4b400000;
+
+struct ScaledDots {
+    DotF scale, less;
+    TOKEND_INLINE explicit ScaledDots(DotF of) : scale(of), less(of * -12582912.0f) {}
+    TOKEND_INLINE DotF operator()(DotI dots) const { return fused(bit_cast<DotF>(dots), scale, less); }
+};
+#else
+constexpr int32_t DOTS_START = 0;
+
+struct ScaledDots {
+    DotF scale;
+    TOKEND_INLINE explicit ScaledDots(DotF of) : scale(of) {}
+    TOKEND_INLINE DotF operator()(DotI dots) const { return to_floats(dots) * scale; }
+};
+#endif
+
+// DOT_LANES bytes, each as a float.
+template <class Byte>
+TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {
+#if defined(__AVX512F__)
+    const __m128i bytes = load_bytes<__m128i>(from);
+    return (DotF)_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes)
+                                                           : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_cvtsi64_si128(load_bytes<int64_t>(from));
+    return (DotF)_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes)
+                                                           : _mm256_cvtepu8_epi32(bytes));
+#else
+    DotF result;
+    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = float(from[lane]);
+    return result;
+#endif
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__SSSE3__)
+
+// One instruction does it all (or the compiler, where there is none).
+constexpr bool WORDS_FIRST = false;
+
+// sum + products of unsigned codes and signed x, by fours.
+TOKEND_INLINE DotI dot(DotI sum, DotU codes, DotI x) {
+#if defined(__AVX512VNNI__)
+    return (DotI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (DotI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#else
+    const DotI unsigned_codes = (DotI)codes;
+    for (int byte = 0; byte < 4; byte++)
+        sum += (unsigned_codes >> 8 * byte & 255) * (x << (24 - 8 * byte) >> 24);
+    return sum;
+#endif
+}
+
+#else
+
+// Products are added in pairs of 16 bits, which must not overflow, then in fours.
+constexpr bool WORDS_FIRST = true;
+
+// Pairs: codes of up to 7 bits, x of -127 … 127.
+TOKEND_INLINE DotI pairs(DotU codes, DotI x) {
+#if defined(__AVX512F__)
+    return (DotI)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#elif defined(__AVX2__)
+    return (DotI)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#else
+    return (DotI)_mm_maddubs_epi16((__m128i)codes, (__m128i)x);
+#endif
+}
+
+TOKEND_INLINE DotI add_words(DotI a, DotI b) {
+#if defined(__AVX512F__)
+    return (DotI)_mm512_add_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (DotI)_mm256_add_epi16((__m256i)a, (__m256i)b);
+#else
+    return (DotI)_mm_add_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+
+TOKEND_INLINE DotI add_fours(DotI sum, DotI words) {
+#if defined(__AVX512F__)
+    return sum + (DotI)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    return sum + (DotI)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1));
+#else
+    return sum + (DotI)_mm_madd_epi16((__m128i)words, _mm_set1_epi16(1));
+#endif
+}
+
+#endif
+
+}  // namespace tokend

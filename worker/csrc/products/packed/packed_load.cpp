@@ -1,0 +1,282 @@
+// Packs GGUF blocks and dense rows, and gives rows back as numbers. One thread: the
+// caller has several.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "products/packed/packed_format.h"
+
+namespace tokend {
+namespace {
+
+constexpr int WORDS = BLOCK / 4;
+
+TOKEND_INLINE uint32_t word_at(const void* from, int index) {
+    return load_bytes<uint32_t>(static_cast<const uint8_t*>(from) + index * 4);
+}
+
+TOKEND_INLINE float to_float(uint16_t half) {
+    const float16 halves[4] = {{half}};
+    return load<4>(halves)[0];
+}
+
+// ---- codes of one output within a panel's block ---------------------------------
+
+template <class Format>
+TOKEND_INLINE void put_codes(uint8_t* block, int output, const uint8_t (&codes)[BLOCK]) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(block) + output;
+    if constexpr (Format::BITS == 8) {
+        for (int j = 0; j < WORDS; j++) words[j * PANEL] = word_at(codes, j);
+        return;
+    }
+    uint32_t high[2] = {0, 0};
+    for (int i = 0; i < WORDS / 2; i++) {
+        const uint32_t even = word_at(codes, 2 * i), odd = word_at(codes, 2 * i + 1);
+        words[i * PANEL] = (even & 0x0f0f0f0fu) | (odd & 0x0f0f0f0fu) << 4;
+        if constexpr (Format::BITS == 5) {
+            high[0] |= (even >> 4 & 0x01010101u) << 2 * i | (odd >> 4 & 0x01010101u) << (2 * i + 1);
+        } else if constexpr (Format::BITS == 6) {
+            high[i / 2] |= (even >> 4 & 0x03030303u) << i % 2 * 4 | (odd >> 4 & 0x03030303u) << (i % 2 * 4 + 2);
+        }
+    }
+    if constexpr (Format::BITS >= 5) words[4 * PANEL] = high[0];
+    if constexpr (Format::BITS == 6) words[5 * PANEL] = high[1];
+}
+
+template <class Format>
+void get_codes(const uint8_t* block, int output, uint8_t (&codes)[BLOCK]) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(block) + output;
+    for (int j = 0; j < WORDS; j++) {
+        uint32_t word;
+        if constexpr (Format::BITS == 8)
+            word = words[j * PANEL];
+        else
+            word = words[j / 2 * PANEL] >> j % 2 * 4 & 0x0f0f0f0fu;
+        if constexpr (Format::BITS == 5) word |= (words[4 * PANEL] >> j & 0x01010101u) << 4;
+        if constexpr (Format::BITS == 6) word |= (words[(4 + j / 4) * PANEL] >> j % 4 * 2 & 0x03030303u) << 4;
+        std::memcpy(codes + j * 4, &word, 4);
+    }
+}
+
+// ---- GGUF blocks ------------------------------------------------------------------
+
+// Where the parts of a GGUF block are, in bytes.
+struct Raw {
+    int bytes, scale, low, high, codes, scales;
+};
+
+template <class Format>
+constexpr Raw raw_layout() {
+    if (std::is_same_v<Format, Q4_0>) return {18, 0, 0, 0, 2, 0};
+    if (std::is_same_v<Format, Q4_1>) return {20, 0, 2, 0, 4, 0};
+    if (std::is_same_v<Format, Q5_0>) return {22, 0, 0, 2, 6, 0};
+    if (std::is_same_v<Format, Q5_1>) return {24, 0, 2, 4, 8, 0};
+    if (std::is_same_v<Format, Q8_0>) return {34, 0, 0, 0, 2, 0};
+    if (std::is_same_v<Format, Q4_K>) return {144, 0, 2, 0, 16, 4};
+    if (std::is_same_v<Format, Q5_K>) return {176, 0, 2, 16, 48, 4};
+    return {210, 208, 0, 128, 0, 192};
+}
+
+// The 32 codes of block `sub` within a GGUF block.
+template <class Format>
+TOKEND_INLINE void raw_codes(const uint8_t* raw, int sub, uint8_t (&codes)[BLOCK]) {
+    constexpr Raw layout = raw_layout<Format>();
+    const uint8_t* low = raw + layout.codes;
+    const uint8_t* high = raw + layout.high;
+    if constexpr (Format::BITS == 8) {
+        for (int i = 0; i < BLOCK; i++) codes[i] = low[i] ^ 0x80;
+    } else if constexpr (Format::BITS == 6) {
+        const int half = sub / 4, part = sub % 4;
+        low += half * 64 + part % 2 * 32;
+        high += half * 32;
+        for (int i = 0; i < BLOCK; i++)
+            codes[i] = (low[i] >> part / 2 * 4 & 15) | (high[i] >> part * 2 & 3) << 4;
+    } else if constexpr (Format::HAS_HEAD) {
+        low += sub / 2 * 32;
+        for (int i = 0; i < BLOCK; i++) codes[i] = low[i] >> sub % 2 * 4 & 15;
+        if constexpr (Format::BITS == 5)
+            for (int i = 0; i < BLOCK; i++) codes[i] |= (high[i] >> sub & 1) << 4;
+    } else {
+        for (int i = 0; i < 16; i++) codes[i] = low[i] & 15;
+        for (int i = 0; i < 16; i++) codes[i + 16] = low[i] >> 4;
+        if constexpr (Format::BITS == 5) {
+            const uint32_t bits = word_at(high, 0);
+            for (int i = 0; i < BLOCK; i++) codes[i] |= (bits >> i & 1) << 4;
+        }
+    }
+}
+
+// The 6-bit scale and minimum of block `sub` of a Q4_K or Q5_K block.
+TOKEND_INLINE void raw_scales(const uint8_t* scales, int sub, uint8_t* scale, uint8_t* low) {
+    if (sub < 4) {
+        *scale = scales[sub] & 63;
+        *low = scales[sub + 4] & 63;
+    } else {
+        *scale = (scales[sub + 4] & 15) | scales[sub - 4] >> 6 << 4;
+        *low = scales[sub + 4] >> 4 | scales[sub] >> 6 << 4;
+    }
+}
+
+template <class Format>
+void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
+    constexpr Raw layout = raw_layout<Format>();
+    uint8_t* to = panel + Format::place(block);
+    uint8_t* scales = to + Format::CODE_BYTES;
+    const int sub = Format::HAS_HEAD ? block % SUPER_BLOCKS : 0;
+    const uint8_t* raw = row + (Format::HAS_HEAD ? block / SUPER_BLOCKS : block) * layout.bytes;
+    uint8_t codes[BLOCK];
+    raw_codes<Format>(raw, sub, codes);
+    put_codes<Format>(to, output, codes);
+    if constexpr (!Format::HAS_HEAD) {
+        std::memcpy(scales + output * 2, raw + layout.scale, 2);
+        if (Format::HAS_LOW) std::memcpy(scales + Format::SCALE_BYTES + output * 2, raw + layout.low, 2);
+        return;
+    }
+    if (sub == 0) {
+        uint8_t* head = panel + Format::head(block);
+        std::memcpy(head + output * 2, raw + layout.scale, 2);
+        if (Format::HAS_LOW) std::memcpy(head + PANEL * 2 + output * 2, raw + layout.low, 2);
+    }
+    if (Format::HAS_LOW) {
+        raw_scales(raw + layout.scales, sub, scales + output, scales + PANEL + output);
+    } else {
+        scales[output] = raw[layout.scales + sub * 2];
+        scales[PANEL + output] = raw[layout.scales + sub * 2 + 1];
+    }
+}
+
+template <class Format>
+void pack_blocks(const TokendPackedShape& weight, const uint8_t* raw, const int64_t* order) {
+    const int64_t num_blocks = weight.in_features / BLOCK;
+    const int64_t row_bytes = num_blocks / (Format::HAS_HEAD ? SUPER_BLOCKS : 1) * raw_layout<Format>().bytes;
+    uint8_t* panel = static_cast<uint8_t*>(weight.packed);
+    for (int64_t first = 0; first < weight.out_features; first += PANEL) {
+        const int count = int(std::min<int64_t>(PANEL, weight.out_features - first));
+        for (int output = 0; output < count; output++) {
+            const int64_t row = order ? order[first + output] : first + output;
+            for (int64_t block = 0; block < num_blocks; block++)
+                put_block<Format>(panel, block, output, raw + row * row_bytes);
+        }
+        panel += Format::panel_bytes(weight.in_features);
+    }
+}
+
+// ---- dense rows -------------------------------------------------------------------
+
+template <class T>
+void put_dense(uint8_t* to, int output, const T* from) {
+    float numbers[BLOCK];
+    uint8_t codes[BLOCK];
+    for (int i = 0; i < BLOCK; i += 8) store<8>(numbers + i, load<8>(from + i));
+    uint32_t largest = 0;
+    for (float number : numbers) largest = std::max(largest, bit_cast<uint32_t>(number) & 0x7fffffffu);
+    float16 scale = {to_float16(bit_cast<float>(largest) / 127.0f)};
+    const float exact = to_float(scale.bits);
+    if ((scale.bits & 0x7c00) == 0x7c00 || exact == 0.0f) {
+        std::fill_n(codes, BLOCK, uint8_t(128));
+        if (exact != 0.0f) scale.bits = 0x7e00;  // NaN
+    } else {
+        for (int i = 0; i < BLOCK; i++) {
+            const float code = std::nearbyint(numbers[i] / exact);
+            codes[i] = uint8_t(int(std::min(std::max(code, -127.0f), 127.0f)) + 128);
+        }
+    }
+    put_codes<Q8_0>(to, output, codes);
+    std::memcpy(to + Q8_0::CODE_BYTES + output * 2, &scale, 2);
+}
+
+template <class T>
+void pack_dense(const TokendPackedShape& weight, int64_t stride, const T* dense) {
+    uint8_t* packed = static_cast<uint8_t*>(weight.packed);
+    for (int64_t row = 0; row < weight.out_features; row++) {
+        uint8_t* panel = packed + row / PANEL * Q8_0::panel_bytes(weight.in_features);
+        for (int64_t block = 0; block < weight.in_features / BLOCK; block++)
+            put_dense(panel + Q8_0::place(block), int(row % PANEL), dense + row * stride + block * BLOCK);
+    }
+}
+
+// ---- rows as numbers ----------------------------------------------------------------
+
+// 32 numbers, bit by bit what the file's own arithmetic gives in float32.
+template <class Format>
+void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) {
+    const uint8_t* from = panel + Format::place(block);
+    const uint8_t* scales = from + Format::CODE_BYTES;
+    uint8_t codes[BLOCK];
+    get_codes<Format>(from, output, codes);
+    float scale[2], low = 0.0f;
+    if constexpr (Format::HAS_HEAD) {
+        const uint16_t* head = reinterpret_cast<const uint16_t*>(panel + Format::head(block));
+        const float factor = to_float(head[output]);
+        for (int half = 0; half < 2; half++) {
+            const uint8_t bits = scales[(Format::HAS_LOW ? 0 : half * PANEL) + output];
+            scale[half] = factor * (Format::HAS_LOW ? float(bits) : float(int8_t(bits)));
+        }
+        if constexpr (Format::HAS_LOW) low = -(to_float(head[PANEL + output]) * float(scales[PANEL + output]));
+    } else {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
+        scale[0] = scale[1] = to_float(halves[output]);
+        if constexpr (Format::HAS_LOW) low = to_float(halves[PANEL + output]);
+    }
+    for (int i = 0; i < BLOCK; i++) {
+        const float number = scale[i / 16] * float(int(codes[i]) - Format::ZERO);
+        numbers[i] = Format::HAS_LOW ? number + low : number;
+    }
+}
+
+template <class Format, class T>
+void unpack_rows(const TokendPackedShape& weight, int64_t num_ids, const int64_t* ids, T* to) {
+    const uint8_t* packed = static_cast<const uint8_t*>(weight.packed);
+    for (int64_t index = 0; index < num_ids; index++) {
+        const uint8_t* panel = packed + ids[index] / PANEL * Format::panel_bytes(weight.in_features);
+        for (int64_t block = 0; block < weight.in_features / BLOCK; block++, to += BLOCK) {
+            float numbers[BLOCK];
+            get_block<Format>(panel, block, int(ids[index] % PANEL), numbers);
+            for (int i = 0; i < BLOCK; i += 8) store<8>(to + i, load<8>(numbers + i));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace tokend
+
+using namespace tokend;
+
+extern "C" int64_t tokend_packed_bytes(const TokendPackedShape* weight) {
+    int64_t bytes = 0;
+    with_format(weight->type, [&](auto format) {
+        bytes = num_panels(weight->out_features) * format.panel_bytes(weight->in_features);
+    });
+    return bytes;
+}
+
+extern "C" void tokend_pack_blocks(const TokendPackedShape* weight, const void* raw, const int64_t* order) {
+    std::memset(weight->packed, 0, size_t(tokend_packed_bytes(weight)));
+    with_format(weight->type, [&](auto format) {
+        pack_blocks<decltype(format)>(*weight, static_cast<const uint8_t*>(raw), order);
+    });
+}
+
+extern "C" void tokend_pack_dense(const TokendPackedShape* weight, int64_t dtype, int64_t stride, const void* dense) {
+    std::memset(weight->packed, 0, size_t(tokend_packed_bytes(weight)));
+    switch (dtype) {
+        case 0: return pack_dense(*weight, stride, static_cast<const float*>(dense));
+        case 1: return pack_dense(*weight, stride, static_cast<const bfloat16*>(dense));
+        case 2: return pack_dense(*weight, stride, static_cast<const float16*>(dense));
+    }
+}
+
+extern "C" int64_t tokend_unpack_rows(const TokendPackedShape* weight, int64_t num_ids, const int64_t* ids, int64_t dtype,
+                                      void* numbers) {
+    for (int64_t place = 0; place < num_ids; place++)
+        if (ids[place] < 0 || ids[place] >= weight->out_features) return place;
+    with_format(weight->type, [&](auto format) {
+        using Format = decltype(format);
+        switch (dtype) {
+            case 0: return unpack_rows<Format>(*weight, num_ids, ids, static_cast<float*>(numbers));
+            case 1: return unpack_rows<Format>(*weight, num_ids, ids, static_cast<bfloat16*>(numbers));
+            case 2: return unpack_rows<Format>(*weight, num_ids, ids, static_cast<float16*>(numbers));
+        }
+    });
+    return num_ids;
+}

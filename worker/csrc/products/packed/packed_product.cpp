@@ -1,0 +1,143 @@
+// Products with packed weights: cuts the work into panels and rows for the threads, and
+// rounds, adds and writes what the tiles leave.
+#include <algorithm>
+#include <vector>
+
+#include "common/team.h"
+#include "products/packed/packed_format.h"
+#include "products/packed/packed_tile.h"
+
+namespace tokend {
+namespace {
+
+// Rows that are multiplied with what is unpacked of a panel: their blocks stay in the second cache.
+constexpr int64_t CHUNK = 96;
+// Up to this many rows, unpacking a panel within the product costs less than leaving it
+// unpacked in memory.
+constexpr int64_t FEW = 3;
+
+// Blocks of a panel that are unpacked together: they stay in the first cache.
+constexpr int64_t DEEP = 18;
+
+// Memory of a thread, kept for the next product.
+struct Scratch {
+    alignas(64) uint8_t unpacked[DEEP * ROW * 10];
+    alignas(64) float results[CHUNK * PANEL];
+};
+
+// result[row][output] for the outputs of a panel.
+template <class Format>
+void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
+                    Scratch& scratch, float* result) {
+    const Packed<Format> packed{panel};
+    std::fill_n(result, num_rows * PANEL, 0.0f);
+    if (num_rows <= FEW) return tiles<2, 2>(packed, num_blocks, x, num_blocks, num_rows, result);
+    using Plain = UnpackedOf<Format>;
+    for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
+        const int64_t end = std::min(begin + DEEP, num_blocks);
+        unpack_blocks(packed, begin, end, scratch.unpacked);
+        tiles<TILE_ROWS, TILE_MIDDLE>(Plain{scratch.unpacked, Format::ZERO}, end - begin, x + begin, num_blocks,
+                                      num_rows, result);
+    }
+}
+
+// The same of a type that is known only now.
+using MultiplyPanel = void (*)(const uint8_t*, int64_t, const TokendQuantised*, int64_t, Scratch&, float*);
+
+template <class T>
+float number_at(const T* from, int64_t index) {
+    if constexpr (std::is_same_v<T, float>) return from[index];
+    else return bit_cast<float>(uint32_t(from[index].bits) << 16);
+}
+
+float number_at(int64_t dtype, const void* from, int64_t index) {
+    return dtype == 0 ? number_at(static_cast<const float*>(from), index)
+                      : number_at(static_cast<const bfloat16*>(from), index);
+}
+
+template <class T>
+TOKEND_FLATTEN void write_full(const float* from, const float* bias, bool adds, T* to) {
+    constexpr int N = DOT_LANES;
+    for (int at = 0; at < PANEL; at += N) {
+        DotF value = load<N>(from + at) + load<N>(bias + at);
+        if (adds) value += load<N>(to + at);
+        store<N>(to + at, value);
+    }
+}
+
+// Writes rows of results to outputs [first, first + PANEL), as far as there are any.
+template <class T>
+void write(const TokendProduct& product, int64_t out_features, int64_t first, int64_t begin, int64_t count,
+           const float* results) {
+    const int64_t width = std::min<int64_t>(PANEL, out_features - first);
+    float bias[PANEL] = {};
+    if (product.bias)
+        for (int64_t i = 0; i < width; i++) bias[i] = number_at(product.bias_dtype, product.bias, first + i);
+    for (int64_t row = 0; row < count; row++) {
+        T* to = static_cast<T*>(product.output) + (begin + row) * product.output_stride + first;
+        const float* from = results + row * PANEL;
+        if (width == PANEL) {
+            write_full(from, bias, product.adds, to);
+        } else {
+            T line[PANEL] = {};
+            std::copy_n(to, width, line);
+            write_full(from, bias, product.adds, line);
+            std::copy_n(line, width, to);
+        }
+    }
+}
+
+// Below this many products of bytes one thread is done before others wake.
+constexpr int64_t PARALLEL_PRODUCTS = 1 << 17;
+// Above this many numbers the threads share the rounding of the rows.
+constexpr int64_t PARALLEL_NUMBERS = 1 << 13;
+
+void run(const TokendPackedShape& weight, MultiplyPanel multiply, const TokendProduct& product,
+         const TokendQuantised* given) {
+    static thread_local std::vector<TokendQuantised> own;
+    const int64_t num_rows = product.num_rows, num_blocks = weight.in_features / BLOCK;
+    if (!given && int64_t(own.size()) < num_rows * num_blocks) own.resize(num_rows * num_blocks);
+    TokendQuantised* rounded = own.data();
+    const TokendQuantised* x = given ? given : rounded;
+    const bool shared = num_rows * weight.in_features > PARALLEL_NUMBERS;
+    if (!given && !shared)
+        for (int64_t row = 0; row < num_rows; row++)
+            quantise_row(product, weight.in_features, row, rounded + row * num_blocks);
+    const int64_t panel_bytes = tokend_packed_bytes(&weight) / num_panels(weight.out_features);
+    const int64_t chunks = (num_rows + CHUNK - 1) / CHUNK;
+    const int64_t tasks = num_panels(weight.out_features) * chunks;
+    in_team(num_rows * weight.in_features * weight.out_features > PARALLEL_PRODUCTS, [&] {
+        static thread_local Scratch scratch;
+        if (!given && shared) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < num_rows; row++)
+                quantise_row(product, weight.in_features, row, rounded + row * num_blocks);
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t panel = task / chunks, begin = task % chunks * CHUNK;
+            const int64_t count = std::min(CHUNK, num_rows - begin);
+            float* results = scratch.results;
+            const uint8_t* packed = static_cast<const uint8_t*>(weight.packed) + panel * panel_bytes;
+            multiply(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
+            if (product.output_dtype == 0)
+                write<float>(product, weight.out_features, panel * PANEL, begin, count, results);
+            else
+                write<bfloat16>(product, weight.out_features, panel * PANEL, begin, count, results);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace tokend
+
+extern "C" void tokend_quantised_product(const TokendPackedShape* weight, const TokendProduct* product,
+                                         const TokendQuantised* rows) {
+    tokend::MultiplyPanel multiply = nullptr;
+    tokend::with_format(weight->type, [&](auto format) { multiply = tokend::multiply_panel<decltype(format)>; });
+    tokend::run(*weight, multiply, *product, rows);
+}
+
+extern "C" void tokend_packed_product(const TokendPackedShape* weight, const TokendProduct* product) {
+    tokend_quantised_product(weight, product, nullptr);
+}

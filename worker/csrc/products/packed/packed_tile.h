@@ -1,0 +1,266 @@
+// The products of a few rows with some vectors of a panel, sums in registers.
+//
+// For each output and row:  sum += scale_of_block * (codes · x codes) * scale_of_x
+//                                + minimum_of_block * (scale_of_x * sum of x codes)
+// block after block. The sums of codes are integers and exact, so that all tiles, however
+// many rows they have and wherever their weights come from, give the same bits.
+#pragma once
+
+#include "products/packed/packed_dot.h"
+#include "products/packed/packed_format.h"
+
+namespace tokend {
+
+// Where a product takes the weights of a block from: the packed bytes themselves, or bytes
+// and floats that were unpacked for many rows. Both give the same numbers.
+
+// A vector is DOT_LANES outputs of the panel; `vector` is the first of those in use.
+
+template <class Format_>
+struct Packed {
+    using Format = Format_;
+    static constexpr int HALVES = Format::HALVES;
+    static constexpr bool HAS_LOW = Format::HAS_LOW;
+    static constexpr int BITS = Format::BITS;
+    static constexpr int zero = Format::ZERO;
+
+    const uint8_t* panel;
+
+    struct Block {
+        const uint8_t* head;
+        const uint8_t* codes_at;
+        const uint8_t* scales;
+        int vector;
+
+        template <int J>
+        TOKEND_INLINE DotU codes(int index) const {
+            const uint8_t* column = codes_at + (vector + index) * DOT_LANES * 4;
+            if constexpr (BITS == 8) return load_bytes<DotU>(column + J * ROW);
+            const DotU both = load_bytes<DotU>(column + J / 2 * ROW);
+            const DotU low = (J % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
+            if constexpr (BITS == 5) {
+                const DotU high = load_bytes<DotU>(column + 4 * ROW);
+                return low | ((J < 4 ? high << (J < 4 ? 4 - J : 0) : high >> (J < 4 ? 0 : J - 4)) & 0x10101010u);
+            } else if constexpr (BITS == 6) {
+                const DotU high = load_bytes<DotU>(column + (4 + J / 4) * ROW);
+                constexpr int AT = J % 4 * 2;
+                return low | ((AT < 4 ? high << (AT < 4 ? 4 - AT : 0) : high >> (AT < 4 ? 0 : AT - 4)) & 0x30303030u);
+            }
+            return low;
+        }
+
+        TOKEND_INLINE DotF scale(int half, int index) const {
+            const int output = (vector + index) * DOT_LANES;
+            if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + output);
+            const DotF factor = load<DOT_LANES>(halves(head) + output);
+            if constexpr (HAS_LOW) return factor * load_bytes_as_floats(scales + output);
+            return factor * load_bytes_as_floats(reinterpret_cast<const int8_t*>(scales) + half * PANEL + output);
+        }
+
+        TOKEND_INLINE DotF low(int index) const {
+            const int output = (vector + index) * DOT_LANES;
+            if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + PANEL + output);
+            return load<DOT_LANES>(halves(head) + PANEL + output) * -load_bytes_as_floats(scales + PANEL + output);
+        }
+
+        static TOKEND_INLINE const float16* halves(const uint8_t* from) {
+            return reinterpret_cast<const float16*>(from);
+        }
+    };
+
+    TOKEND_INLINE Block block(int64_t index, int vector) const {
+        const uint8_t* at = panel + Format::place(index);
+        return {panel + Format::head(index), at, at + Format::CODE_BYTES, vector};
+    }
+
+    // As many lines as a block has, so much further on, into the next panel too: the processor
+    // looks ahead by itself, but not beyond a page, and not far enough while it multiplies.
+    TOKEND_INLINE void fetch_ahead(int64_t index) const {
+        constexpr int64_t DISTANCE = 2048;
+        const uint8_t* at = panel + Format::place(index) + DISTANCE;
+        for (int64_t line = 0; line < Format::BLOCK_BYTES; line += 64) __builtin_prefetch(at + line, 0, 2);
+    }
+};
+
+// | 8 rows of codes, a byte each | scales, float, of each half | minima, float |
+template <int HALVES_, bool HAS_LOW_, int BITS_>
+struct Unpacked {
+    static constexpr int HALVES = HALVES_;
+    static constexpr bool HAS_LOW = HAS_LOW_;
+    static constexpr int BITS = BITS_;
+    static constexpr int BYTES = ROW * (8 + HALVES + (HAS_LOW ? 1 : 0));
+
+    const uint8_t* blocks;
+    int zero;
+
+    struct Block {
+        const uint8_t* at;
+
+        template <int J>
+        TOKEND_INLINE DotU codes(int index) const {
+            return load_bytes<DotU>(at + J * ROW + index * DOT_LANES * 4);
+        }
+        TOKEND_INLINE DotF scale(int half, int index) const {
+            return load_bytes<DotF>(at + (8 + half) * ROW + index * DOT_LANES * 4);
+        }
+        TOKEND_INLINE DotF low(int index) const {
+            return load_bytes<DotF>(at + (8 + HALVES) * ROW + index * DOT_LANES * 4);
+        }
+    };
+
+    TOKEND_INLINE void fetch_ahead(int64_t) const {}
+
+    TOKEND_INLINE Block block(int64_t index, int vector) const {
+        return {blocks + index * BYTES + vector * DOT_LANES * 4};
+    }
+};
+
+// Only where bytes are added as 16-bit words do the bits of a code play a part.
+template <class Format>
+using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::BITS : 8>;
+
+template <class Format>
+TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
+    for (int64_t index = begin; index < end; index++, to += UnpackedOf<Format>::BYTES)
+        for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
+            if (vector == 0) source.fetch_ahead(index);
+            const auto block = source.block(index, vector);
+            uint8_t* column = to + vector * DOT_LANES * 4;
+            const auto put = [&](int row, auto value) { __builtin_memcpy(column + row * ROW, &value, sizeof(value)); };
+            each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
+            each<Format::HALVES>([&](auto half) { put(8 + half, block.scale(half, 0)); });
+            if constexpr (Format::HAS_LOW) put(8 + Format::HALVES, block.low(0));
+        }
+}
+
+#if defined(__AVX512F__)
+constexpr int TILE_VECTORS = 2, TILE_ROWS = 6, TILE_MIDDLE = 4;
+#else
+constexpr int TILE_VECTORS = 1, TILE_ROWS = 4, TILE_MIDDLE = 2;
+#endif
+
+// Adds to dots[row][vector] the products of block inputs of one half.
+template <class Source, int HALF, int ROWS, class Block>
+TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, int64_t stride,
+                                DotI (&dots)[ROWS][TILE_VECTORS]) {
+    constexpr int STEPS = 8 / Source::HALVES;
+    const auto codes_of_x = [&](auto row, auto j) {
+        return splat_int(load_bytes<int32_t>(x[row * stride].codes + j * 4));
+    };
+#if defined(__SSSE3__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    if constexpr (Source::BITS == 8) {
+        // 255 * 127 * 2 is no 16-bit word: the highest bit goes on its own.
+        each<STEPS>([&](auto step) {
+            constexpr int J = HALF * STEPS + step;
+            each<TILE_VECTORS>([&](auto vector) {
+                const DotU all = block.template codes<J>(vector);
+                const DotU low = all & 0x7f7f7f7fu, high = all & 0x80808080u;
+                each<ROWS>([&](auto row) {
+                    const DotI from = codes_of_x(row, std::integral_constant<int, J>());
+                    dots[row][vector] = add_fours(add_fours(dots[row][vector], pairs(low, from)), pairs(high, from));
+                });
+            });
+        });
+    } else {
+        constexpr int MOST = Source::BITS == 4 ? 8 : Source::BITS == 5 ? 4 : 2;  // sums that fit in a word
+        constexpr int RUN = MOST < STEPS ? MOST : STEPS;
+        each<STEPS / RUN>([&](auto run) {
+            DotI words[ROWS][TILE_VECTORS];
+            each<RUN>([&](auto step) {
+                constexpr int J = HALF * STEPS + run * RUN + step;
+                each<TILE_VECTORS>([&](auto vector) {
+                    const DotU codes = block.template codes<J>(vector);
+                    each<ROWS>([&](auto row) {
+                        const DotI both = pairs(codes, codes_of_x(row, std::integral_constant<int, J>()));
+                        words[row][vector] = step == 0 ? both : add_words(words[row][vector], both);
+                    });
+                });
+            });
+            each<ROWS>([&](auto row) {
+                each<TILE_VECTORS>(
+                    [&](auto vector) { dots[row][vector] = add_fours(dots[row][vector], words[row][vector]); });
+            });
+        });
+    }
+#else
+    each<STEPS>([&](auto step) {
+        constexpr int J = HALF * STEPS + step;
+        DotU codes[TILE_VECTORS];
+        each<TILE_VECTORS>([&](auto vector) { codes[vector] = block.template codes<J>(vector); });
+        each<ROWS>([&](auto row) {
+            const DotI from = codes_of_x(row, std::integral_constant<int, J>());
+            each<TILE_VECTORS>([&](auto vector) { dots[row][vector] = dot(dots[row][vector], codes[vector], from); });
+        });
+    });
+#endif
+}
+
+// Adds to result[row][output] for TILE_VECTORS vectors from `vector` on; x: the first row's
+// blocks, stride blocks from row to row.
+template <int ROWS, class Source>
+TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t num_blocks, int vector,
+                                                   const TokendQuantised* x, int64_t stride, float* result) {
+    const Source source = from;
+    DotF sums[ROWS][TILE_VECTORS];
+    each<ROWS>([&](auto row) {
+        each<TILE_VECTORS>(
+            [&](auto i) { sums[row][i] = load<DOT_LANES>(result + row * PANEL + (vector + i) * DOT_LANES); });
+    });
+    for (int64_t index = 0; index < num_blocks; index++, x++) {
+        const auto block = source.block(index, vector);
+        if (vector == 0) source.fetch_ahead(index);
+        each<Source::HALVES>([&](auto half) {
+            DotI dots[ROWS][TILE_VECTORS];
+            each<ROWS>([&](auto row) {
+                const int32_t* minus = x[row * stride].minus;
+                const int32_t sum = Source::HALVES == 2 ? minus[half] : minus[0] + minus[1];
+                const DotI start = splat_int(Source::HAS_LOW ? DOTS_START : DOTS_START + sum * source.zero);
+                each<TILE_VECTORS>([&](auto i) { dots[row][i] = start; });
+            });
+            add_products<Source, half>(block, x, stride, dots);
+            each<TILE_VECTORS>([&](auto i) {
+                const ScaledDots scaled(block.scale(half, i));
+                each<ROWS>([&](auto row) {
+                    const DotF scale_of_x = splat<DOT_LANES>(x[row * stride].scale);
+                    sums[row][i] = fused(scaled(dots[row][i]), scale_of_x, sums[row][i]);
+                });
+            });
+        });
+        if constexpr (Source::HAS_LOW)
+            each<TILE_VECTORS>([&](auto i) {
+                const DotF low = block.low(i);
+                each<ROWS>([&](auto row) {
+                    sums[row][i] = fused(low, splat<DOT_LANES>(x[row * stride].total), sums[row][i]);
+                });
+            });
+    }
+    each<ROWS>([&](auto row) {
+        each<TILE_VECTORS>(
+            [&](auto i) { store<DOT_LANES>(result + row * PANEL + (vector + i) * DOT_LANES, sums[row][i]); });
+    });
+}
+
+// The same for any number of rows; `result` has PANEL floats for each. Tiles have
+// LARGEST rows, MIDDLE or 1: few kinds, because every kind of every source is compiled.
+template <int LARGEST, int MIDDLE, class Source>
+void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride, int64_t num_rows,
+           float* result) {
+    for (int64_t row = 0; row < num_rows;) {
+        const int64_t left = num_rows - row;
+        const auto all_vectors = [&](auto rows) {
+            for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
+                tile<rows>(source, num_blocks, vector, x + row * stride, stride, result + row * PANEL);
+            row += rows;
+        };
+        // 8 = 4 + 4, rather than 6 + 1 + 1
+        const bool two_halves = LARGEST < 2 * MIDDLE && left >= 2 * MIDDLE && left < LARGEST + MIDDLE;
+        if (left >= LARGEST && !two_halves)
+            all_vectors(std::integral_constant<int, LARGEST>());
+        else if (left >= MIDDLE)
+            all_vectors(std::integral_constant<int, MIDDLE>());
+        else
+            all_vectors(std::integral_constant<int, 1>());
+    }
+}
+
+}  // namespace tokend

@@ -1,0 +1,62 @@
+// Which codes each weight format needs, and which kernel multiplies with them.
+#include "products/bf16/bf16_format.h"
+#include "products/packed/packed.h"
+#include "products/packed/packed_format.h"
+#include "products/rotated/rotated_format.h"
+#include "products/weight_formats.h"
+
+#include <algorithm>
+
+
+namespace tokend {
+
+int64_t most_code_bytes(int64_t num_rows, int64_t in_features) {
+    const int64_t of_blocks = num_rows * (in_features / 32) * int64_t(sizeof(TokendQuantised));
+    return std::max(
+        {of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
+}
+
+bool has_codes(int64_t format, int64_t dtype, int64_t in_features) {
+    return format != TOKEND_BF16 || !bf16_rows_in_place(dtype, in_features);
+}
+
+void code_row(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
+              void* codes) {
+    if (format == TOKEND_BF16) return code_bf16_row(dtype, in_features, row, x, codes);
+    TokendProduct product = {};
+    product.input_dtype = dtype;
+    product.input = x;
+    if (format == TOKEND_ROTATED) {
+        const CodesLayout layout(num_rows, in_features);
+        layout.facts(codes)[row] =
+            code_input(product, in_features, 0, row_scratch(in_features), layout.codes(codes, row));
+    } else {
+        quantise_row(product, in_features, 0, static_cast<TokendQuantised*>(codes) + row * (in_features / 32));
+    }
+}
+
+void multiply_codes(const TokendLinearPart& part, int64_t dtype, int64_t num_rows, const RowsOf& input, const void* codes,
+                    const RowsOf& output, bool adds) {
+    TokendProduct product = {};
+    product.num_rows = num_rows;
+    product.input_dtype = dtype;
+    product.input_stride = input.stride;
+    product.input = input.memory;
+    product.bias_dtype = part.bias_dtype;
+    product.bias = part.bias;
+    product.output_dtype = dtype;
+    product.output_stride = output.stride;
+    product.output = output.memory;
+    product.adds = adds;
+    switch (part.format) {
+        case TOKEND_PACKED:
+            return tokend_quantised_product(static_cast<const TokendPackedShape*>(part.weight), &product,
+                                            static_cast<const TokendQuantised*>(codes));
+        case TOKEND_ROTATED:
+            return tokend_coded_product(static_cast<const TokendRotatedShape*>(part.weight), &product, codes);
+        case TOKEND_BF16:
+            return tokend_bf16_coded_product(static_cast<const TokendBf16Shape*>(part.weight), &product, codes);
+    }
+}
+
+}  // namespace tokend

@@ -1,0 +1,145 @@
+"""FlashInfer's kernels for norm, gate and rotation, for 16-bit activations on a GPU.
+
+usable_flashinfer returns the library or None. What its kernels do not support goes to our own
+(triton_kernels.py): other dtypes, rows whose size is no multiple of a 16-byte vector, and norms
+added to a residual. The library's fused_add_rmsnorm has no use here: products already add to the
+residual at their end.
+"""
+
+import functools
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from worker.device.accelerator import Accelerator
+from worker.layers.rotary import Rotation
+from worker.layers.scratch import Scratch
+
+if TYPE_CHECKING:
+    from worker.layers.activation import Activation, Gate
+    from worker.layers.norm import NormArithmetic
+
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
+VECTOR_BYTES: Final = 16
+_MANY_TOKENS: Final = 8192
+
+
+VERSION = "0.6.18.post1"
+"""The one that the code was written against; the same as in the extra `gpu`."""
+
+logger = logging.getLogger("tokend.worker")
+
+
+def installed_version() -> str | None:
+    """Return the installed version of flashinfer-python, or None."""
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def import_flashinfer() -> Any:
+    """Import the library so that its norms are compiled by nvcc.
+
+    With nvidia-cutlass-dsl installed the library would compile them with that instead, at the
+    first step; it reads this variable when it is imported.
+    """
+    os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
+    import flashinfer
+
+    return flashinfer
+
+
+@functools.cache
+def usable_flashinfer() -> Any | None:
+    """Return the module flashinfer, or None to use our own kernels; logs which, once."""
+    if installed_version() != VERSION:
+        logger.info("norms and gates run on our own kernels: FlashInfer %s is needed", VERSION)
+        return None
+    library = import_flashinfer()
+    logger.info("norms, gates and rotations run on FlashInfer")
+    return library
+
+
+class FlashInferNorm:
+    """RMSNorm by FlashInfer; `own` is for inputs that the library does not support.
+
+    A float32 weight, such as Gemma's with the 1 added, is not a 16-bit weight: then `own` computes
+    everything, because `gemma_rmsnorm` would round the weight.
+    """
+
+    def __init__(
+        self, library: Any, weight: torch.Tensor, eps: float, own: "NormArithmetic"
+    ) -> None:
+        self._own = own
+        self._weight = weight.contiguous()
+        self._norm = library.rmsnorm
+        self._eps = eps
+        self.add_norm = self._own.add_norm
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of x [..., size]; rows of x may be a stride apart."""
+        if not self._takes(x):
+            return self._own.norm(x)
+        out = x.new_empty(x.shape)
+        self._norm(x, self._weight, self._eps, out=out)
+        return out
+
+    def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
+        if not self._takes(x):
+            return self._own.norm_into(x, out)
+        self._norm(x, self._weight, self._eps, out=out.tensor)
+        return out.tensor
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        return x.dtype == self._weight.dtype and x.dtype in SIXTEEN_BITS
+
+
+class FlashInferGate:
+    """The MLP gate by FlashInfer; `own` is for inputs that the library does not support."""
+
+    def __init__(self, library: Any, name: "Activation", own: "Gate") -> None:
+        self._own = own
+        self._gate: Callable[..., Any] = (
+            library.silu_and_mul if name == "silu" else library.gelu_tanh_and_mul
+        )
+
+    def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
+        row_bytes = out.tensor.shape[1] * gate_up.element_size()
+        if gate_up.dtype not in SIXTEEN_BITS or row_bytes % VECTOR_BYTES:
+            return self._own(gate_up, out)
+        self._gate(gate_up, out=out.tensor)
+        return out.tensor
+
+
+class FlashInferRotary:
+    """Rotates queries and keys of a step in place, in one launch."""
+
+    def __init__(self, library: Any, accelerator: Accelerator) -> None:
+        self._rope = library.apply_rope_with_cos_sin_cache_inplace
+        self._accelerator = accelerator
+        # The table of a step has its tokens' own rotations, one after the other. Graphs go on
+        # reading the numbers that they were recorded with.
+        self._numbers = [self._count_to(_MANY_TOKENS)]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> None:
+        """Rotate query and key, [T, n, head_dim] each with heads and dims contiguous."""
+        num_tokens, _, head_dim = query.shape
+        if num_tokens > len(self._numbers[-1]):
+            self._numbers.append(self._count_to(2 * num_tokens))
+        self._rope(
+            self._numbers[-1][:num_tokens],
+            query.view(num_tokens, -1),
+            key.view(num_tokens, -1),
+            head_dim,
+            rotation.view(num_tokens, head_dim),
+            is_neox=True,
+        )
+
+    def _count_to(self, end: int) -> torch.Tensor:
+        """Return int64 0, 1, 2, … on the device."""
+        return self._accelerator.zeros(end, torch.int64).add_(1).cumsum(0).sub_(1)

@@ -1,0 +1,120 @@
+"""Which format the weights of a model get: the requested one, or the best for this CPU.
+
+The choice depends on CPU, settings and file types alone, never on timing, so every start of a
+daemon chooses alike.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from proto.config import CpuWeights, DType, ModelConfig
+from proto.errors import ConfigError
+from proto.prepared_model import TensorIndex
+from worker.kernels import Kernels, KernelsUnavailableError
+from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.loader.formats import (
+    ROTATED_VARIANTS,
+    AmxFormat,
+    Bf16Format,
+    DenseFormat,
+    Int8Format,
+    MixedFormat,
+    PackedFormat,
+    RotatedFormat,
+    WeightFormat,
+)
+
+_NUM_NAMED: Final = 4
+_DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
+_QUANTISED_SHARE: Final = 0.5
+"""Part of the bytes in blocks from which on a model counts as quantised."""
+
+
+def activation_dtype(config: ModelConfig) -> DType:
+    """Return the dtype of the activations; dense weights fix it to their own."""
+    return _DTYPE_OF_WEIGHTS.get(config.cpu_weights, config.dtype)
+
+
+def choose_format(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    index: TensorIndex,
+    matrix_flags: tuple[str, ...],
+    load_kernels: Callable[[], Kernels],
+) -> WeightFormat:
+    """Return the format for a model's weights, with activations of `dtype`.
+
+    matrix_flags: features of the CPU that multiply bfloat16 matrices.
+    Raises ConfigError for a format that needs kernels if there are none.
+
+    bfloat16 weights use our kernels if there are any. "auto" gives dense weights if a float type
+    was requested that has no block products or that promises exactness (--dtype float32, float16),
+    or without kernels. Otherwise a quantised model stays `packed`, and a dense model becomes
+    bfloat16 if the CPU multiplies it, or `int8`. With "auto", blocks get a second copy of 8 bits
+    with one scale per output if the CPU has instructions that make many rows of these faster.
+    """
+    if config.cpu_weights == "f32" or config.dtype == "float16":
+        return DenseFormat(dtype)
+    if config.cpu_weights == "auto" and config.dtype == "float32":
+        return DenseFormat(dtype)
+    try:
+        kernels = load_kernels()
+    except KernelsUnavailableError as reason:
+        if config.cpu_weights not in ("auto", "bf16"):
+            raise ConfigError(
+                f"--cpu-weights {config.cpu_weights} needs kernels: {reason}", "cpu_weights"
+            ) from None
+        return DenseFormat(dtype)
+    dense = Bf16Format(kernels) if dtype == torch.bfloat16 else DenseFormat(dtype)
+    blocks = PackedFormat(kernels, dense, dtype)
+    int8 = RotatedFormat(Int8Format(kernels, dense, dtype), dense, kernels)
+    match config.cpu_weights:
+        case "bf16":
+            return dense
+        case "packed":
+            return blocks
+        case "int8":
+            return int8
+    if part_in_blocks(index) >= _QUANTISED_SHARE:
+        return _with_many_rows(blocks, dense, matrix_flags, kernels)
+    return int8 if dtype == torch.float32 else dense
+
+
+def _with_many_rows(
+    blocks: PackedFormat, dense: DenseFormat, matrix_flags: tuple[str, ...], kernels: Kernels
+) -> WeightFormat:
+    """Return the blocks with a second format for many rows, if that is worth its memory."""
+    if kernels.variant not in ROTATED_VARIANTS:
+        return blocks
+    if "amx_bf16" in matrix_flags and dense.dtype == torch.bfloat16:
+        return AmxFormat(blocks, kernels, dense)
+    return MixedFormat(blocks, kernels)
+
+
+def part_in_blocks(index: TensorIndex) -> float:
+    """Return the fraction of a model's bytes in quantisation blocks: 0 to 1."""
+    num_bytes: Counter[bool] = Counter()
+    for entry in index.tensors:
+        num_bytes[entry.type in GGUF_BLOCKS] += entry.num_bytes
+    return num_bytes[True] / max(1, num_bytes.total())
+
+
+def describe_memory(weight_format: WeightFormat) -> str:
+    """Return the memory of each format for the log: "packed 91.9 MiB + bf16 256.5 MiB"."""
+    memory = weight_format.memory
+    return " + ".join(f"{name} {size / (1 << 20):.1f} MiB" for name, size in memory.items())
+
+
+def describe_dense_weights(weight_format: WeightFormat) -> str:
+    """Return a line about weights that are dense for lack of a kernel; "" if there are none."""
+    names = weight_format.dense_names
+    if not names:
+        return ""
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return (
+        f"{len(names)} weights are dense, as the kernels have no whole blocks for them: "
+        f"{', '.join(sorted(names)[:_NUM_NAMED])}{more}"
+    )

@@ -1,0 +1,173 @@
+"""Rotary embeddings: their kinds, and reading them from a configuration.
+
+Older files have `rope_theta` beside `rope_scaling`; newer ones have both in
+`rope_parameters`. Families whose kinds of layers differ have a theta, or a `rope_parameters`, for
+each kind.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker.models.config_reader import ConfigReader
+
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class DefaultRope:
+    """Rotary embedding with frequencies theta^(-2i/d) (Su et al., RoFormer, section 3.4)."""
+
+    theta: float
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Rotary embedding with positions divided by `factor` (Chen et al., Position Interpolation)."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (Peng et al., sections 3.2 to 3.4).
+
+    beta_fast, beta_slow: rotations over the original length between which the ramp lies.
+    truncate: round the ends of the ramp to whole dimensions.
+    attention_factor: multiplies cosines and sines, so query times key gets its square.
+    """
+
+    theta: float
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class FactorsRope:
+    """Frequencies divided by factors [head_dim / 2] that come with the weights."""
+
+    theta: float
+    factors: tuple[float, ...]
+
+
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
+
+
+@dataclass(frozen=True)
+class KindOfRope:
+    """The rotary embedding of the layers of one kind.
+
+    kind: as in `layer_types`. theta_key: the older key of its theta, whose default is `theta`.
+    scaled: whether `rope_scaling` applies to this kind.
+    """
+
+    kind: str
+    theta_key: str
+    theta: float
+    scaled: bool
+
+
+def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
+    """Return the rotary embedding; raises ModelError for a kind or a key that is not supported."""
+    older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+    theta = config.number("rope_theta", _DEFAULT_THETA)
+    original = config.get("original_max_position_embeddings")
+    key = "rope_scaling" if older else "rope_parameters"
+    values: dict[str, Any] = dict(older or newer)
+    if original is not None:
+        values["original_max_position_embeddings"] = original
+    return _rope_from_values(values, key, theta, max_position)
+
+
+def ropes_by_kind(
+    config: ConfigReader, kinds: tuple[KindOfRope, ...], max_position: int
+) -> dict[str, Rope]:
+    """Return the rotary embedding of each kind of layer; raises like rope_from_config."""
+    older = config.mapping("rope_scaling")
+    newer = ConfigReader(config.mapping("rope_parameters"), where="rope_parameters")
+    ropes = {}
+    for layers in kinds:
+        theta = config.number(layers.theta_key, layers.theta)
+        values, where = newer.mapping(layers.kind), f"rope_parameters: {layers.kind}"
+        if older and layers.scaled:
+            values, where = older, "rope_scaling"
+        ropes[layers.kind] = _rope_from_values(values, where, theta, max_position)
+    newer.refuse_unread()
+    return ropes
+
+
+def _rope_from_values(
+    values: Mapping[str, Any], where: str, theta: float, max_position: int
+) -> Rope:
+    rope = ConfigReader(values, where)
+    theta = rope.number("rope_theta", theta)
+    kind = rope.get("type")
+    kind = rope.get("rope_type") or kind or "default"
+    rope.must_be("partial_rotary_factor", 1)
+    parsed = _parse(rope, kind, theta, max_position)
+    rope.refuse_unread()
+    return parsed
+
+
+def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Rope:
+    match kind:
+        case "default":
+            rope.get("original_max_position_embeddings")
+            return DefaultRope(theta)
+        case "linear":
+            rope.get("original_max_position_embeddings")
+            return LinearRope(theta, rope.number("factor"))
+        case "llama3":
+            return Llama3Rope(
+                theta=theta,
+                factor=rope.number("factor"),
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+                original_max_position=rope.integer(
+                    "original_max_position_embeddings", max_position
+                ),
+            )
+        case "yarn":
+            return _yarn(rope, theta, max_position)
+        case _:
+            raise rope.refusal("rope_type", kind, "supported: default, linear, llama3, yarn")
+
+
+def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
+    original = rope.integer("original_max_position_embeddings", max_position)
+    factor = rope.number("factor", max_position / original)
+    inferred = _magnitude(factor, 1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        mscale, mscale_all = rope.number("mscale"), rope.number("mscale_all_dim")
+        inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+    return YarnRope(
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", inferred),
+    )
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """Return YaRN's correction of the attention temperature (section 3.4, equation 15)."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
