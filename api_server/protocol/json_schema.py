@@ -314,21 +314,17 @@ class _Rewriter:
                     schema[name] = tightened
 
     def _literals(self, schema: dict[str, Any]) -> None:
-        """Integers beyond 2^53 in `enum` become `const`s, which the compiler keeps exactly."""
-        values = schema.get("enum")
-        if isinstance(values, list) and any(_largest_integer(value) > 1 << 53 for value in values):
-            del schema["enum"]
-            consts = [{"const": value} for value in values]
-            schema["allOf"] = [*schema.get("allOf", []), {"anyOf": consts}]
-        for key, literals in (("enum", values or []), ("const", [schema.get("const")])):
-            for value in literals if isinstance(literals, list) else []:
-                nested = isinstance(value, dict | list)
-                _refuse_control_characters(key, value)
-                if _largest_integer(value) > (1 << 53 if nested else (1 << 63) - 1):
-                    raise InvalidRequestError(
-                        f"{key}: integers of 64 bits are supported, those within arrays and "
-                        f"objects up to 2^53; got {_shown(value)}"
-                    )
+        """Refuse literals that the compiler would change: it keeps integers as float64."""
+        for key in ("enum", "const"):
+            if key not in schema:
+                continue
+            _refuse_control_characters(key, schema[key])
+            inexact = _first_inexact_integer(schema[key])
+            if inexact is not None:
+                raise InvalidRequestError(
+                    f"{key}: {inexact} is not supported, only integers below 2^63 that a float64 "
+                    "holds exactly (all up to 2^53)"
+                )
 
 
 def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> int | float | None:
@@ -411,14 +407,14 @@ def _requires_absent(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def _largest_integer(value: Any) -> int:
-    """The largest magnitude of an integer in a JSON value; 0 without one."""
+def _first_inexact_integer(value: Any) -> int | None:
+    """Return the first integer in a JSON value that changes as a float64 or exceeds 63 bits."""
     if isinstance(value, bool):
-        return 0
+        return None
     if isinstance(value, int):
-        return abs(value)
+        return None if abs(value) <= _MAX_INTEGER and int(float(value)) == value else value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max(map(_largest_integer, parts), default=0)
+    return next((one for one in map(_first_inexact_integer, parts) if one is not None), None)
 
 
 def _refuse_control_characters(key: str, value: Any) -> None:
