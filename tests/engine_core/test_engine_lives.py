@@ -77,10 +77,10 @@ class FrontEnd:
         ]
         self.errors = {}
 
-    def begins(self, request, *, alone):
+    def report_begun(self, request, *, alone):
         entry = self.open[request.request_id]
         entry.alone = entry.alone or alone
-        entry.note_progress(RequestProgress(request.request_id, 0, 0))
+        entry.record_progress(RequestProgress(request.request_id, 0, 0))
 
     def meet(self, epoch):
         """Start an engine and send it all open requests."""
@@ -101,9 +101,9 @@ class FrontEnd:
         engine.tokens.clear()
 
     def lose(self):
-        any_begun = any(each.begun for each in self.open)
+        any_started = any(each.started for each in self.open)
         for each in self.unfinished:
-            each.lose_engine(CRASHES, others_begun=any_begun)
+            each.lose_engine(CRASHES, others_started=any_started)
 
     @property
     def unfinished(self):
