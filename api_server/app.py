@@ -46,7 +46,7 @@ def create_app(app_state: AppState) -> FastAPI:
     app.add_middleware(DrainMiddleware)
     keys = read_api_keys(app_state.config)
     if keys:
-        open_paths = frozenset(each.path for each in files)
+        open_paths = frozenset(file.path for file in files)
         if app_state.config.metrics_open:
             open_paths |= {"/metrics"}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | open_paths)

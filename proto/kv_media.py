@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from proto.errors import ConfigError
-from proto.kv_transfer_config import FIELD, KVTransferConfig, wrong
+from proto.kv_transfer_config import FIELD, KVTransferConfig, config_key_error
 
 TEMPORARY: Final = ".new"
 """Suffix of a file that is being written."""
@@ -60,9 +60,9 @@ def own_folder(disk_path: str) -> Path:
     try:
         found = os.lstat(own)
     except OSError as error:
-        raise wrong("disk_path", f"{own} cannot be made: {error.strerror}") from None
+        raise config_key_error("disk_path", f"{own} cannot be made: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode):
-        raise wrong("disk_path", f"{own} is not a folder")
+        raise config_key_error("disk_path", f"{own} is not a folder")
     if found.st_uid == os.geteuid() and found.st_mode & 0o077:
         own.chmod(0o700)
     return own
@@ -89,7 +89,7 @@ def check_private(folder: str | Path) -> None:
         fault = f"may be written to by others (mode {mode:04o})"
     else:
         return
-    raise wrong(
+    raise config_key_error(
         "disk_path",
         f"needs a folder of this user alone (one below it is made so), or of a group: "
         f"{folder} {fault}",

@@ -141,23 +141,23 @@ def kv_transfer_config(text: str | None) -> KVTransferConfig:
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise _wrong(f"takes JSON: {error}") from None
+        raise _config_error(f"takes JSON: {error}") from None
     return from_document(document)
 
 
 def from_document(document: Any) -> KVTransferConfig:
     """Convert decoded JSON into the configuration of one connector."""
     if not isinstance(document, dict):
-        raise _wrong(f"takes a JSON object, got {shown(document)}")
+        raise _config_error(f"takes a JSON object, got {shown(document)}")
     known = KVTransferConfig.__struct_fields__
     if unknown := sorted(set(document) - set(known)):
-        raise _wrong(f"has no {', '.join(map(shown, unknown))}; it has {', '.join(known)}")
+        raise _config_error(f"has no {', '.join(map(shown, unknown))}; it has {', '.join(known)}")
     try:
         config = msgspec.convert(document, KVTransferConfig)
     except msgspec.ValidationError as error:
-        raise _wrong(shown(error)) from None
+        raise _config_error(shown(error)) from None
     if not config.kv_connector:
-        raise _wrong("needs kv_connector, the name of a connector")
+        raise _config_error("needs kv_connector, the name of a connector")
     return config
 
 
@@ -186,17 +186,23 @@ def offload_settings(
     settings = _convert_by_key(common, OffloadSettings)
     size = settings.block_size or block_size
     if size < 1 or size % block_size:
-        raise wrong("block_size", f"must be a multiple of --block-size {block_size}, got {size}")
+        raise config_key_error(
+            "block_size", f"must be a multiple of --block-size {block_size}, got {size}"
+        )
     narrowest = min((window for window in windows if window is not None), default=None)
     if narrowest is not None and size > block_size and size >= narrowest:
-        raise wrong(
+        raise config_key_error(
             "block_size",
             f"must be less than the model's window of {narrowest} tokens, got {size}",
         )
     if settings.store_threshold < 0:
-        raise wrong("store_threshold", f"must be 0 or more, got {settings.store_threshold}")
+        raise config_key_error(
+            "store_threshold", f"must be 0 or more, got {settings.store_threshold}"
+        )
     if settings.max_tracker_size < 1:
-        raise wrong("max_tracker_size", f"must be 1 or more, got {settings.max_tracker_size}")
+        raise config_key_error(
+            "max_tracker_size", f"must be 1 or more, got {settings.max_tracker_size}"
+        )
     return settings, size // block_size
 
 
@@ -207,9 +213,11 @@ def cpu_settings(extra: Mapping[str, Any]) -> CPUSettings:
     }
     if unknown := sorted(own.keys() - set(CPUSettings.__struct_fields__)):
         known = [*CPUSettings.__struct_fields__, *OffloadSettings.__struct_fields__]
-        raise wrong(unknown[0], f"is not known; there are {', '.join(known)}")
+        raise config_key_error(unknown[0], f"is not known; there are {', '.join(known)}")
     if "cpu_bytes_to_use" not in own:
-        raise wrong("cpu_bytes_to_use", f"is needed by {CPU_SPEC}: bytes of memory, of all ranks")
+        raise config_key_error(
+            "cpu_bytes_to_use", f"is needed by {CPU_SPEC}: bytes of memory, of all ranks"
+        )
     return _convert_by_key(own, CPUSettings)
 
 
@@ -217,9 +225,11 @@ def disk_settings(extra: Mapping[str, Any]) -> DiskSettings:
     """Return the settings of a disk; unknown keys are refused."""
     settings = _convert(DISK_SPEC, extra, DiskSettings)
     if not os.path.isabs(settings.disk_path):
-        raise wrong("disk_path", f"must be an absolute path, got {settings.disk_path!r}")
+        raise config_key_error("disk_path", f"must be an absolute path, got {settings.disk_path!r}")
     if settings.disk_bytes_to_use < 1:
-        raise wrong("disk_bytes_to_use", f"must be at least 1, got {settings.disk_bytes_to_use}")
+        raise config_key_error(
+            "disk_bytes_to_use", f"must be at least 1, got {settings.disk_bytes_to_use}"
+        )
     _check_seconds(load_timeout=settings.load_timeout, store_timeout=settings.store_timeout)
     return settings
 
@@ -234,9 +244,11 @@ def remote_settings(extra: Mapping[str, Any]) -> RemoteSettings:
         remote_retry_seconds=settings.remote_retry_seconds,
     )
     if (settings.remote_url is None) == (settings.remote_url_file is None):
-        raise wrong("remote_url", "or remote_url_file is needed, and not both")
+        raise config_key_error("remote_url", "or remote_url_file is needed, and not both")
     if settings.remote_url is not None and _parse_url("remote_url", settings.remote_url).password:
-        raise wrong("remote_url", "must not have a password, which other users could read")
+        raise config_key_error(
+            "remote_url", "must not have a password, which other users could read"
+        )
     return settings
 
 
@@ -253,16 +265,16 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
             url = stream.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise wrong("remote_url_file", f"{settings.remote_url_file}: {reason}") from None
+        raise config_key_error("remote_url_file", f"{settings.remote_url_file}: {reason}") from None
     return _parse_url("remote_url_file", url)
 
 
-def wrong(key: str, what: str) -> ConfigError:
+def config_key_error(key: str, what: str) -> ConfigError:
     """Make the error about one key of kv_connector_extra_config."""
     return ConfigError(f"--kv-transfer-config: kv_connector_extra_config.{key} {what}", FIELD)
 
 
-def _wrong(what: str) -> ConfigError:
+def _config_error(what: str) -> ConfigError:
     return ConfigError(f"--kv-transfer-config {what}", FIELD)
 
 
@@ -275,7 +287,7 @@ def _convert_by_key(values: Mapping[str, Any], kind: type[_S]) -> _S:
         try:
             msgspec.convert(value, field_type)
         except msgspec.ValidationError as error:
-            raise wrong(key, f"is wrong: {error}") from None
+            raise config_key_error(key, f"is wrong: {error}") from None
     return msgspec.convert(values, kind)
 
 
@@ -283,7 +295,9 @@ def _convert(spec: str, extra: Mapping[str, Any], kind: type[_S]) -> _S:
     known = {key: extra[key] for key in kind.__struct_fields__ if key in extra}
     for key in extra:
         if key not in known and key not in OffloadSettings.__struct_fields__:
-            raise wrong(key, f"is not known to {spec}; it has {', '.join(kind.__struct_fields__)}")
+            raise config_key_error(
+                key, f"is not known to {spec}; it has {', '.join(kind.__struct_fields__)}"
+            )
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
@@ -298,13 +312,15 @@ def _parse_url(key: str, url: str) -> RemoteAddress:
         parts = urlsplit(url)
         port = parts.port or _REDIS_PORT
     except ValueError:
-        raise wrong(key, "is not a URL") from None
+        raise config_key_error(key, "is not a URL") from None
     unix = parts.scheme == "unix"
     if parts.scheme not in _SCHEMES or not (parts.path if unix else parts.hostname):
-        raise wrong(key, "must be redis://HOST:PORT/DATABASE, rediss://… or unix:///PATH")
+        raise config_key_error(
+            key, "must be redis://HOST:PORT/DATABASE, rediss://… or unix:///PATH"
+        )
     database = "" if unix else parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
-        raise wrong(key, "names a database that is no number")
+        raise config_key_error(key, "names a database that is no number")
     return RemoteAddress(
         host=parts.hostname or "",
         port=port,
@@ -319,4 +335,6 @@ def _parse_url(key: str, url: str) -> RemoteAddress:
 def _check_seconds(**values: float) -> None:
     for key, value in values.items():
         if not 0.0 < value < 3600.0:
-            raise wrong(key, f"must be more than 0 and less than 3600 seconds, got {value}")
+            raise config_key_error(
+                key, f"must be more than 0 and less than 3600 seconds, got {value}"
+            )

@@ -7,7 +7,7 @@ from proto.errors import ErrorInfo
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of one sequence."""
+    """Log-probabilities of consecutive positions of one sequence."""
 
     seq_id: int
     arrays: LogprobsArrays
@@ -17,17 +17,18 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Sampled tokens and log-probabilities of one step.
 
     seq_ids: every sequence of the step, in the order new requests, cached requests.
-    sampled_token_ids: parallel; empty for a sequence whose prompt is not complete yet.
+    sampled_token_ids: the tokens of each sequence, one for each sampled position of the step; empty
+        for a sequence whose prompt is not complete yet.
     logprobs: of the sampled tokens, for sequences that request them.
     prompt_logprobs: of positions computed in this step, for sequences that request them;
         position p (from 1) is the log-probability of prompt token p.
     compute_seconds: time from the message to the sampled tokens; for steps queued on a device,
-        from the end of the step before.
-    error: the step failed, and the worker exits.
-    failed_seq_ids: sequences whose hidden states or logits are not finite. They have no
+        from the end of the previous step.
+    error: why the step failed; the worker exits.
+    failed_seq_ids: sequences with NaN or infinity in hidden states or logits. They have no
         sampled tokens.
-    candidates: for rows of a beam search whose last token is computed, the best next tokens in
-        order, without ranks; nothing is sampled for them.
+    candidates: for beams whose last token is computed, the best next tokens in order, without
+        ranks; no token is sampled for them.
     """
 
     epoch: int

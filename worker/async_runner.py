@@ -24,7 +24,7 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Download, Downloader
-from worker.input_batch import InputBatch, SampledPositions
+from worker.input_batch import InputBatch
 from worker.model_runner import (
     NO_GRAMMARS,
     DeviceTokens,
@@ -39,6 +39,7 @@ from worker.model_runner import (
 )
 from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
 from worker.sampling.logprobs import logprobs_of_sequences, pack_logprobs
+from worker.step_inputs import SampledPositions
 
 
 class DeviceTime:

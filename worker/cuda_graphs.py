@@ -22,8 +22,9 @@ from worker.attention.base import AttentionBackend
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Accelerator
 from worker.device.devices import gib
-from worker.input_batch import BlockTable, StepInputs, dummy_inputs
+from worker.input_batch import BlockTable, dummy_inputs
 from worker.models.decoder import Decoder
+from worker.step_inputs import StepInputs
 
 logger = logging.getLogger("tokend.graphs")
 

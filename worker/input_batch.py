@@ -1,17 +1,16 @@
-"""What the worker remembers of each sequence between steps, and the arrays of a step.
+"""What the worker remembers of each sequence between steps, and how a step's inputs are built.
 
 A running sequence has a row in arrays that a step reads with one index operation. A preempted
 sequence keeps its tokens and gives up its row. Rows never move. Start with `InputBatch.apply`, then
-`build_inputs`; `sample_last_tokens` is the one place that says which positions are sampled.
+`build_inputs`, which is the one place that says how many positions of a row are sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
@@ -19,6 +18,7 @@ from proto.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 from worker.attention.base import AttentionInputs
 from worker.sampling.logit_edits import RowEdits
 from worker.sampling.row_params import RowParams, neutral_params, record_of
+from worker.step_inputs import SampledPositions, StepInputs, sample_last_tokens
 
 
 class BlockTable:
@@ -62,7 +62,7 @@ _OTHER_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """The constant part of a sequence."""
+    """The properties of a sequence that never change."""
 
     seq_id: int
     prompt_token_ids: list[int]
@@ -72,7 +72,7 @@ class RowState:
 
 
 class InputBatch:
-    """The sequences that a worker knows, as arrays indexed by row, [num_rows] unless said.
+    """The sequences that a worker knows. Arrays are indexed by row, [num_rows] unless said.
 
     token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
     num_tokens, num_prompt_tokens: int32.
@@ -105,7 +105,7 @@ class InputBatch:
 
     @staticmethod
     def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-        """Return the bytes of a batch when all rows have been used at full length.
+        """Return the most bytes that a batch takes, with all rows at full length.
 
         Logit edits of rows are not included.
         """
@@ -139,8 +139,7 @@ class InputBatch:
 
     def sampled_positions(self, inputs: StepInputs, seq_ids: Sequence[int]) -> SampledPositions:
         """Return the sampled positions of a step. seq_ids: [S], of the sequences of `inputs`."""
-        num_sampled = np.diff(inputs.sample_start)
-        sequences = np.repeat(np.arange(len(num_sampled)), num_sampled)
+        sequences = inputs.sampled_sequences()
         rows = inputs.rows[sequences]
         ends = inputs.positions[inputs.sample_tokens] + 1
         drafts: dict[int, tuple[int, ...]] = {}
@@ -161,9 +160,9 @@ class InputBatch:
     def append_sampled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append tokens to rows, both [n]. Several tokens of a row stand side by side."""
         index = self.num_tokens[rows]
-        is_first = np.append([True], rows[1:] != rows[:-1])
-        if not is_first.all():
-            number = np.arange(len(rows))
+        follows = rows[1:] == rows[:-1]
+        if follows.any():
+            number, is_first = np.arange(len(rows)), np.append([True], ~follows)
             index += (number - np.maximum.accumulate(np.where(is_first, number, 0))).astype(
                 np.int32
             )
@@ -209,7 +208,7 @@ class InputBatch:
     def need_host(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return the rows whose results only the host can make in a step, bool [n].
+        """Return the rows, bool [n], with results that can only be computed on the host.
 
         These are candidates of a beam, and log-probabilities of prompt tokens that follow the
         first token of the step. num_computed: int32 [n], tokens computed before the step.
@@ -317,122 +316,6 @@ class InputBatch:
         if seq_id in self._row_of:
             self._release_row(seq_id)
         self._sequences.pop(seq_id, None)
-
-
-# The arrays of one step, built from rows and counts with numpy.
-#
-# sequence       0          1     2
-# tokens       | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
-# positions      0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
-# seq_lens       5           18  35
-# sampled              (4)  (5)   -          sample_start = [0 1 2 2], sample_tokens = [4 5]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What the model and the sampler need; T tokens, S sequences, N sampled positions.
-
-    A sampled position is a token whose logits give the next token. A sequence has any number of
-    them, in order; today 0 or 1.
-
-    token_ids, positions: int64 [T].
-    rows: int64 [S], rows of the sequences.
-    query_start: int32 [S + 1], where each sequence's tokens begin.
-    seq_lens: int32 [S], tokens of each sequence once the step is computed.
-    num_computed: int32 [S], tokens computed before the step.
-    sample_start: int32 [S + 1], where each sequence's sampled positions begin.
-    sample_tokens: int64 [N], index on the token axis of each sampled position.
-    attention: of each KV cache group; they differ in their block tables and slots.
-    """
-
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    query_start: NDArray[np.int32]
-    seq_lens: NDArray[np.int32]
-    num_computed: NDArray[np.int32]
-    sample_start: NDArray[np.int32]
-    sample_tokens: NDArray[np.int64]
-    attention: tuple[AttentionInputs, ...]
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has exactly one token in this step."""
-        return len(self.token_ids) == len(self.rows)
-
-    @property
-    def samples_every_token(self) -> bool:
-        """Whether the logits of all tokens are needed."""
-        return len(self.sample_tokens) == len(self.token_ids)
-
-    def sampled_hidden(self, hidden: torch.Tensor, sample_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [N, H] of the sampled positions, out of hidden [T, H].
-
-        sample_tokens: those of the inputs, on the device of the hidden states.
-        """
-        return hidden if self.samples_every_token else hidden.index_select(0, sample_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledPositions:
-    """The N sampled positions of a step, or some of them, with what sampling needs to know.
-
-    sequences: int64 [N], index of the sequence in the step. rows: int64 [N]. seq_ids: [N].
-    output_index: int32 [N], index of the output token that is sampled there, 0 for the first.
-    drafts: index in [0, N) → tokens of the step that precede this position and are not yet among
-        the known tokens of the row. Empty while each row has at most one sampled position.
-    """
-
-    sequences: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    seq_ids: list[int]
-    output_index: NDArray[np.int32]
-    drafts: Mapping[int, tuple[int, ...]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def select(self, chosen: NDArray[np.bool_]) -> SampledPositions:
-        """Return the positions where `chosen`, bool [N], is True."""
-        indices = chosen.nonzero()[0].tolist()
-        return SampledPositions(
-            self.sequences[chosen],
-            self.rows[chosen],
-            [self.seq_ids[index] for index in indices],
-            self.output_index[chosen],
-            {new: self.drafts[old] for new, old in enumerate(indices) if old in self.drafts},
-        )
-
-    def last_of_rows(self) -> NDArray[np.int64] | None:
-        """Return the index of each row's last position; None if no row has several.
-
-        Positions of a row stand side by side.
-        """
-        if not self.drafts:
-            return None
-        is_last = np.append(self.sequences[1:] != self.sequences[:-1], [True])
-        return is_last.nonzero()[0]
-
-
-def decodes_first(step: SchedulerOutput) -> NDArray[np.int64]:
-    """Return an order of the step's sequences, int64 [S]: those with one token come first."""
-    counts = [request.num_scheduled_tokens for request in step.new_requests]
-    counts += step.cached_requests.num_scheduled_tokens
-    return np.argsort(np.array(counts) > 1, kind="stable")
-
-
-def sample_last_tokens(
-    query_start: NDArray[np.int32], num_sampled: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return sample_start int32 [S + 1] and sample_tokens int64 [N] of `StepInputs`.
-
-    num_sampled: int32 [S], how many of the last tokens of each sequence are sampled.
-    """
-    sample_start = np.zeros_like(query_start)
-    np.cumsum(num_sampled, out=sample_start[1:])
-    # Sampled position j of a sequence that ends at token e and at sample f is token e - f + j.
-    shift = np.repeat(query_start[1:] - sample_start[1:], num_sampled)
-    return sample_start, shift + np.arange(sample_start[-1], dtype=np.int64)
 
 
 def build_inputs(

@@ -22,20 +22,13 @@ from worker.attention.base import AttentionBackend
 from worker.cuda_graphs import DecodeGraphs
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import HostPlacement, Placement
-from worker.input_batch import (
-    NO_LOGPROBS,
-    PENDING,
-    InputBatch,
-    StepInputs,
-    build_inputs,
-    decodes_first,
-    dummy_inputs,
-)
+from worker.input_batch import NO_LOGPROBS, PENDING, InputBatch, build_inputs, dummy_inputs
 from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sampling.logprobs import concatenate, prompt_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
+from worker.step_inputs import StepInputs, decodes_first
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most bytes of prompt logits in memory at once."""
@@ -46,7 +39,7 @@ GrammarSource = Callable[[SchedulerOutput], GrammarOutput]
 
 
 def no_grammars(step: SchedulerOutput) -> GrammarOutput:
-    """Be the GrammarSource of steps without constrained sequences."""
+    """GrammarSource for runs without constrained sequences; a call is a mistake of the caller."""
     raise AssertionError(f"step {step.step} has no grammar masks")
 
 
@@ -310,7 +303,7 @@ class ModelRunner:
 
 
 class FinishedStep:
-    """A launched step whose answer is known. See QueuedStep of async_runner.py for the other."""
+    """A launched step whose answer is known; QueuedStep (async_runner.py) is one in progress."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output

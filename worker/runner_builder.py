@@ -16,7 +16,7 @@ from proto.faults import FaultInjector
 from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import InitializeCache, Notice, Progress
 from worker.async_runner import AsyncModelRunner, Runner
-from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
 from worker.attention.kv_store import KVStore, TritonStore
@@ -93,7 +93,7 @@ class RunnerBuilder:
     def _build_on_host(
         self, cache: KVCache, batch: InputBatch, connector: WorkerConnector
     ) -> ModelRunner:
-        shape = attention_shape(self._loaded.model)
+        shape = self._loaded.model.spec.attention_shape
         backend = create_backend(self._config.device.attention_backend, cache, shape)
         attention = with_hooks(backend, connector)
         runner = ModelRunner(self._model(), attention, create_sampler(), batch, cache)
@@ -170,12 +170,6 @@ class RunnerBuilder:
         self._has_checked_rows = True
 
 
-def attention_shape(model: Decoder) -> AttentionShape:
-    """Return the shape of the attention of a model."""
-    spec = model.spec
-    return spec.attention_shape
-
-
 class FaultyModel(Decoder):
     """A model whose hidden states are NaN in steps with an injected fault; weights are shared.
 
@@ -226,7 +220,7 @@ class CudaRunnerBuilder:
         self._kernels = kernels
         self._sampler = sampler
         self._dtype = dtype
-        self._shape = attention_shape(model)
+        self._shape = model.spec.attention_shape
 
     def build(
         self,

@@ -58,11 +58,11 @@ FromEngine = InitializeCache | SchedulerOutput | GrammarOutput
 
 
 class StepAbandonedError(Exception):
-    """The engine of this step has died, or the worker is stopping."""
+    """Raised in a step that waits for grammar masks when its engine dies or the worker stops."""
 
 
 class Inbox:
-    """Messages of one engine epoch that have not been processed, in the order of arrival.
+    """Messages from the engine that the worker has not processed, in the order of arrival.
 
     Grammar masks are kept apart: a step fetches its own while it runs, and by then the next step
     may have arrived before them. The engine sends masks only for the oldest step in flight, so new
@@ -98,15 +98,15 @@ class EngineWait:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time, unless it is running."""
+        """Start the time limit, unless it is running."""
         self._end = min(self._end, self._clock() + ENGINE_SECONDS)
 
     def end(self) -> None:
-        """Stop the time: an engine is connected."""
+        """Stop the time limit, because an engine has connected."""
         self._end = math.inf
 
     def seconds_left(self) -> float | None:
-        """Return the rest, None if no engine is awaited; raise ProcessDiedError after the limit."""
+        """Return the rest of the limit, None if it is stopped; raise ProcessDiedError after it."""
         left = self._end - self._clock()
         if left <= 0.0:
             raise ProcessDiedError(f"no engine has connected for {ENGINE_SECONDS:g} s")
@@ -127,7 +127,7 @@ class RankWaitTimer:
         self._since = 0.0
 
     def is_due(self, step: int | None) -> bool:
-        """Return True once for a step that is the oldest unfinished one for LONG_WAIT_SECONDS.
+        """Return True, once a step, when it was the oldest unfinished one for LONG_WAIT_SECONDS.
 
         step: its number now; None if all are finished.
         """
@@ -197,7 +197,7 @@ class Worker:
         self._phases.end("weights")
 
     def run(self) -> None:
-        """Run steps until `Shutdown`; raise ProcessDiedError if no engine follows a dead one."""
+        """Run steps until `Shutdown`; raise ProcessDiedError if a dead engine is not replaced."""
         try:
             self._run_loop()
         finally:

@@ -15,11 +15,12 @@ from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
 from worker.cuda_graphs import DecodeGraphs
-from worker.input_batch import BlockTable, StepInputs
+from worker.input_batch import BlockTable
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
+from worker.step_inputs import StepInputs
 
 DTYPE = torch.bfloat16
 BLOCK = 16

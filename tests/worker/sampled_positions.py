@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from worker.input_batch import InputBatch, SampledPositions
+from worker.input_batch import InputBatch
+from worker.step_inputs import SampledPositions
 
 
 def last_positions(

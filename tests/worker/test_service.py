@@ -53,7 +53,8 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
 
 
 def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
+    heads = SimpleNamespace(num_kv_heads=1, head_dim=8)
+    spec = SimpleNamespace(windows=(None,), attention_shape=heads, vocab_size=10)
     monkeypatch.setattr(loaded_model, "load_model", lambda *_: SimpleNamespace(spec=spec))
     monkeypatch.setattr(loaded_model, "spec_from_config", Mock())
     monkeypatch.setattr(loaded_model, "read_index", Mock())

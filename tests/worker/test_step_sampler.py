@@ -12,10 +12,11 @@ from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestD
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend
 from tests.worker.sampling.test_device_edits import HostAccelerator
-from worker.input_batch import InputBatch, StepInputs, build_inputs, sample_last_tokens
+from worker.input_batch import InputBatch, build_inputs
 from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
 from worker.sampling.logprobs import pack_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
+from worker.step_inputs import StepInputs, sample_last_tokens
 
 VOCAB = 50
 PROMPT = [1, 2, 3]

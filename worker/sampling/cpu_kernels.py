@@ -1,13 +1,14 @@
-"""The parts of sampling that cost time on a CPU, as kernels: best token, edits, filters, draw.
+"""The interface of sampling backends, and the one that calls the C++ kernels for CPUs.
+
+A backend finds best tokens, edits logits, filters and draws; torch_backend.py is the other one.
 
 The draw is Gumbel-max over one row of logits:
 
     token = argmax_i  logit_i / T − ln(−ln u_i)
 
 u_i is a function of (seed, choice, position, token id i) alone, so a request with a seed draws
-the same token in any row of any batch on any device. Only near ties of the perturbed logits can
-be changed by small differences of the logits, which inverting the cumulated distribution does not
-promise.
+the same token in any row of any batch on any device. Small differences of the logits change the
+token only at near ties; a draw by the cumulated distribution would not have this property.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ from worker.sampling.row_params import ROW_PARAMS, RowParams
 
 
 class RowChange(NamedTuple):
-    """Edits of the logits of one greedy row. suppressed: token ids that cannot be chosen yet."""
+    """Logit edits of one greedy row. suppressed: stop tokens before min_tokens."""
 
     row: int
     edits: RowEdits
@@ -37,8 +38,8 @@ class RowChange(NamedTuple):
 class Best:
     """The best token of each row.
 
-    logits: float32 [N], the largest before edits, NaN where a row has a NaN.
-    token_ids: int64 [N], the best after edits, lowest id among equals.
+    logits: float32 [N], the largest logit before edits, NaN if the row has a NaN.
+    token_ids: int64 [N], the best token after edits, lowest id among equals.
     """
 
     logits: npt.NDArray[np.float32]
@@ -46,17 +47,14 @@ class Best:
 
     @property
     def nonfinite(self) -> npt.NDArray[np.bool_]:
-        """Bool [N]: rows with a NaN or +inf, or with nothing but −inf.
-
-        Single −inf are valid: masks put them there.
-        """
+        """Rows, bool [N], with a NaN or +inf, or with nothing but −inf; other −inf are valid."""
         return ~np.isfinite(self.logits)
 
 
 class SamplingBackend(Protocol):
-    """Works on the rows `rows` int64 [N] of logits float32 [M, V].
+    """The operations of sampling on logits float32 [M, V].
 
-    params: records [N] of these rows, with temperatures above 0.
+    rows: int64 [N], the rows to work on. params: their records [N], with temperatures above 0.
     """
 
     def best(self, logits: torch.Tensor, changes: Sequence[RowChange] = ()) -> Best:
@@ -64,22 +62,22 @@ class SamplingBackend(Protocol):
         ...
 
     def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
-        """Make the edits of some rows in place, see logit_edits.py."""
+        """Apply logit edits to some rows in place, see logit_edits.py."""
         ...
 
     def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
-        """Write −inf in place over the tokens that the filters drop; never over the best one."""
+        """Write −inf over the tokens that the filters remove; the best token always stays."""
         ...
 
     def draw(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams
     ) -> npt.NDArray[np.int64]:
-        """Return token ids [N]; −inf is never drawn, equal sums give the lowest id."""
+        """Draw a token for each row; return token ids [N]. A logit of −inf is never drawn."""
         ...
 
 
 class KernelBackend:
-    """SamplingBackend by the compiled kernels; reference.py defines what they give."""
+    """SamplingBackend on the compiled C++ kernels; TorchBackend defines the results."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

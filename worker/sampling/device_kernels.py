@@ -1,10 +1,10 @@
 """The Triton kernels of sampling on a device: edits of logits, and the keyed draw.
 
-    listed   numbers added to single logits: biases, −inf for tokens that are forbidden
-    rows     penalties from counts that are on the device, then −inf for what a mask rules out
-    draw     token = argmax of logit / T plus noise, for all rows of a step at once
+    listed   values added to single logits: biases, and −inf for forbidden tokens
+    rows     penalties from counts on the device, then −inf for tokens that a mask rules out
+    draw     argmax of logit / T plus Gumbel noise, for all rows of a step
 
-They give the same numbers as the kernels of the CPU.
+Their results equal those of the CPU kernels bit for bit.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,23 @@ from worker.sampling.logit_edits import WORD_BITS
 from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
 
 SEEN: Final = 1 << 30
-"""Bit of a count: the token was among those the host sent. The other bits count outputs."""
+"""Bit of an entry of the counts: the token is in the prompt or in the outputs that the host sent.
+The bits below count outputs."""
 ANY_TOKEN: Final = -1
-"""In ListedEdits.needed: the edit applies whatever the row's last token is."""
+"""In ListedEdits.needed: the edit does not depend on the row's last token."""
 NONE: Final = -1
-"""In RowEditArrays: the row has no counts, or no mask."""
+"""In RowEditArrays.slots and masks: the row has no counts, or no mask."""
 _LISTED_BLOCK: Final = 128
 _ROW_BLOCK: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ListedEdits:
-    """E numbers added to single logits, as arrays of one device or of the host.
+    """E values added to single logits, on one device or on the host.
 
     index: int64 [E], row · V + token. value: float32 [E]; −inf forbids a token.
-    source: int64 [E], a row of `last`. needed: int64 [E]: the edit is made only where this is the
-    last token of the source row; ANY_TOKEN makes it always.
+    source: int64 [E], a row of the batch. needed: int64 [E], the last token that this row must have
+    for the edit to apply, or ANY_TOKEN.
     """
 
     index: torch.Tensor
@@ -44,7 +45,7 @@ class ListedEdits:
 
 @dataclass(frozen=True, slots=True)
 class RowEditArrays:
-    """R rows, each with penalties or a mask or both.
+    """Penalties and masks of R rows.
 
     rows: int64 [R], of the logits. slots: int64 [R], of the counts, or NONE. masks: int64
     [R], rows of `words`, or NONE. rules: float32 [R, 3], repetition, frequency and presence
@@ -59,7 +60,7 @@ class RowEditArrays:
 
 
 def largest_edits(num_rows: int, vocab_size: int) -> list[npt.NDArray[Any]]:
-    """Return the fields of `RowEditArrays`, flat, of a step that takes the most memory.
+    """Return the fields of `RowEditArrays`, flat, for the step that takes the most memory.
 
     Every row has a slot, a penalty of each kind, and a mask that allows all tokens.
     """
@@ -70,14 +71,14 @@ def largest_edits(num_rows: int, vocab_size: int) -> list[npt.NDArray[Any]]:
 
 
 class TritonEdits:
-    """Edits of logits float32 [N, V], contiguous, in place; waits for nothing."""
+    """Kernels that edit logits float32 [N, V], contiguous, in place; they are only queued."""
 
     def __init__(self) -> None:
         self.listed_kernel = _listed_kernel()
         self.kernel = _rows_kernel()
 
     def add_listed(self, logits: torch.Tensor, listed: ListedEdits, last: torch.Tensor) -> None:
-        """Add numbers to single logits. last: int64, the last token of every row of the worker."""
+        """Add values to single logits. last: int64, the last token of every row of the batch."""
         count = len(listed.index)
         self.listed_kernel[(-(-count // _LISTED_BLOCK),)](
             logits,
@@ -92,10 +93,10 @@ class TritonEdits:
         )
 
     def edit_rows(self, logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
-        """Make penalties, then write −inf over what masks rule out.
+        """Apply penalties, then write −inf over tokens that masks rule out.
 
-        counts: int32 [S, V]: 0 for a token that was not seen; see SEEN. A product and a
-        difference are rounded each, as on the host.
+        counts: int32 [S, V], number of outputs plus SEEN; 0 for a token that never occurred. Each
+        product and each difference is rounded separately, as on the host.
         """
         vocab_size = logits.shape[1]
         self.kernel[(len(edits.rows), -(-vocab_size // _ROW_BLOCK))](
@@ -115,11 +116,11 @@ class TritonEdits:
 
 
 def _listed_kernel() -> Any:
-    """One program for each block of listed edits."""
+    """Return the Triton kernel of `add_listed`; a program handles a block of listed edits."""
     import triton
     import triton.language as tl
 
-    # Triton reads the annotations too, and knows none but its own.
+    # Triton reads annotations and accepts only its own.
     def add_listed(  # type: ignore[no-untyped-def]
         logits,
         indices,
@@ -145,11 +146,11 @@ def _listed_kernel() -> Any:
 
 
 def _rows_kernel() -> Any:
-    """One program for each chunk of each row."""
+    """Return the Triton kernel of `edit_rows`; a program handles a chunk of a row."""
     import triton
     import triton.language as tl
 
-    # Triton reads the annotations too, and knows none but its own.
+    # Triton reads annotations and accepts only its own.
     def edit_chunk(  # type: ignore[no-untyped-def]
         logits,
         counts,
@@ -171,12 +172,12 @@ def _rows_kernel() -> Any:
         address = logits + tl.load(rows + number) * vocab_size + token
         logit = tl.load(address, mask=inside, other=0.0)
         entry = tl.load(counts + slot * vocab_size + token, mask=inside & (slot >= 0), other=0)
-        said = (entry & (seen - 1)).to(tl.float32)
+        num_outputs = (entry & (seen - 1)).to(tl.float32)
         repetition = tl.load(rules + 3 * number)
         frequency = tl.load(rules + 3 * number + 1)
         presence = tl.load(rules + 3 * number + 2)
         scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
-        changed = scaled - frequency * said - tl.where(said > 0, presence, 0.0)
+        changed = scaled - frequency * num_outputs - tl.where(num_outputs > 0, presence, 0.0)
         logit = tl.where(entry != 0, changed, logit)
         word = tl.load(
             words + word_row * num_words + token // 32, mask=inside & (word_row >= 0), other=0
@@ -188,17 +189,17 @@ def _rows_kernel() -> Any:
 
 
 _DRAW_COUNTERS: Final = 512
-"""Philox counters of a chunk, four tokens each."""
+"""Philox counters of a chunk; a counter gives the random words of four tokens."""
 
 
 class TritonDraw:
-    """The keyed draw of cpu_kernels.py for all rows of a step, in two passes.
+    """The draw of cpu_kernels.py, keyed by (seed, choice, position), for all rows of a step.
 
-        row       [ chunk 0 | chunk 1 | … ]      best sum and token of each chunk, by the kernel
-        result    the best of these, the first among equals, by torch
+        row       [ chunk 0 | chunk 1 | … ]      the kernel finds best sum and token of a chunk
+        result    torch takes the best of these, the first among equals
 
-    Sums are float64, as on a CPU, so that no tie is made by rounding. A temperature of 0 gives
-    the best token of the row.
+    Sums are float64, as on a CPU, so that rounding makes no ties. A temperature of 0 gives the best
+    token of the row.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class TritonDraw:
         choice: torch.Tensor,
         position: torch.Tensor,
     ) -> torch.Tensor:
-        """Return token ids int64 [N] of logits float32 [N, V], contiguous; wait for nothing.
+        """Queue the draw; return token ids int64 [N] for logits float32 [N, V], contiguous.
 
         temperature: float32 [N], 0 or more. seed, choice, position: int64 [N], the bits of
         unsigned numbers. −inf is never drawn; equal sums give the lowest id.
@@ -240,11 +241,11 @@ class TritonDraw:
 
 
 def _draw_kernel() -> Any:
-    """One program for each chunk of each row."""
+    """Return the Triton kernel of the draw; a program handles a chunk of a row."""
     import triton
     import triton.language as tl
 
-    # Triton reads the annotations too, and knows none but its own.
+    # Triton reads annotations and accepts only its own.
     def draw_chunk(  # type: ignore[no-untyped-def]
         logits,
         temperatures,

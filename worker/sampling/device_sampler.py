@@ -19,7 +19,7 @@ from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Placement
-from worker.input_batch import NO_LOGPROBS, InputBatch, SampledPositions
+from worker.input_batch import NO_LOGPROBS, InputBatch
 from worker.sampling.device_kernels import (
     ANY_TOKEN,
     NONE,
@@ -45,6 +45,7 @@ from worker.sampling.row_params import (
     torch_columns,
 )
 from worker.sampling.torch_backend import FilterPlan, filter_logits
+from worker.step_inputs import SampledPositions
 
 KeyedDraw = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor

@@ -2,8 +2,9 @@
 
     seed | choice | position | temperature | top_k | top_p | min_p
 
-The batch holds such an array, a step picks the records of its rows, and both samplers read them:
-the kernels of csrc as `struct RowParams`, a device as one tensor for each field.
+The batch holds an array of these records; a step selects the records of its rows. Both backends
+read them: the C++ kernels as `struct RowParams`, torch and Triton as one tensor for each field. The
+fields come from DRAW_PARAMETERS in proto/sampling_params.py, the one table of these parameters.
 """
 
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ seed, choice, position: the key of a draw; position is the index of the output t
 The others: DRAW_PARAMETERS of proto/sampling_params.py, in that order.
 """
 FILTERS: Final = tuple(name for name in DRAW_PARAMETERS if name != "temperature")
-"""Parameters that rule tokens out; a row with all of them at their defaults needs no filter."""
+"""Parameters that remove tokens; a row with all of them at their defaults needs no filter."""
 
 RowParams = npt.NDArray[np.void]
 """An array [N] of ROW_PARAMS."""
@@ -44,12 +45,12 @@ def neutral_params(num_rows: int) -> RowParams:
 
 
 def record_of(params: SamplingParams, seed: int, choice: int) -> tuple[Any, ...]:
-    """Return the record of a request, to be assigned to an element of such an array."""
+    """Return the record of a request, a tuple to be assigned to an element of RowParams."""
     return (seed, choice, 0, *(getattr(params, name) for name in DRAW_PARAMETERS))
 
 
 def needs_filter(params: RowParams) -> npt.NDArray[np.bool_]:
-    """Bool [N]: the rows with a filter."""
+    """Return the rows, bool [N], with at least one filter."""
     found = np.zeros(len(params), dtype=np.bool_)
     for name in FILTERS:
         found |= params[name] != DRAW_PARAMETERS[name]
@@ -57,7 +58,7 @@ def needs_filter(params: RowParams) -> npt.NDArray[np.bool_]:
 
 
 def torch_columns(params: RowParams, names: Iterable[str]) -> list[npt.NDArray[Any]]:
-    """Return the fields as arrays [N] of the types torch computes with: int64 or float64."""
+    """Return the named fields as arrays [N] of types that torch computes with: int64, float64."""
     columns = [params[name] for name in names]
     return [
         column.astype(np.float64 if column.dtype.kind == "f" else np.int64) for column in columns

@@ -30,7 +30,7 @@ from proto.logit_edits import LogitEdits
 from proto.model_runner_output import RowLogprobs
 from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
-from worker.input_batch import NO_LOGPROBS, InputBatch, SampledPositions, StepInputs
+from worker.input_batch import NO_LOGPROBS, InputBatch
 from worker.kernels import KernelsUnavailableError, load_kernels
 from worker.sampling.cpu_kernels import KernelBackend, RowChange, SamplingBackend
 from worker.sampling.logit_edits import (
@@ -48,6 +48,7 @@ from worker.sampling.logprobs import (
 )
 from worker.sampling.row_params import RowParams, needs_filter
 from worker.sampling.torch_backend import TorchBackend
+from worker.step_inputs import SampledPositions, StepInputs
 
 logger = logging.getLogger("tokend.sample")
 
@@ -302,6 +303,8 @@ class StepSampler:
 
 def _has_mask(grammars: GrammarOutput, positions: SampledPositions) -> npt.NDArray[np.bool_]:
     """Return the positions, bool [N], whose sequences are constrained by a grammar."""
+    if not grammars.seq_ids:
+        return np.zeros(len(positions), dtype=np.bool_)
     masked = set(grammars.seq_ids)
     has_mask = (seq_id in masked for seq_id in positions.seq_ids)
     return np.fromiter(has_mask, np.bool_, len(positions))

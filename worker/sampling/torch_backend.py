@@ -1,8 +1,8 @@
-"""Sampling in torch and numpy: on a host without compiled kernels, and its filters on any device.
+"""Sampling in torch and numpy, for hosts without compiled kernels; filters for any device.
 
 noise      Philox-4x32-10 words, a function of (seed, choice, position, token id) alone
-order      a higher logit first, among equals the lower id; top-k, logprobs and ranks follow it
-filters    min-p, top-k, top-p, each on the distribution that the one before it left
+order      a higher logit first, then the lower id; top-k, logprobs and ranks use it
+filters    min-p, top-k, top-p, each applied to the result of the one before
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from worker.sampling.logit_edits import NEVER, EditsByRow, edit_logits
 from worker.sampling.row_params import FILTERS, RowParams, torch_columns
 
 ROUNDS: Final = 10
-"""Of Philox. Algorithm and constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As
-Easy as 1, 2, 3" (SC 2011), section 3.4."""
+"""Rounds of Philox. Algorithm and constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers:
+As Easy as 1, 2, 3" (SC 2011), section 3.4."""
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD: Final = np.uint64(0xFFFFFFFF)
@@ -30,7 +30,7 @@ STREAM_SAMPLE: Final = 0
 
 
 def philox_4x32_10(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDArray[np.uint64]:
-    """counter [4, n], 32-bit words held in uint64 → the four output words, [4, n]."""
+    """Return the four output words [4, n] of counters [4, n]: 32-bit words held in uint64."""
     c0, c1, c2, c3 = counter
     for round_number in range(ROUNDS):
         keys = [
@@ -48,7 +48,7 @@ def philox_4x32_10(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt
 
 
 def token_words(seed: int, choice: int, position: int, num_tokens: int) -> npt.NDArray[np.uint64]:
-    """Word x_i of every token id i in [0, num_tokens): uint64 below 2^32."""
+    """Return the random word x_i of every token id i, uint64 [num_tokens], below 2^32."""
     num_counters = -(-num_tokens // 4)
     counter = np.empty((4, num_counters), dtype=np.uint64)
     counter[0] = np.arange(num_counters, dtype=np.uint64)
@@ -58,7 +58,7 @@ def token_words(seed: int, choice: int, position: int, num_tokens: int) -> npt.N
 
 
 def gumbel_noise(seed: int, choice: int, position: int, num_tokens: int) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise −ln(−ln u_i) with u_i = (x_i + ½)·2⁻³², float64 [num_tokens]."""
+    """Return Gumbel noise −ln(−ln u_i) with u_i = (x_i + ½)·2⁻³², float64 [num_tokens]."""
     words = token_words(seed, choice, position, num_tokens).astype(np.float64)
     uniform = (words + 0.5) * 2.0**-32
     return -np.log(-np.log(uniform))
@@ -69,7 +69,7 @@ _VALUE_BITS: Final = 0x7FFFFFFF
 
 
 def order_keys(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [N, V] → int64 [N, V], unique in a row; a better token has a larger key.
+    """Return sort keys int64 [N, V] of logits float32 [N, V]; a better token has a larger key.
 
     | logit as an order-preserving int32 | 2^32 - 1 - id |
     """
@@ -77,7 +77,7 @@ def order_keys(logits: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_bits(logits: torch.Tensor) -> torch.Tensor:
-    """float32 to int32 in the same order; both zeros are one."""
+    """Map float32 to int32 so that the order stays; −0 and +0 become equal."""
     bits = (logits + 0.0).view(torch.int32)
     return torch.where(bits < 0, bits ^ _VALUE_BITS, bits)
 
@@ -87,15 +87,15 @@ def _pack_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def token_ids_of(keys: torch.Tensor) -> torch.Tensor:
-    """The token ids, int64, in keys made by order_keys."""
+    """Return the token ids, int64, in keys made by `order_keys`."""
     return _LOW_32_BITS - (keys & _LOW_32_BITS)
 
 
 def best_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best token ids of each row in order, int64 [N, count].
+    """Return the `count` best token ids of each row in order, int64 [N, count].
 
-    topk leaves open which of several equal logits it takes and in which order; keys
-    decide, over the whole row only where a tie crosses the edge.
+    torch.topk does not define the order of equal logits, so keys decide; keys of the whole row are
+    needed only if a tie crosses the last place.
     """
     if count == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64)
@@ -108,7 +108,7 @@ def best_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def token_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Rank of token_ids int64 [N, 1] in each row, 1 for the best, int64 [N]."""
+    """Return the rank of token_ids int64 [N, 1] in each row, int64 [N]; the best token has 1."""
     chosen = logits.gather(1, token_ids)
     ids = torch.arange(logits.shape[1], device=logits.device)
     better = (logits > chosen) | ((logits == chosen) & (ids < token_ids))
@@ -121,10 +121,10 @@ _SCORE_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class FilterPlan:
-    """Which filters the rows of a step need, decided on the host so that no device is waited for.
+    """Which filters the rows of a step need; decided on the host, to avoid waiting for the device.
 
-    most_k: largest top-k below the size of the vocabulary; 0 where no row has one.
-    bounded: every row with a top-p has a top-k, too.
+    most_k: largest top-k below the vocabulary size, 0 if no row has one.
+    bounded: whether every row with a top-p has a top-k too.
     """
 
     min_p: bool
@@ -151,11 +151,11 @@ def filter_logits(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Return logits float32 [N, V] with −inf over the tokens that a row's filters drop.
+    """Return logits float32 [N, V] with −inf over the tokens that a row's filters remove.
 
-    The order is min-p, top-k, top-p; each sees the distribution that the one before it left. The
-    best token always stays. No vocabulary is sorted: a top-p looks through as many of the best
-    tokens as the largest top-k, where every row with a top-p has one; else see `_nucleus`.
+    The order is min-p, top-k, top-p, each applied to the result of the one before. The best token
+    always stays. The vocabulary is never sorted: if every row with a top-p has a top-k, only the
+    largest top-k of tokens are examined, otherwise see `_nucleus`.
     temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `torch_columns` gives them,
     top_k int64 [N], top_p and min_p float64 [N].
     """
@@ -175,7 +175,7 @@ def filter_logits(
         log_total = scaled.logsumexp(dim=1, keepdim=True)
         shares = (scaled.gather(1, token_ids_of(best)) - log_total).exp()
         reached = shares.cumsum(dim=1, dtype=torch.float64)
-        # The token at which the sum reaches p is the last one in.
+        # The token at which the sum reaches p is the last one kept.
         place = (reached < top_p[:, None]).sum(dim=1, keepdim=True).clamp(max=plan.most_k - 1)
         scaled = _drop(scaled, keys, best.gather(1, place), top_p < 1)
     elif plan.top_p:
@@ -184,9 +184,9 @@ def filter_logits(
 
 
 def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Bool [N, V]: the smallest set of best tokens whose probability reaches top_p [N].
+    """Return the smallest set of best tokens, bool [N, V], whose probability reaches top_p [N].
 
-    The value of the last token in it is searched for, a bit at a time:
+    A bisection over the bits of a float finds the logit of the last token in the set:
 
         scaled    [ 3.1 | 2.0 | 2.0 | 2.0 | 0.4 | … ]      p = 0.9
         shares      .5    .16   .16   .16   .01            of those above 2.0: .5; from 2.0 on: .98
@@ -199,11 +199,11 @@ def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     shares = (scaled - scaled.logsumexp(dim=1, keepdim=True)).exp()
 
     def share_from(least: torch.Tensor) -> torch.Tensor:
-        """Probability of all tokens with at least this value, float64 [N, 1]."""
+        """Return the probability of all tokens with at least this value, float64 [N, 1]."""
         chosen = shares.masked_fill(order < least.to(torch.int32), 0.0)
         return chosen.sum(dim=1, keepdim=True, dtype=torch.float64)
 
-    # From `low` on p is reached, from `high` on it is not; or it is never reached.
+    # Tokens from `low` on reach p, tokens from `high` on do not.
     low = torch.full_like(wanted, -(1 << _SCORE_BITS - 1), dtype=torch.int64)
     high = -low
     for _ in range(_SCORE_BITS):
@@ -213,7 +213,7 @@ def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     above, equal = order > low, order == low
     tied = shares.masked_fill(~equal, 0.0)
     before = shares.masked_fill(~above, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
-    # The token at which the sum reaches p is the last one in.
+    # The token at which the sum reaches p is the last one kept.
     before = before + tied.cumsum(dim=1, dtype=torch.float64) - tied
     return above | (equal & (before < wanted)) | (top_p >= 1)[:, None]
 
@@ -221,7 +221,7 @@ def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _drop(
     scaled: torch.Tensor, keys: torch.Tensor, last: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """−inf behind the key `last` [N, 1] of those `rows`, bool [N]."""
+    """Write −inf over tokens with a key below `last` [N, 1], in the rows `rows`, bool [N]."""
     limit = torch.where(rows[:, None], last, _WORST)
     return scaled.masked_fill(keys < limit, float("-inf"))
 

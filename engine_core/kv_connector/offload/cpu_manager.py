@@ -25,7 +25,7 @@ from engine_core.kv_connector.offload.eviction import (
     LRUPolicy,
     OffloadedBlock,
 )
-from proto.kv_transfer_config import cpu_settings, wrong
+from proto.kv_transfer_config import config_key_error, cpu_settings
 
 
 class CPUOffloadingManager:
@@ -171,7 +171,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> Offloadin
     slot_bytes = context.block_bytes * context.num_ranks
     num_slots = settings.cpu_bytes_to_use // slot_bytes
     if num_slots < 1:
-        raise wrong(
+        raise config_key_error(
             "cpu_bytes_to_use",
             f"holds no block: {settings.cpu_bytes_to_use} bytes, and a block of "
             f"{context.num_ranks} ranks has {slot_bytes}",

@@ -24,7 +24,7 @@ import torch
 from proto.host_resources import available_memory
 from proto.kv_connector import TransferJob
 from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_transfer_config import cpu_settings, wrong
+from proto.kv_transfer_config import config_key_error, cpu_settings
 from worker.device.accelerator import Accelerator, CopyStream
 from worker.kv_cache import KVCache
 from worker.kv_connector.offload.base import (
@@ -60,7 +60,7 @@ def make_handlers(
     num_bytes = cpu_settings(extra).cpu_bytes_to_use
     free = available_memory()
     if num_bytes > free:
-        raise wrong(
+        raise config_key_error(
             "cpu_bytes_to_use",
             f"is more than the {free} bytes of memory that are free: {num_bytes}",
         )
