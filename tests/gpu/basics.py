@@ -35,7 +35,7 @@ def versions(report: Report) -> None:
     # Without it the bridge to the library compiles one at its first import.
     report.figure("dlpack exchange", hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
     demand(gpu.capability() >= (8, 0), "needs compute capability 8.0")
-    gpu.kernels().library()
+    gpu.kernels().load_flashinfer()
 
 
 def ceilings(report: Report) -> None:

@@ -57,7 +57,7 @@ class Bench:
             spec.attention_shape,
             DTYPE,
             self.accelerator,
-            kernels.library(),
+            kernels.load_flashinfer(),
             kernels.store,
             Options(tuple(capture), max(capture, default=0) * -(-longest // BLOCK)),
         )
