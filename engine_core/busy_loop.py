@@ -168,7 +168,7 @@ class BusyLoop:
             if self._structured_output is not None:
                 errors = self._structured_output.find_violations(output, result)
                 if errors:
-                    self._io.publish(self._scheduler.end_with_errors(errors))
+                    self._io.publish(self._scheduler.fail_requests(errors))
             outputs = self._scheduler.update_from_output(output, result)
         except ImpossibleResultError as error:
             self._io.publish(error.outputs)
@@ -343,9 +343,9 @@ class EngineIO:
 
     def _end_expired(self) -> bool:
         """End requests, sessions and retained KV whose time is up. Return whether any ended."""
-        outputs = self._scheduler.sessions.end_overdue()
+        outputs = self._scheduler.sessions.end_idle_sessions()
         self._output_dispatcher.add_outputs(outputs)
-        kv_expired = self._scheduler.agent_sessions.end_overdue()
+        kv_expired = self._scheduler.agent_sessions.release_expired()
         requests_expired = self._input_processor.end_overdue_requests()
         return bool(outputs) or kv_expired or requests_expired
 
@@ -380,4 +380,4 @@ class EngineIO:
     def _abort_client(self, client: int) -> int:
         """Abort the requests of a front end that is gone. Return their number."""
         self._live_view.watch(client, wanted=False)
-        return self._scheduler.abort_client(client)
+        return self._scheduler.abort_client_requests(client)

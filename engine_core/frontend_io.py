@@ -16,7 +16,8 @@ from engine_core.kv_events import KVEventPublisher
 from engine_core.live_view import EngineViewPublisher
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
-from engine_core.scheduler.result import ClientOutputs, completion, stop_token
+from engine_core.scheduler.lifecycle import completion, stop_token
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.manager import StructuredOutputManager
 from engine_core.transport import FrontEndLinks
@@ -71,9 +72,9 @@ class InputProcessor:
             self._process_session_input(client, message)
         elif isinstance(message, Abort):
             stopped = message.reason == "stop_string"
-            self._scheduler.abort(message.request_id, message.choice, stopped=stopped)
+            self._scheduler.abort_request(message.request_id, message.choice, stopped=stopped)
         elif isinstance(message, TurnEnded):
-            self._scheduler.end_turn(message.request_id, message.job, message.tool)
+            self._scheduler.report_tool(message.request_id, message.job, message.tool)
         elif isinstance(message, AdminCall):
             self._output_dispatcher.add_reply(client, self._carry_out(message))
         elif isinstance(message, Watch):
@@ -81,9 +82,9 @@ class InputProcessor:
 
     def end_overdue_requests(self) -> bool:
         """End requests whose deadline has passed. Return whether there were any."""
-        overdue = self._scheduler.deadlines.take_overdue()
+        overdue = self._scheduler.deadlines.pop_overdue()
         for request in overdue:
-            self._scheduler.abort(request.request_id)
+            self._scheduler.abort_request(request.request_id)
             output = _error_output(request.request_id, request.error)
             self._output_dispatcher.add_output(request.client_index, output)
         return bool(overdue)
@@ -93,19 +94,19 @@ class InputProcessor:
         assert self._structured_output is not None
         compiled = self._structured_output.pop_compiled_requests()
         for client, request_id, error in compiled:
-            if not self._scheduler.knows(request_id):
+            if not self._scheduler.has_request(request_id):
                 continue  # its client has disconnected
             if error is None:
                 self._output_dispatcher.add_accepted(client, request_id)
             else:
-                self._scheduler.abort(request_id)
+                self._scheduler.abort_request(request_id)
                 output = _error_output(request_id, _invalid_request(error))
                 self._output_dispatcher.add_output(client, output)
         return bool(compiled)
 
     def _process_request(self, client: int, message: EngineCoreRequest) -> None:
         """Validate a request, apply the queue limits, and queue its choices."""
-        if self._scheduler.knows(message.request_id):
+        if self._scheduler.has_request(message.request_id):
             # An error output would end the stream of the running request with the same id.
             logger.error("front end %d sent request %d twice", client, message.request_id)
             return
@@ -114,12 +115,12 @@ class InputProcessor:
             if is_repeated_crash(message.crash_count, self._limits.crashes_until_isolated):
                 self._refuse(client, message, repeated_crash_error(message.crash_count))
                 return
-            self._scheduler.queue_limits.check(message)
+            self._scheduler.queue_limits.check_message(message)
             is_accepted = self._admit_grammar(client, message)
             next_seq_id = self._scheduler.next_seq_id
             for request in choices_of(message, next_seq_id, client, self._kv_cache.hasher):
                 if message.resumable:
-                    self._scheduler.sessions.open(request)
+                    self._scheduler.sessions.open_session(request)
                 self._add_choice(request, message)
         except InvalidRequestError as error:
             self._refuse(client, message, _invalid_request(error))
@@ -127,7 +128,7 @@ class InputProcessor:
             self._refuse(client, message, _queue_full(error))
         except Exception:  # one bad request must not end the engine
             logger.exception("request %d could not be added", message.request_id)
-            self._scheduler.abort(message.request_id)
+            self._scheduler.abort_request(message.request_id)
             self._refuse(client, message, INTERNAL_ERROR)
         else:
             if is_accepted:
@@ -149,8 +150,8 @@ class InputProcessor:
         status = completion(request, self._limits.max_model_len)
         if not status.is_finished:
             self._scheduler.add_request(request)
-            self._scheduler.queue_limits.enter(request)
-            self._scheduler.deadlines.enter(request, message)
+            self._scheduler.queue_limits.count_request(request)
+            self._scheduler.deadlines.track_request(request, message)
             if self._structured_output is not None:
                 self._structured_output.add_choice(request, message)
             return
@@ -171,17 +172,17 @@ class InputProcessor:
     def _process_session_input(self, client: int, message: SessionInput) -> None:
         """Begin or queue a turn of a session; invalid input ends the session."""
         sessions, request_id = self._scheduler.sessions, message.request_id
-        if not sessions.takes_input(client, request_id):
+        if not sessions.accepts_input(client, request_id):
             logger.warning("front end %d: request %d takes no input", client, request_id)
             return
         try:
             validate_input(message, self._limits)
-            outputs = sessions.take(message)
+            outputs = sessions.add_input(message)
         except InvalidRequestError as error:
-            outputs = [sessions.fail(request_id, _invalid_request(error))]
+            outputs = [sessions.fail_session(request_id, _invalid_request(error))]
         except Exception:  # one bad input must not end the engine
             logger.exception("request %d could not take its input", request_id)
-            outputs = [sessions.fail(request_id, INTERNAL_ERROR)]
+            outputs = [sessions.fail_session(request_id, INTERNAL_ERROR)]
         for output in outputs:
             self._output_dispatcher.add_output(client, output)
 
@@ -214,7 +215,7 @@ class InputProcessor:
 
     def _abort_all_requests(self) -> None:
         """Abort all requests, with a final output for each."""
-        outputs = self._scheduler.abort_everyone()
+        outputs = self._scheduler.abort_all_requests()
         for client, client_outputs in outputs.items():
             for request_id in {output.request_id for output in client_outputs}:
                 # A request whose grammar is being compiled has not been accepted yet.
@@ -269,7 +270,7 @@ class OutputDispatcher:
     def add_reply(self, client: int, reply: AdminReply) -> None:
         self._replies.append((client, reply))
 
-    def begins(self, request: Request, *, alone: bool) -> None:
+    def report_begun(self, request: Request, *, alone: bool) -> None:
         """Send at once that a request is about to be scheduled, because scheduling it may crash.
 
         alone: whether no other request is scheduled with it.
@@ -291,7 +292,7 @@ class OutputDispatcher:
         Statistics are sent in any case: with the message of one front end that gets one, otherwise
         to any front end that is alive.
         """
-        external_events = list(self._scheduler.kv_transfer.take_events())  # or they accumulate
+        external_events = list(self._scheduler.kv_transfer.pop_events())  # or they accumulate
         if self._kv_events is not None:
             self._kv_events.publish(external_events)
         replies, self._replies = self._replies, []
@@ -302,7 +303,7 @@ class OutputDispatcher:
         progress, self._progress = self._progress, {}
         addressed, alive = {*outputs, *accepted, *progress}, self._front_ends.alive
         clients = [client for client in alive if client in addressed] or alive[:1]
-        stats = self._scheduler.take_stats() if clients else None
+        stats = self._scheduler.pop_stats() if clients else None
         self.live_view.count(outputs, stats)
         for index, client in enumerate(clients):
             self._front_ends.send(

@@ -1,7 +1,6 @@
-"""A request as the engine sees it: one choice of one EngineCoreRequest.
+"""A request in the engine: one choice of an EngineCoreRequest, with its tokens and counters.
 
-Owns the token ids, the counters and the life cycle of a choice. Knows nothing
-of queues, blocks or text.
+Queues, blocks and text are unknown here. `Request` documents every attribute.
 """
 
 import enum
@@ -13,17 +12,17 @@ from proto.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is in its life. Numbers grow from waiting to finished.
+    """Status of a request; numbers grow from waiting to finished.
 
-    WAITING: in the queue, holds no blocks (but a session's next turn has those of the last).
-    WAITING_FOR_*: in the queue but set aside, until something else than room is there:
-        a grammar, KV from elsewhere, more input, a prefix that another request is
-        computing, the end of a pause, the prompt's KV from another choice, the
-        other rows of a beam search, the trial of a request that processes may have
-        died of.
+    WAITING: in the queue, without blocks (except a session's next turn, which has those of the
+        last one).
+    WAITING_FOR_*: parked in the queue until something other than room is there: a grammar, KV from
+        a connector, more input, a prefix that another request is computing, the end of a pause, the
+        prompt's KV of another choice, the other rows of a beam search, the trial of a request that
+        may have crashed processes.
     RUNNING: holds blocks and is scheduled.
-    PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
-    FINISHED_*: over; the number decides the finish reason.
+    PREEMPTED: back in the queue; its KV is lost, its tokens are kept.
+    FINISHED_*: ended; the number decides the finish reason.
     """
 
     WAITING = 0
@@ -49,12 +48,12 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def is_blocked(self) -> bool:
-        """It waits for something else than room."""
+        """Whether it waits for something other than room."""
         return RequestStatus.WAITING < self < RequestStatus.RUNNING
 
     @property
     def finish_reason(self) -> FinishReason:
-        """What the front end is told; raises KeyError for a request that is not finished."""
+        """Finish reason for the front end; raises KeyError for an unfinished request."""
         return _FINISH_REASONS[self]
 
 
@@ -68,42 +67,41 @@ _FINISH_REASONS = {
 
 
 class Request:
-    """One choice being generated. Only engine_core/scheduler changes it.
+    """One choice that is being generated. Only engine_core/scheduler and retention change it.
 
     Identity, fixed:
-        seq_id: names it towards the worker, never used twice in an epoch.
-        request_id, choice: name it towards the front end `client_index`.
-        prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
-            next turn of a session gets another list with its input).
-        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer, of
-            which in the live view only `reader` is told.
-        agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
-            the job's first turn came; continues_job: it is not the first, nor the last.
-            finds_retained_prefix: while it waits, its job retains the KV of an earlier turn.
-        stop_ids: token ids that end it. repetition: so do outputs that repeat themselves, if set.
-        seed, choice: key of its draws.
-        order: (priority, arrival, request id, choice); the lower goes first, where
-            the policy asks.
-        skip_reading_prefix_cache: every prompt position must be computed, because
-            prompt logprobs are asked for.
+        seq_id: its name in messages to workers, never used twice in an epoch.
+        request_id, choice: its name in messages to the front end `client_index`.
+        prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the next turn
+            of a session gets another list with its input).
+        tenant: for fairness; 0 for none. label: the id of its response, which the live view shows
+            only to `reader`.
+        agent: the agent's session that it is a turn of; its name is empty for none. job_arrival:
+            arrival of the session's first turn, in seconds; continues_job: whether it is neither
+            the first turn nor the last. finds_retained_prefix: whether the KV of an earlier turn is
+            retained for it while it waits.
+        stop_ids: token ids that end it. repetition: repeated outputs end it too, if set.
+        seed, choice: key of its random numbers.
+        order: (priority, arrival, request id, choice); the lower goes first by priority.
+        skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs.
     Tokens:
         all_token_ids: prompt, then verified outputs; grows at the end only.
-        spec_token_ids: drafts not verified yet.
+        spec_token_ids: drafts that are not verified yet.
     Counters, in tokens:
-        num_computed_tokens: positions [0, n) whose KV is valid or being computed.
-        num_output_placeholders: outputs being computed whose ids are not known yet; 0
-            where every step waits for the one before.
-        num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the
-            turn before, when first scheduled. num_external_tokens: of those, a connector's.
+        num_computed_tokens: positions [0, n) have KV that is valid or being computed.
+        num_output_placeholders: outputs being sampled whose ids are not known yet; 0 without
+            asynchronous scheduling.
+        num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the turn
+            before, when it was first scheduled. num_external_tokens: tokens that a connector had.
     Life cycle:
-        status, stop_reason (the stop token that ended it, unless it is an EOS),
-        num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
-        time): seconds on the machine's monotonic clock, None before it happened.
-        place: while it runs, a number that grows along the running list.
-        first_info_sent: FirstTokenInfo has left with an output.
-        kv_transfer_params: of one that is over: what its client is told of where its KV is, a
-            JSON object; empty for nothing.
-        crash_count: processes that died while this was computed, since it got further.
+        status, stop_reason (the stop token that ended it, unless it is an EOS), num_preemptions;
+        queued_at, scheduled_at (first time), preempted_at (every time): seconds of the machine's
+        monotonic clock, None before it happened.
+        running_index: while it runs, a number that grows along the running list.
+        first_info_sent: whether FirstTokenInfo was sent with an output.
+        kv_transfer_params: of a finished request, a JSON object for the client about where its KV
+            is; empty for none.
+        crash_count: crashes while it was being computed, since its last progress.
     """
 
     __slots__ = (
@@ -131,7 +129,6 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
-        "place",
         "preempted_at",
         "priority",
         "prompt_token_ids",
@@ -139,6 +136,7 @@ class Request:
         "reader",
         "repetition",
         "request_id",
+        "running_index",
         "sampling_params",
         "scheduled_at",
         "seed",
@@ -178,7 +176,7 @@ class Request:
         self.request_id = request_id
         self.choice = choice
         self.client_index = client_index
-        self._ask(prompt_token_ids, sampling_params)
+        self._set_prompt(prompt_token_ids, sampling_params)
         self.seed = seed
         self.priority = priority
         self.arrival_time = arrival_time
@@ -201,7 +199,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_cached_tokens = self.num_external_tokens = 0
         self.num_preemptions = 0
-        self.place = 0
+        self.running_index = 0
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
@@ -212,8 +210,8 @@ class Request:
         self.kv_transfer_params = b""
         self.crash_count = crash_count
 
-    def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
-        """What is wanted: everything that follows from prompt and parameters."""
+    def _set_prompt(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
+        """Set everything that follows from prompt and parameters."""
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
@@ -223,13 +221,13 @@ class Request:
         self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
 
     def next_turn(self, seq_id: int) -> "Request":
-        """The request that goes on where this one, a finished turn of a session, ended.
+        """Return the next turn of a session, which continues where this finished turn ended.
 
             this one    |------- prompt -------|---- outputs ----|x|
             next turn   |---------------- prompt ----------------|-- input to come --
 
-        The last output (x) was drawn and never computed: it is dropped. Its KV is not
-        handed over here.
+        The last output (x) was sampled and never computed, so it is dropped. Blocks are not handed
+        over here.
         """
         assert self.num_output_tokens > 0, f"{self!r} is not over"
         return Request(
@@ -249,26 +247,26 @@ class Request:
             reader=self.reader,
         )
 
-    def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
-        """The input of a turn that has not begun; the prompt becomes a new list."""
-        self._ask([*self.prompt_token_ids, *token_ids], sampling_params)
+    def append_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
+        """Append the input of a turn that has not begun; the prompt becomes a new list."""
+        self._set_prompt([*self.prompt_token_ids, *token_ids], sampling_params)
         self.all_token_ids += token_ids
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and verified outputs."""
+        """Number of prompt tokens and verified outputs."""
         return len(self.all_token_ids)
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """Prompt, verified outputs and drafts."""
+        """Number of prompt tokens, verified outputs and drafts."""
         return len(self.all_token_ids) + len(self.spec_token_ids)
 
     @property
     def num_tokens_ahead(self) -> int:
-        """Tokens that the next step may compute up to: also those that are being sampled.
+        """Number of tokens up to which the next step may compute, including placeholders.
 
-        Not the last one that the request can have, because nothing follows it.
+        Without the last token that the request can have, because no token follows it.
         """
         num_tokens = self.num_tokens_with_spec
         if not self.num_output_placeholders:
@@ -278,12 +276,21 @@ class Request:
         )
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether it has known tokens to compute before the last one.
+
+        Otherwise it decodes: a step computes its last known token, and drafts.
+        """
+        num_known = len(self.all_token_ids) + self.num_output_placeholders
+        return self.num_computed_tokens + 1 < num_known
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy of the verified outputs, [num_output_tokens]."""
+        """Copy of the verified outputs, [num_output_tokens]."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
@@ -292,16 +299,12 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Hashes of the full blocks of all_token_ids, brought up to date when read.
-
-        So a token costs nothing to append, and a block is hashed when it is looked
-        up or cached.
-        """
+        """Hashes of the full blocks of all_token_ids, computed as far as needed when read."""
         self._hasher.extend(self._block_hashes, self.all_token_ids, self._extra_keys)
         return self._block_hashes
 
-    def take_over(self, sibling: "Request") -> None:
-        """Have the tokens of another choice in place of its own."""
+    def copy_tokens(self, sibling: "Request") -> None:
+        """Replace the tokens by those of another choice."""
         self.all_token_ids = sibling.all_token_ids.copy()
         self._block_hashes = sibling.block_hashes.copy()
         if self.scheduled_at is None:
@@ -309,7 +312,7 @@ class Request:
             self.num_cached_tokens = sibling.num_cached_tokens
 
     def __lt__(self, other: "Request") -> bool:
-        """Whether it goes first: by priority (lower), arrival, request id, choice."""
+        """Compare by priority, arrival, request id and choice."""
         return self.order < other.order
 
     def __hash__(self) -> int:
@@ -326,7 +329,7 @@ class Request:
 def choices_of(
     message: EngineCoreRequest, next_seq_id: Callable[[], int], client_index: int, hasher: Hasher
 ) -> list[Request]:
-    """The choices of a message that still need tokens, each with a fresh seq_id.
+    """Return the choices of a message that still need tokens, each with a new seq_id.
 
     They share the prompt, whose hashes are computed once.
     """

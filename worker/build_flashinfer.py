@@ -4,10 +4,9 @@
     python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
-PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 only from there.
-
-The library's build needs the CUDA toolkit itself and not a wrapper of its compiler, a libcuda.so
-to link with, and headers that are included and not used.
+PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
+else. Knows what the library's build asks of a machine: the CUDA toolkit itself and not a
+wrapper of its compiler, a libcuda.so to link with, and headers that are included and not used.
 """
 
 import argparse
@@ -34,8 +33,8 @@ TOOLKITS: Final = Path("/usr/local")
 EIGHT_BITS: Final = "float8_e4m3fn"
 
 
-class ModuleVariant(NamedTuple):
-    """The properties of a module of attention kernels. kv_dtype: "" for the same as dtype."""
+class Variant(NamedTuple):
+    """What names a module of attention kernels. kv_dtype: where it is not `dtype`."""
 
     head_dim: int
     dtype: str = "bfloat16"
@@ -45,15 +44,15 @@ class ModuleVariant(NamedTuple):
 
 
 TEST_VARIANTS: Final = (
-    ModuleVariant(64),
-    ModuleVariant(128),
-    ModuleVariant(64, "float16"),
-    ModuleVariant(64, kv_dtype=EIGHT_BITS),
-    ModuleVariant(64, window=True),
-    ModuleVariant(64, soft_cap=True),
+    Variant(64),
+    Variant(128),
+    Variant(64, "float16"),
+    Variant(64, kv_dtype=EIGHT_BITS),
+    Variant(64, window=True),
+    Variant(64, soft_cap=True),
     # A model with windows plans its layers without one too.
-    ModuleVariant(256, window=True),
-    ModuleVariant(256),
+    Variant(256, window=True),
+    Variant(256),
 )
 """Those of the tests on a GPU and of what measures there."""
 INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
@@ -70,7 +69,7 @@ def get_jit_cache_dir() -> str:
 
 
 def find_toolkit(root: Path = TOOLKITS) -> Path:
-    """Return the newest CUDA folder with headers and nvcc; raises ConfigError without one."""
+    """The newest folder with headers and libraries of CUDA; raises ConfigError without one."""
     found = [
         each
         for each in root.glob("cuda*")
@@ -101,7 +100,7 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
     }
 
 
-def variants(options: argparse.Namespace) -> list[ModuleVariant]:
+def variants(options: argparse.Namespace) -> list[Variant]:
     """The attention kernels that these flags ask for."""
     if options.for_tests:
         return list(TEST_VARIANTS)
@@ -110,12 +109,12 @@ def variants(options: argparse.Namespace) -> list[ModuleVariant]:
     soft_caps = (False, True) if options.soft_cap else (False,)
     every = itertools.product(options.head_dims, kv_dtypes, windows, soft_caps)
     return [
-        ModuleVariant(head_dim, options.dtype, kv_dtype, window, soft_cap)
+        Variant(head_dim, options.dtype, kv_dtype, window, soft_cap)
         for head_dim, kv_dtype, window, soft_cap in every
     ]
 
 
-def attention_spec(variant: ModuleVariant) -> Any:
+def attention_spec(variant: Variant) -> Any:
     """The module of prefills, and of decodes on tensor cores, as the library describes it."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 

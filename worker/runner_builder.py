@@ -19,7 +19,7 @@ from worker.async_runner import AsyncModelRunner, Runner
 from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
-from worker.attention.kv_store import TritonStore
+from worker.attention.kv_store import KVStore, TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
@@ -197,7 +197,7 @@ class DeviceKernels:
     """
 
     load_flashinfer: Callable[[], Library]
-    store: TritonStore
+    store: KVStore
     draw: KeyedDraw
     edits: TritonEdits
 

@@ -26,12 +26,14 @@ from api_server.parsers.tools.base import (
     json_rule,
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
-from api_server.protocol.tools import ToolFields
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.json_schema import rewrite_schema
+from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts
 from api_server.text.tokenizer import ModelTokenizer
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource, decoded
+from proto.grammar import GrammarSource, check_schema, decoded
 
 Message = dict[str, Any]
 
@@ -94,11 +96,14 @@ class ModelToolCalls:
             return conversation
         return with_tools_as_text(conversation, self.format or DEFAULT_FORMAT)
 
-    def plan(self, request: ToolFields, text_grammar: GrammarSource | None) -> ToolCallPlan:
+    def plan(
+        self, request: ToolFields, text_grammar: GrammarSource | None, ignored: IgnoredFields
+    ) -> ToolCallPlan:
         """Return how the answer may call the tools of a request.
 
-        text_grammar: the grammar that the request demands of its text, if any. Raises
-        InvalidRequestError for tools that this model cannot call as requested.
+        text_grammar: the grammar that the request demands of its text, if any. ignored: collects
+        keywords of parameters that no grammar can enforce. Raises InvalidRequestError for tools
+        that this model cannot call as requested.
         """
         tools = request.callable_tools
         if not tools:
@@ -115,10 +120,11 @@ class ModelToolCalls:
             token_id = self.tokenizer.special_id(marker)
             if token_id is not None:
                 token_ids[marker] = token_id
-        offered = [
-            OfferedTool(tool.name, tool.parameters, tool.strict or request.must_call, tool.field)
-            for tool in tools
-        ]
+        offered = []
+        for tool in tools:
+            strict = tool.strict or request.must_call
+            schema = _parameters_schema(tool, ignored) if strict else tool.parameters
+            offered.append(OfferedTool(tool.name, schema, strict, tool.field))
         rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
         return ToolCallPlan(
             call_format,
@@ -126,6 +132,19 @@ class ModelToolCalls:
             _answer_grammar(request, call_format, rules, text_grammar),
             {token_id: marker for marker, token_id in token_ids.items()},
         )
+
+
+def _parameters_schema(tool: FunctionTool, ignored: IgnoredFields) -> Mapping[str, Any]:
+    """Return the schema of a tool's parameters as grammars take it."""
+    field = f"{tool.field}.function.parameters"
+    try:
+        check_schema(tool.parameters)
+        schema, removed = rewrite_schema(tool.parameters)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}: {error.message}", field) from None
+    for keyword in removed:
+        ignored.add(f"{field}: {keyword}")
+    return {} if isinstance(schema, bool) else schema
 
 
 def _answer_grammar(

@@ -1,8 +1,9 @@
-"""Request fields that constrain the answer, in three equivalent ways:
+"""Request fields that constrain the answer, in four equivalent ways:
 
-    response_format      OpenAI: text, json_object, json_schema
-    structured_outputs   vLLM: json, regex, choice, grammar, json_object
-    guided_…             vLLM's older names of these
+    response_format        OpenAI: text, json_object, json_schema
+    structured_outputs     vLLM: json, regex, choice, grammar, json_object
+    guided_…               vLLM's older names of these
+    grammar, json_schema   llama.cpp, and `schema` beside `json_object` in response_format
 
 All become one `GrammarSource`, which the engine compiles or refuses.
 """
@@ -11,9 +12,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from api_server.protocol.fields import STRUCTURED_NEUTRAL, nested_fields
+from api_server.protocol.fields import STRUCTURED_NEUTRAL, IgnoredFields, nested_fields
+from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarKind, GrammarSource, encoded
+from proto.grammar import GrammarSource, decoded, encoded
 
 ANY_OBJECT: Final = '{"type": "object"}'
 """The schema of json_object."""
@@ -51,9 +53,13 @@ class JsonSchemaFormat(_Part):
 
 
 class ResponseFormat(_Part):
-    """The field `response_format`. `strict` has no effect: every answer conforms to its schema."""
+    """The field `response_format`. `strict` has no effect: every answer conforms to its schema.
+
+    schema: beside `json_object`, as llama.cpp has it.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
+    schema_: Any = Field(default=None, alias="schema")
     json_schema: Annotated[JsonSchemaFormat | None, BeforeValidator(_schema_fields)] = None
 
 
@@ -86,13 +92,24 @@ class StructuredFields(BaseModel):
     guided_grammar: str | None = None
     """An older name of structured_outputs.grammar."""
 
-    @property
-    def grammar_source(self) -> GrammarSource | None:
-        """The grammar or schema of the answer; None for any text.
+    grammar: str | None = None
+    """llama.cpp's name of structured_outputs.grammar."""
+    json_schema: Any = None
+    """llama.cpp's name of structured_outputs.json."""
 
-        Raises InvalidRequestError that names the field.
+    def grammar_source(self, ignored: IgnoredFields) -> GrammarSource | None:
+        """Return the grammar of the answer; None for any text.
+
+        ignored: collects keywords of a schema that the grammar cannot enforce. Raises
+        InvalidRequestError, naming the field.
         """
-        found = [*self._from_format(), *self._from_structured(), *self._from_guided()]
+        reader = _SourceReader(ignored)
+        found = [*self._from_format(reader), *self._from_structured(reader)]
+        found += reader.read("guided_", self.guided_json, self.guided_regex)
+        found += reader.read("guided_", choice=self.guided_choice, grammar=self.guided_grammar)
+        found += reader.read("", grammar=self.grammar)
+        if self.json_schema is not None:
+            found.append(reader.json_schema("json_schema", self.json_schema))
         if len(found) > 1:
             raise InvalidRequestError(
                 f"{found[1].field} does not go with another form of the answer, there is "
@@ -103,36 +120,30 @@ class StructuredFields(BaseModel):
             try:
                 source.validate()
             except InvalidRequestError as error:
-                raise InvalidRequestError(
-                    f"{source.field}: {error.message}", source.field
-                ) from None
+                raise _named(error, source.field) from None
         return found[0] if found else None
 
-    def _from_format(self) -> list[GrammarSource]:
+    def _from_format(self, reader: "_SourceReader") -> list[GrammarSource]:
         given, field = self.response_format, "response_format"
         if given is None or given.type == "text":
             return []
         if given.type == "json_object":
-            return [GrammarSource("json_schema", ANY_OBJECT, field=field)]
+            schema = {"type": "object"} if given.schema_ is None else given.schema_
+            return [reader.json_schema(field, schema)]
         if given.json_schema is None:
             raise InvalidRequestError("response_format.json_schema is missing", field)
-        return [_schema(given.json_schema.schema_, field)]
+        return [reader.json_schema(field, given.json_schema.schema_)]
 
-    def _from_structured(self) -> list[GrammarSource]:
+    def _from_structured(self, reader: "_SourceReader") -> list[GrammarSource]:
         given, field = self.structured_outputs, "structured_outputs"
         if given is None:
             return []
         compact = given.disable_any_whitespace
-        found = _sources(
-            given.json_,
-            given.regex,
-            given.choice,
-            given.grammar,
-            (field,) * 4,
-            compact=compact,
+        found = reader.read(
+            f"{field}.", given.json_, given.regex, given.choice, given.grammar, compact=compact
         )
         if given.json_object:
-            found.append(GrammarSource("json_schema", ANY_OBJECT, compact, field=field))
+            found.append(reader.json_schema(field, {"type": "object"}, compact=compact))
         if len(found) != 1 or given.json_object is False:
             raise InvalidRequestError(
                 "structured_outputs takes one of json, regex, choice, grammar, json_object (true)",
@@ -140,49 +151,63 @@ class StructuredFields(BaseModel):
             )
         return found
 
-    def _from_guided(self) -> list[GrammarSource]:
-        fields = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        json, regex = self.guided_json, self.guided_regex
-        return _sources(json, regex, self.guided_choice, self.guided_grammar, fields)
 
+class _SourceReader:
+    """Makes grammar sources from the values of request fields."""
 
-def _sources(
-    json: Any,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    fields: tuple[str, str, str, str],
-    *,
-    compact: bool = False,
-) -> list[GrammarSource]:
-    """Return a source for each value that is not None.
+    def __init__(self, ignored: IgnoredFields) -> None:
+        self._ignored = ignored
 
-    fields: names of the request fields of json, regex, choice and grammar, for errors. compact:
-    JSON without optional whitespace.
-    """
-    found = []
-    if json is not None:
-        found.append(_schema(json, fields[0], compact=compact))
-    if choice is not None:
-        found.append(GrammarSource("choice", _json(choice, fields[2]), field=fields[2]))
-    texts: tuple[tuple[GrammarKind, str | None, str], ...] = (
-        ("regex", regex, fields[1]),
-        ("grammar", grammar, fields[3]),
-    )
-    found += [
-        GrammarSource(kind, text, field=name) for kind, text, name in texts if text is not None
-    ]
-    return found
+    def read(
+        self,
+        prefix: str,
+        json: Any = None,
+        regex: str | None = None,
+        choice: list[str] | None = None,
+        grammar: str | None = None,
+        *,
+        compact: bool = False,
+    ) -> list[GrammarSource]:
+        """Return a source for each value that is not None.
 
+        prefix: of the fields' names; errors name a nested field by its parent. compact: JSON
+        without optional whitespace.
+        """
+        parent = prefix.partition(".")[0] if "." in prefix else ""
+        found = []
+        if json is not None:
+            found.append(self.json_schema(parent or f"{prefix}json", json, compact=compact))
+        if choice is not None:
+            field = parent or f"{prefix}choice"
+            found.append(GrammarSource("choice", _json(choice, field), field=field))
+        if regex is not None:
+            field = parent or f"{prefix}regex"
+            found.append(GrammarSource("regex", ecmascript_regex(regex), field=field))
+        if grammar is not None:
+            field = parent or f"{prefix}grammar"
+            found.append(GrammarSource("grammar", grammar, field=field))
+        return found
 
-def _schema(schema: Any, field: str, *, compact: bool = False) -> GrammarSource:
-    """Return the source of a schema, given as JSON or as a string that contains JSON."""
-    text = schema if isinstance(schema, str) else _json(schema, field)
-    return GrammarSource("json_schema", text, compact, field=field)
+    def json_schema(self, field: str, schema: Any, *, compact: bool = False) -> GrammarSource:
+        """Return the source of a schema, given as JSON or as a string that contains JSON."""
+        try:
+            text = schema if isinstance(schema, str) else encoded(schema)
+            GrammarSource("json_schema", text).validate()
+            rewritten, removed = rewrite_schema(decoded(text))
+        except InvalidRequestError as error:
+            raise _named(error, field) from None
+        for keyword in removed:
+            self._ignored.add(f"{field}: {keyword}")
+        return GrammarSource("json_schema", _json(rewritten, field), compact, field=field)
 
 
 def _json(value: Any, field: str) -> str:
     try:
         return encoded(value)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{field}: {error.message}", field) from None
+        raise _named(error, field) from None
+
+
+def _named(error: InvalidRequestError, field: str) -> InvalidRequestError:
+    """Return the error with the name of its field in front."""
+    return InvalidRequestError(f"{field}: {error.message}", field)

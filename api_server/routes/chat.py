@@ -71,7 +71,7 @@ async def build_chat_turn(
     reserves_context: a truncated prompt leaves a share of the context to an answer without
     max_tokens. Raises InvalidRequestError.
     """
-    tool_calls = app_state.tool_calls.plan(body, body.grammar_source)
+    tool_calls = app_state.tool_calls.plan(body, body.grammar_source(ignored), ignored)
     builder = RequestBuilder(
         app_state, body, id_prefix, tenant, key_name, ignored, tool_calls.grammar
     )

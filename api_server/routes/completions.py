@@ -33,8 +33,9 @@ async def create_completion(request: Request) -> Response:
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
+    grammar = body.grammar_source(ignored)
     builder = RequestBuilder(
-        app_state, body, "cmpl-", tenant, key_name_of(request), ignored, body.grammar_source
+        app_state, body, "cmpl-", tenant, key_name_of(request), ignored, grammar
     )
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))

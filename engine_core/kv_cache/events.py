@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.hashing import GroupKeys, parts
+from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from proto.stats import KVEviction
@@ -134,7 +134,7 @@ class KVEventLog(PoolObserver):
 
     def removed(self, block: int, key: bytes, is_last: bool) -> None:
         if is_last:
-            block_hash, group = parts(key)
+            block_hash, group = split_key(key)
             self._events.append(BlockRemoved(block_hash, group))
 
     def cleared(self) -> None:

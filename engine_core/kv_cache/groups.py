@@ -6,15 +6,16 @@ All groups take their blocks from one pool. The registry `GROUP_KINDS` is at the
     FullAttentionGroup    every token sees all earlier ones: a table keeps all its blocks
     SlidingWindowGroup    a token sees a window: blocks before it are freed
 
-To add state that is not KV (a recurrent state, an encoder's output), implement `CacheGroup` and
+To add state that is not KV (a recurrent state, an encoder's output), extend `CacheGroup` and
 add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.hashing import GroupKeys, parts
+from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
 
@@ -22,19 +23,20 @@ FULL_ATTENTION: Final = "full_attention"
 SLIDING_WINDOW: Final = "sliding_window"
 
 
-class CacheGroup(Protocol):
+class CacheGroup(ABC):
     """What the coordinator and the manager need of a group, whatever its blocks hold.
 
     block_size: tokens that one entry of a block table stands for.
     is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
     """
 
-    block_size: int
-    is_downward_closed: bool
+    is_downward_closed = True
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None: ...
+    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+        self.block_size = keys.block_size
 
     @staticmethod
+    @abstractmethod
     def max_blocks(
         spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
     ) -> int:
@@ -42,27 +44,27 @@ class CacheGroup(Protocol):
 
         longest_chunk: maximum tokens of a sequence in one step; None: all of them.
         """
-        ...
 
+    @abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Return the block table of the longest cached prefix of at most `max_tokens` tokens.
 
         Null blocks stand for blocks that no later token needs.
         """
-        ...
 
+    @abstractmethod
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
         """Return what a fork of the first `num_tokens` tokens of a sequence shares and copies.
 
         The shared blocks, and the block in which the tokens end, to be copied: the null block if
         they end with a block. None if the sequence has freed a block that the fork needs.
         """
-        ...
 
+    @abstractmethod
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         """Free the blocks that tokens from position `num_computed` on do not need."""
-        ...
 
+    @abstractmethod
     def num_new_blocks(
         self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
     ) -> int:
@@ -71,72 +73,71 @@ class CacheGroup(Protocol):
         num_hits: table entries that `attach_blocks` will start with, for a sequence without table.
         num_computed: the position given to `remove_skipped_blocks` in between; 0: it is not called.
         """
-        ...
 
+    @abstractmethod
     def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
         """Start the block table of a sequence with cached blocks, and reference them."""
-        ...
 
+    @abstractmethod
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         """Append new blocks until the table has room for `num_tokens`; return the new ones."""
-        ...
 
+    @abstractmethod
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
 
         Returns a number of slots: while fewer are needed for this sequence, it needs no call of
         remove_skipped_blocks, allocate_blocks or cache_full_blocks.
         """
-        ...
 
+    @abstractmethod
     def uncache_after(self, seq_id: int, num_tokens: int) -> None:
         """Remove the blocks after the first `num_tokens` tokens from the prefix index.
 
         The block table keeps them, and they do not become findable again.
         """
-        ...
 
+    @abstractmethod
     def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
         """Remove every block with one of these hashes from the prefix index."""
-        ...
 
+    @abstractmethod
     def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
         """Give the block table of a sequence to another seq_id."""
-        ...
 
+    @abstractmethod
     def free_sequence(self, seq_id: int) -> None:
         """Free the blocks of a sequence, last one first; nothing if it has none."""
-        ...
 
+    @abstractmethod
     def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
         """Return how many leading tokens of a sequence have no bad block; None: all of them.
 
         The manager asks only if all groups are downward-closed.
         """
-        ...
 
+    @abstractmethod
     def prefix_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         """Return the blocks of the first `num_tokens` tokens of a sequence, whole blocks only."""
-        ...
 
+    @abstractmethod
     def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
         """Return (position, block) of the findable blocks from the one with `first_token` on."""
-        ...
 
+    @abstractmethod
     def block_table(self, seq_id: int) -> list[int]:
         """Return a copy of the block table of a sequence, [num_blocks]; empty if it has none."""
-        ...
 
+    @abstractmethod
     def block_tables(self) -> dict[int, list[int]]:
         """Return all block tables by seq_id, not copied; the caller must not change them."""
-        ...
 
+    @abstractmethod
     def violations(self, seq_id: int, recheck_after: int) -> list[str]:
         """Return what is wrong with a block table by the group's own rules, one sentence each.
 
         recheck_after: the number of slots up to which the manager does not ask this group.
         """
-        ...
 
 
 class _Sequence:
@@ -154,17 +155,15 @@ class _Sequence:
         self.num_skipped = 0
 
 
-class FullAttentionGroup:
+class FullAttentionGroup(CacheGroup):
     """Block tables of layers that attend to every earlier position.
 
     block table   | 7 | 3 | 9 | 12 |
     tokens        [0, bs) [bs, 2bs) …
     """
 
-    is_downward_closed = True
-
     def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
-        self.block_size = keys.block_size
+        super().__init__(pool, keys, spec)
         self._pool = pool
         self._keys = keys
         self._sequences: dict[int, _Sequence] = {}
@@ -293,9 +292,9 @@ class FullAttentionGroup:
             )
         found += [
             f"group: block {block} of sequence {seq_id} is in group {self._keys.number} "
-            f"but cached for group {parts(key)[1]}"
+            f"but cached for group {split_key(key)[1]}"
             for block in blocks
-            if (key := self._key_on(block)) and parts(key)[1] != self._keys.number
+            if (key := self._key_on(block)) and split_key(key)[1] != self._keys.number
         ]
         room = len(blocks) * self.block_size
         if recheck_after > room + 1:

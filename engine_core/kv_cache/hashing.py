@@ -127,7 +127,7 @@ class GroupKeys:
         return len(block_hashes) // self._stride
 
 
-def parts(key: bytes) -> tuple[bytes, int]:
+def split_key(key: bytes) -> tuple[bytes, int]:
     """Return (block hash, number of the group) of a key."""
     return key[:HASH_BYTES], key[HASH_BYTES] if len(key) > HASH_BYTES else 0
 

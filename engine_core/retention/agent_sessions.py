@@ -1,17 +1,18 @@
 """Sessions of agents: the turns of each, and the tool that it waits for between two turns.
 
-    arrives ─▶ … ─▶ turn ends ─▶ TurnEnded: its tool is known ─▶ arrives ─▶ … ─▶ last turn ends
-                        └────────── the tool's duration ────────────┘
+    arrival ─▶ … ─▶ turn ends ─▶ TurnEnded: its tool is known ─▶ arrival ─▶ … ─▶ last turn ends
+                        └────────── duration of the tool ───────────┘
 
-Durations run from the end of a turn to the next arrival, by the scheduler's monotonic clock. A
-bounded number of jobs is remembered: one that does not come back, or is one too many, counts as
-a duration without end.
+`AgentSessions` decides when KV is retained after a turn; `RetainedPrefixes` keeps it for as long as
+the `TTLRule` says. Without retention the sessions are only counted. A client names a session by its
+session id.
 
-The KV of a job that is over is overwritten before any other, but for what others have found too,
-and for that of the prompt it began with: others often begin with the same.
+Durations run from the end of a turn to the next arrival, by the scheduler's monotonic clock. The
+number of remembered sessions is bounded: one that does not return, or exceeds the bound, counts as
+an infinite duration.
 
-Owns the sessions and decides when their KV is retained. `RetainedPrefixes` keeps it for as long as
-the `TTLRule` says; with `NoRetention` nothing is kept, and sessions are counted all the same.
+When a session's last turn has ended, its KV is evicted first, except prefixes shared with other
+sessions, and the prompt that it began with, which is often shared.
 """
 
 import math
@@ -23,35 +24,35 @@ from engine_core.request import Request
 from engine_core.retention.retained_prefixes import RetainedPrefixes
 from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
 
-MAX_JOBS: Final = 16_384
-"""That are remembered, but for those of which something is here."""
+MAX_SESSIONS: Final = 16_384
+"""Maximum number of remembered sessions; sessions with unfinished requests are not forgotten."""
 FORGET_SECONDS: Final = 3600.0
-"""A job that was away for so long has not come back."""
+"""A session without requests for so long is forgotten."""
 
 
-class Job:
-    """One agent's work.
+class AgentSession:
+    """One session of an agent.
 
-    arrival: seconds, of its first turn; seen: when something of it was here last, counted only
-    while nothing is. request_id: of its last turn; num_here: choices that have not ended; waiting:
-    by seq_id, those of them that have not run. first_block: hash of what its turns begin with;
-    num_first_tokens: of the prompt of the first one that began so, and num_own_tokens: of the
-    longest one since then, with its answer: a longer hit was computed by other sessions.
-    ended: when the last turn was over; None while it is not. tool: what it waits for, or None
-    while nobody has said so. was_last: that turn was to be the last. waited: what it waited after
-    turn `waited_after`, where the next one came sooner than news of the tool; None otherwise.
+    arrival: of its first turn, in seconds. last_seen: end of its last request, while it has none.
+    request_id: of its last turn. num_unfinished: unfinished choices; waiting: by seq_id, those that
+    have not run yet. first_block: hash of the first block of its turns; num_first_tokens: prompt
+    length of the first turn with it; num_own_tokens: length of the longest turn since, with
+    output; a longer hit was computed by other sessions.
+    ended: when the last turn ended; None during a turn. tool: the one that it waits for; None while
+    unknown. was_last: whether that turn was the last. waited: seconds between turn `waited_after`
+    and the next one, if that arrived before the tool was reported; None otherwise.
     """
 
     __slots__ = (
         "arrival",
         "ended",
         "first_block",
+        "last_seen",
         "num_first_tokens",
-        "num_here",
         "num_own_tokens",
         "num_turns",
+        "num_unfinished",
         "request_id",
-        "seen",
         "tool",
         "waited",
         "waited_after",
@@ -60,12 +61,12 @@ class Job:
     )
 
     def __init__(self, arrival: float) -> None:
-        self.arrival = self.seen = arrival
+        self.arrival = self.last_seen = arrival
         self.first_block: bytes | None = None
         self.num_first_tokens = self.num_own_tokens = 0
         self.request_id = self.waited_after = -1
         self.num_turns = 0
-        self.num_here = 0
+        self.num_unfinished = 0
         self.waiting: dict[int, Request] = {}
         self.ended: float | None = None
         self.tool: str | None = None
@@ -74,228 +75,232 @@ class Job:
 
 
 class AgentSessions:
-    """Agents' sessions by the name of their job. A listener."""
+    """Agents' sessions by the name that their requests carry; also a listener."""
 
     def __init__(
         self,
-        pins: RetainedPrefixes,
+        retained_prefixes: RetainedPrefixes,
         rule: TTLRule,
         kv_cache: KVCacheManager,
         clock: Callable[[], float],
         *,
-        retires: bool,
+        evicts_last_turns: bool,
     ) -> None:
-        self._retained_prefixes = pins
+        self._retained_prefixes = retained_prefixes
         self._rule = rule
         self._kv_cache = kv_cache
-        self._retires = retires
-        self._spent: dict[int, list[int]] = {}  # by seq_id
+        self._evicts_last_turns = evicts_last_turns
+        self._evict_first: dict[int, list[int]] = {}  # blocks of last turns, by seq_id
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
-        self._job_seconds: list[float] = []
+        self._sessions: dict[str, AgentSession] = {}
+        self._session_seconds: list[float] = []
         self._tool_seconds: list[float] = []
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._sessions)
 
-    def enter(self, request: Request) -> None:
-        """A request is about to be queued."""
+    def on_request_added(self, request: Request) -> None:
+        """Assign a request that is about to be queued to its session."""
         name = request.agent.job
         if not name:
             return
         now = self._clock()
-        self._retained_prefixes.sweep(now)
-        job = self._jobs.pop(name, None) or Job(request.arrival_time)
-        self._jobs[name] = job
-        job.num_here += 1
-        job.waiting[request.seq_id] = request
-        if job.request_id != request.request_id:
-            self._begin_turn(job, request, now)
+        self._retained_prefixes.release_expired(now)
+        session = self._sessions.pop(name, None) or AgentSession(request.arrival_time)
+        self._sessions[name] = session
+        session.num_unfinished += 1
+        session.waiting[request.seq_id] = request
+        if session.request_id != request.request_id:
+            self._begin_turn(session, request, now)
             self._forget_old(now)
-        request.job_arrival = job.arrival
-        request.continues_job = job.num_turns > 1 and not request.agent.is_last_step
-        pin = self._retained_prefixes.of(name)
+        request.job_arrival = session.arrival
+        request.continues_job = session.num_turns > 1 and not request.agent.is_last_step
+        pin = self._retained_prefixes.prefix_of(name)
         if pin is not None:
             request.finds_retained_prefix = True
-            self._retained_prefixes.wait_for_turn(pin)
+            self._retained_prefixes.hold_for_turn(pin)
 
     def update_leads(self) -> list[Request]:
-        """Turns that wait and whose session has got or lost its retained prefix meanwhile.
+        """Return waiting turns whose session has gained or lost its retained prefix.
 
-        To be called before a step; the caller moves these turns to their new place in the queue.
+        Called before each step; the caller moves these turns to their new place in the queue.
         """
         moved = []
         for name in self._retained_prefixes.pop_changed():
-            job = self._jobs.get(name)
-            if job is None or not job.waiting:
+            session = self._sessions.get(name)
+            if session is None or not session.waiting:
                 continue
-            finds = self._retained_prefixes.of(name) is not None
-            for request in job.waiting.values():
+            finds = self._retained_prefixes.prefix_of(name) is not None
+            for request in session.waiting.values():
                 if request.finds_retained_prefix != finds:
                     request.finds_retained_prefix = finds
                     moved.append(request)
         return moved
 
-    def end_turn(self, request_id: int, name: str, tool: str) -> None:
-        """The answer of a turn was read: its job waits for this tool."""
-        job = self._jobs.get(name)
-        if job is None:
+    def report_tool(self, request_id: int, name: str, tool: str) -> None:
+        """Note which tool a session waits for after a turn, and retain its prefix accordingly."""
+        session = self._sessions.get(name)
+        if session is None:
             return
-        if job.waited is not None and job.waited_after == request_id:
-            self._rule.observe(tool, job.waited)
-            job.waited = None
-        elif job.request_id == request_id and job.ended is not None and job.tool is None:
-            job.tool = tool
-            self._settle_pin(request_id, name, tool)
+        if session.waited is not None and session.waited_after == request_id:
+            self._rule.learn_duration(tool, session.waited)
+            session.waited = None
+        elif (
+            session.request_id == request_id and session.ended is not None and session.tool is None
+        ):
+            session.tool = tool
+            self._set_expiry(request_id, name, tool)
 
-    def finish(self, request: Request, *, well: bool) -> None:
-        """A request is over and still has its blocks; well: its next turn can build on it."""
+    def finish_turn(self, request: Request, *, succeeded: bool) -> None:
+        """End a turn whose request still has its blocks; retain its prefix if it succeeded."""
         name = request.agent.job
-        if not name or not well or request.request_id != self._jobs[name].request_id:
+        if not name or not succeeded or request.request_id != self._sessions[name].request_id:
             return
-        job, now = self._jobs[name], self._clock()
-        job.num_own_tokens = max(job.num_own_tokens, request.num_tokens)
-        job.ended = now
-        job.was_last = request.agent.is_last_step
-        if job.was_last:
-            self._retained_prefixes.drop(name, "last step")
-            if self._retires:
-                blocks = self._kv_cache.findable_blocks(request, job.num_first_tokens)
-                self._spent[request.seq_id] = blocks
+        session, now = self._sessions[name], self._clock()
+        session.num_own_tokens = max(session.num_own_tokens, request.num_tokens)
+        session.ended = now
+        session.was_last = request.agent.is_last_step
+        if session.was_last:
+            self._retained_prefixes.release_prefix(name, "last step")
+            if self._evicts_last_turns:
+                blocks = self._kv_cache.findable_blocks(request, session.num_first_tokens)
+                self._evict_first[request.seq_id] = blocks
         else:
-            self._pin(request, now)
+            self._retain(request, now)
 
     @property
     def seconds_to_next_end(self) -> float | None:
-        """Until the time of a pin is over; None for never."""
+        """Seconds until a retained prefix expires; None for never."""
         deadline = self._retained_prefixes.next_deadline
         return None if deadline is None else max(0.0, deadline - self._clock())
 
-    def end_overdue(self) -> bool:
-        """Give up the pins whose time is over, also while no step does; False if none was."""
-        num_pins = len(self._retained_prefixes)
-        self._retained_prefixes.sweep(self._clock())
-        return len(self._retained_prefixes) < num_pins
+    def release_expired(self) -> bool:
+        """Release expired prefixes while no step does; False if there was none."""
+        num_before = len(self._retained_prefixes)
+        self._retained_prefixes.release_expired(self._clock())
+        return len(self._retained_prefixes) < num_before
 
-    def disown(self, request: Request) -> None:
-        """What a turn has computed cannot be found any more: nothing is gained by keeping it."""
-        pin = self._retained_prefixes.of(request.agent.job) if request.agent.job else None
+    def drop_corrupt_prefix(self, request: Request) -> None:
+        """Release the prefix of a turn whose KV is not finite."""
+        pin = self._retained_prefixes.prefix_of(request.agent.job) if request.agent.job else None
         if pin is not None and pin.request_id == request.request_id:
-            self._retained_prefixes.drop(pin.job, "corrupt")
+            self._retained_prefixes.release_prefix(pin.job, "corrupt")
 
-    def take_seconds(self) -> tuple[list[float], list[float]]:
-        """Of jobs that are over, and of tools, since the last call."""
-        jobs, self._job_seconds = self._job_seconds, []
+    def pop_durations(self) -> tuple[list[float], list[float]]:
+        """Return the seconds of sessions that have ended, and of tools, since the last call."""
+        sessions, self._session_seconds = self._session_seconds, []
         tools, self._tool_seconds = self._tool_seconds, []
-        return jobs, tools
+        return sessions, tools
 
     # As a listener
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        if self._retires and not request.num_preemptions:
-            self._see_found(request)
+        if self._evicts_last_turns and not request.num_preemptions:
+            self._count_own_tokens(request)
         if not request.agent.job:
             return
-        self._jobs[request.agent.job].waiting.pop(request.seq_id, None)
-        pin = self._retained_prefixes.of(request.agent.job)
+        self._sessions[request.agent.job].waiting.pop(request.seq_id, None)
+        pin = self._retained_prefixes.prefix_of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
-            self._retained_prefixes.use(pin, found=request.num_cached_tokens > 0)
+            self._retained_prefixes.consume(pin, found=request.num_cached_tokens > 0)
         elif (
             request.continues_job
             and not request.finds_retained_prefix
             and not request.num_preemptions
         ):
             assert request.queued_at is not None
-            self._rule.learn_delay(self._clock() - request.queued_at)
+            self._rule.learn_queueing_delay(self._clock() - request.queued_at)
 
     def on_released(self, request: Request) -> None:
         name = request.agent.job
         if not name:
             return
-        self._jobs[name].waiting.pop(request.seq_id, None)
-        if request.seq_id in self._spent:  # it has given back its blocks by now
-            self._kv_cache.pool.evict_first(self._spent.pop(request.seq_id))
-        job, now = self._jobs[name], self._clock()
-        job.num_here -= 1
-        if not job.num_here:
-            if job.was_last:
-                self._end(name, job)
+        self._sessions[name].waiting.pop(request.seq_id, None)
+        if request.seq_id in self._evict_first:  # its blocks are free by now
+            self._kv_cache.pool.evict_first(self._evict_first.pop(request.seq_id))
+        session, now = self._sessions[name], self._clock()
+        session.num_unfinished -= 1
+        if not session.num_unfinished:
+            if session.was_last:
+                self._end_session(name, session)
                 return
-            job.seen = now
-            self._jobs[name] = self._jobs.pop(name)
-        pin = self._retained_prefixes.of(name)
-        if pin is not None and pin.is_awaited and not job.waiting:
-            self._retained_prefixes.wait_no_more(pin, now + PROVISIONAL_SECONDS)
+            session.last_seen = now
+            self._sessions[name] = self._sessions.pop(name)
+        pin = self._retained_prefixes.prefix_of(name)
+        if pin is not None and pin.is_awaited and not session.waiting:
+            self._retained_prefixes.end_hold(pin, now + PROVISIONAL_SECONDS)
 
     # Parts of the above
 
-    def _see_found(self, request: Request) -> None:
-        """Whether what it found is of others; from now on its prompt is its job's own."""
-        job = self._jobs.get(request.agent.job)
-        if request.num_cached_tokens > (job.num_own_tokens if job is not None else 0):
+    def _count_own_tokens(self, request: Request) -> None:
+        """Mark a found prefix of another session as shared; the prompt is now the session's own."""
+        session = self._sessions.get(request.agent.job)
+        if request.num_cached_tokens > (session.num_own_tokens if session is not None else 0):
             self._kv_cache.mark_shared_prefix(request)
-        if job is not None:
-            job.num_own_tokens = max(job.num_own_tokens, request.num_tokens)
+        if session is not None:
+            session.num_own_tokens = max(session.num_own_tokens, request.num_tokens)
 
-    def _begin_turn(self, job: Job, request: Request, now: float) -> None:
-        before, job.request_id = job.request_id, request.request_id
+    def _begin_turn(self, session: AgentSession, request: Request, now: float) -> None:
+        before, session.request_id = session.request_id, request.request_id
         first_block = request.block_hashes[0] if request.block_hashes else b""
-        if first_block != job.first_block:
-            job.first_block = first_block
-            job.num_first_tokens = request.num_prompt_tokens
-            job.num_own_tokens = 0
-        job.num_turns += 1
-        job.waited = None
-        job.was_last = False
-        if job.ended is not None:
-            seconds = now - job.ended
+        if first_block != session.first_block:
+            session.first_block = first_block
+            session.num_first_tokens = request.num_prompt_tokens
+            session.num_own_tokens = 0
+        session.num_turns += 1
+        session.waited = None
+        session.was_last = False
+        if session.ended is not None:
+            seconds = now - session.ended
             self._tool_seconds.append(seconds)
-            if job.tool is not None:
-                self._rule.observe(job.tool, seconds)
+            if session.tool is not None:
+                self._rule.learn_duration(session.tool, seconds)
             else:
-                job.waited, job.waited_after = seconds, before
-        job.ended = job.tool = None
+                session.waited, session.waited_after = seconds, before
+        session.ended = session.tool = None
 
-    def _settle_pin(self, request_id: int, name: str, tool: str) -> None:
-        pin = self._retained_prefixes.of(name)
+    def _set_expiry(self, request_id: int, name: str, tool: str) -> None:
+        pin = self._retained_prefixes.prefix_of(name)
         if pin is None or pin.request_id != request_id or pin.is_awaited:
             return
-        worth = self._rule.decide(tool, pin.num_tokens)
+        decision = self._rule.decide(tool, pin.num_tokens)
         if pin.by_client:
-            self._retained_prefixes.set_value(pin, worth.gain)
+            self._retained_prefixes.set_value(pin, decision.value)
         else:
-            self._retained_prefixes.grant(pin, worth.seconds, worth.gain, self._clock())
+            self._retained_prefixes.set_expiry(pin, decision.seconds, decision.value, self._clock())
 
-    def _pin(self, request: Request, now: float) -> None:
-        worth = self._rule.provisional(request.num_tokens)
+    def _retain(self, request: Request, now: float) -> None:
+        decision = self._rule.provisional(request.num_tokens)
         wanted = by_client(request.agent.ttl_ms)
-        seconds = worth.seconds if wanted is None else wanted
-        if not worth.seconds or not seconds:
-            self._retained_prefixes.drop(request.agent.job, "newer turn")
+        seconds = decision.seconds if wanted is None else wanted
+        if not decision.seconds or not seconds:
+            self._retained_prefixes.release_prefix(request.agent.job, "newer turn")
             return
         blocks = self._kv_cache.findable_blocks(request)
-        self._retained_prefixes.take(
-            request, blocks, seconds, worth.gain, now, by_client=wanted is not None
+        self._retained_prefixes.retain(
+            request, blocks, seconds, decision.value, now, by_client=wanted is not None
         )
 
-    def _end(self, name: str, job: Job) -> None:
-        """A job has had its last turn."""
-        assert job.ended is not None
-        self._job_seconds.append(job.ended - job.arrival)
-        self._rule.learn_turns(job.num_turns)
-        del self._jobs[name]
+    def _end_session(self, name: str, session: AgentSession) -> None:
+        """Forget a session whose last turn has ended."""
+        assert session.ended is not None
+        self._session_seconds.append(session.ended - session.arrival)
+        self._rule.learn_num_turns(session.num_turns)
+        del self._sessions[name]
 
     def _forget_old(self, now: float) -> None:
-        """The one that nothing was heard of for longest, where it is too long or one too many."""
-        name, job = next(iter(self._jobs.items()))
-        if job.num_here:
-            if len(self._jobs) > MAX_JOBS:  # it is heard of again when what is here is over
-                self._jobs[name] = self._jobs.pop(name)
+        """Forget the session that was seen longest ago, if that is too long or one is too many."""
+        name, session = next(iter(self._sessions.items()))
+        if session.num_unfinished:
+            if (
+                len(self._sessions) > MAX_SESSIONS
+            ):  # it moves to the end again when its requests end
+                self._sessions[name] = self._sessions.pop(name)
             return
-        if len(self._jobs) <= MAX_JOBS and now - job.seen < FORGET_SECONDS:
+        if len(self._sessions) <= MAX_SESSIONS and now - session.last_seen < FORGET_SECONDS:
             return
-        self._retained_prefixes.drop(name, "forgotten")
-        if job.ended is not None:
-            self._rule.observe(job.tool or "", math.inf)
-        self._rule.learn_turns(job.num_turns)
-        del self._jobs[name]
+        self._retained_prefixes.release_prefix(name, "forgotten")
+        if session.ended is not None:
+            self._rule.learn_duration(session.tool or "", math.inf)
+        self._rule.learn_num_turns(session.num_turns)
+        del self._sessions[name]

@@ -1,16 +1,17 @@
-"""KV that jobs keep between two turns: the job's own references on the blocks of the last one.
+"""Retained prefixes: references on the KV of a session's last turn, for its next one.
 
-    turn 1 ends ─▶ pinned for a moment ─▶ its tool is known: so long ─▶ turn 2 is here: kept
-                        │                      │                             │
-                        └──── time is over, room is lacking, newer turn ─────┴─▶ it runs: given up
+    turn 1 ends ─▶ retained for 2 s ─▶ its tool is known: for τ ─▶ turn 2 arrives: retained
+                        │                   │                            │
+                        └──── expired, evicted for room, newer turn ─────┴─▶ it runs: released
 
-Retained prefixes never keep a request from running: the KV cache counts blocks that nothing else
-references as free, and reclaims as many as it lacks when it hands them out (`reclaim_blocks`). The
-prefixes that are worth least are cut first, each from its end, so that the rest is still the
-beginning of a prompt. Where layers have sliding windows a prefix is dropped as a whole: the blocks
-that its windows have passed are gone, so no shorter prefix of it could be found.
+Retained prefixes never keep a request from running: the KV cache counts blocks that only they
+reference as free, and reclaims the missing number at an allocation (`reclaim_blocks`). The least
+valuable prefixes are cut first, each from its end, so that the rest is still the beginning of a
+prompt. With groups that are not downward-closed (sliding windows) a prefix is released as a whole,
+because a shorter part of it could not be found.
 
-Owns the pins and their order, one a job. What a pin is worth, and for how long, others say.
+`TTLRule` decides how long a prefix is retained and what it is worth. `RetainedPrefixHeap` orders
+prefixes by expiry or value.
 """
 
 import math
@@ -22,23 +23,17 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.hooks import SchedulerObserver
 
-# A heap of retained prefixes: by the time at which they expire, or by value, the lowest first.
-#
-# Owns a heap, in which a pin that left or moved stays as a left-over until it comes to the top.
-
-
 _SLACK: Final = 64
-"""So many left-over entries are never worth a clean-up."""
+"""Number of stale entries of a heap that are never worth a clean-up."""
 
 
 class RetainedPrefix:
-    """Blocks that a job keeps between two turns.
+    """The retained KV of one turn.
 
-    request_id, seq_id: of the turn that is over; number: grows from pin to pin.
-    blocks: in the order of their tokens; those at the end are given up first, and none is left
-        only in a pin that is over. num_tokens: whose KV is in them, of all groups together.
-    ended: seconds, when the turn did. value: what keeping a block is worth, in seconds.
-    is_awaited: the next turn is here. by_client: the client has said for how long.
+    request_id, seq_id: of the turn; number: grows with each prefix. blocks: in the order of their
+    tokens; those at the end are released first. num_tokens: tokens with KV in all groups.
+    ended: when the turn ended, in seconds. value: what keeping it is worth, in seconds.
+    is_awaited: whether the next turn is waiting. by_client: whether the client has set the TTL.
     """
 
     __slots__ = (
@@ -79,14 +74,14 @@ class RetainedPrefix:
 
 
 class RetainedPrefixHeap:
-    """Retained prefixes by ascending key; of two with the same key the older one first."""
+    """Retained prefixes by ascending key; of equal keys the older one first."""
 
     def __init__(self) -> None:
         self._keys: dict[int, float] = {}
         self._heap: list[tuple[float, int, RetainedPrefix]] = []
 
-    def put(self, pin: RetainedPrefix, key: float) -> None:
-        """Add a pin, or move it."""
+    def set_key(self, pin: RetainedPrefix, key: float) -> None:
+        """Add a prefix, or change its key."""
         if self._keys.get(pin.number) == key:
             return
         self._keys[pin.number] = key
@@ -95,14 +90,14 @@ class RetainedPrefixHeap:
             self._heap = [each for each in self._heap if self._is_valid(each)]
             heapify(self._heap)
 
-    def remove(self, pin: RetainedPrefix) -> None:
-        """Nothing if it is not here."""
+    def remove_prefix(self, pin: RetainedPrefix) -> None:
+        """Remove a prefix; does nothing if it is not in the heap."""
         self._keys.pop(pin.number, None)
         if not self._keys:
             self._heap.clear()
 
     def first(self) -> RetainedPrefix | None:
-        """The pin of the lowest key; None where there is none."""
+        """Return the prefix with the lowest key; None if the heap is empty."""
         heap = self._heap
         while heap:
             if self._is_valid(heap[0]):
@@ -111,12 +106,12 @@ class RetainedPrefixHeap:
         return None
 
     def lowest_key(self) -> float | None:
-        """That of the first pin; None where there is none."""
+        """Return the lowest key; None if the heap is empty."""
         pin = self.first()
         return None if pin is None else self._keys[pin.number]
 
     def first_up_to(self, key: float) -> RetainedPrefix | None:
-        """The first pin, if its key is no higher than this."""
+        """Return the first prefix if its key is at most `key`; otherwise None."""
         pin = self.first()
         return pin if pin is not None and self._keys[pin.number] <= key else None
 
@@ -125,23 +120,24 @@ class RetainedPrefixHeap:
 
 
 EXPIRED: Final = "expired"
-"""Why a pin is given up whose time is over."""
+"""Reason for the release of a prefix whose TTL has passed."""
 
 
 class RetentionLimits:
-    """Most blocks that are pinned, of all tenants and of one; a shared block counts once."""
+    """Maximum retained blocks, of all tenants and of one; a shared block counts once."""
 
     def __init__(self, num_usable: int, share: float, share_of_tenant: float) -> None:
         self.num_blocks = int(num_usable * share)
         self.num_of_tenant = min(self.num_blocks, int(num_usable * share_of_tenant))
 
     @property
-    def tells_tenants_apart(self) -> bool:
+    def limits_tenants(self) -> bool:
+        """Whether a single tenant has a lower limit than all together."""
         return self.num_of_tenant < self.num_blocks
 
 
-class _TenantPins:
-    """Those of one tenant. counts: its pins by block."""
+class _TenantPrefixes:
+    """Retained prefixes of one tenant. counts: its references by block."""
 
     __slots__ = ("counts", "order")
 
@@ -151,10 +147,10 @@ class _TenantPins:
 
 
 class RetainedPrefixes:
-    """By job. Is the reserve of a KV cache.
+    """Retained prefixes by session; the reclaimable blocks of a KV cache.
 
-    Counters since they were last taken: num_taken, num_hit (the next turn found something of the
-    pin), num_expired, num_given_up (somebody needed the room, or the share was too large).
+    Counters since `pop_counts`: num_taken, num_hit (the next turn found a cached prefix),
+    num_expired, num_given_up (evicted for room, or over a limit).
     """
 
     def __init__(
@@ -168,23 +164,23 @@ class RetainedPrefixes:
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
         self._deadlines = RetainedPrefixHeap()
         self._values = RetainedPrefixHeap()
-        self._tenants: dict[int, _TenantPins] = {}
-        self._num_made = 0
+        self._tenants: dict[int, _TenantPrefixes] = {}
+        self._num_retained = 0
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         self._changed: dict[str, None] = {}
         kv_cache.reclaimable = self
 
     def pop_changed(self) -> list[str]:
-        """Jobs that got a retained prefix, or lost theirs, since the last call."""
+        """Return the sessions that gained or lost a retained prefix since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
 
-    def take_counts(self) -> tuple[int, int, int, int]:
-        """Prefixes retained, hit, expired and dropped since the last call."""
-        taken = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
+    def pop_counts(self) -> tuple[int, int, int, int]:
+        """Return how many prefixes were retained, hit, expired and evicted since the last call."""
+        counts = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
-        return taken
+        return counts
 
     def __len__(self) -> int:
         return len(self._retained_prefixes)
@@ -194,14 +190,14 @@ class RetainedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Pinned blocks; a shared one counts once."""
+        """Number of retained blocks; a shared one counts once."""
         return len(self._pool.pinned.counts)
 
-    def of(self, job: str) -> RetainedPrefix | None:
-        """The pin of a job, if it has one."""
+    def prefix_of(self, job: str) -> RetainedPrefix | None:
+        """Return the retained prefix of a session; None if it has none."""
         return self._retained_prefixes.get(job)
 
-    def take(
+    def retain(
         self,
         request: Request,
         blocks: list[int],
@@ -211,23 +207,22 @@ class RetainedPrefixes:
         *,
         by_client: bool = False,
     ) -> None:
-        """Keep blocks of a turn that is over, which it still holds; the job's older pin goes.
+        """Retain blocks of an ended turn, before they are freed, instead of the previous turn's.
 
-        value: what keeping them is worth, in seconds. Over the share the least valuable go,
-        which may be these.
+        ttl, value: in seconds. Above a limit the least valuable prefixes are cut, perhaps this one.
         """
         job = request.agent.job
         older = self._retained_prefixes.get(job)
         if blocks:
             self._pool.pin(blocks)
         if older is not None:
-            self._end(older, "newer turn")
+            self._release(older, "newer turn")
         if not blocks:
             return
-        self._num_made += 1
+        self._num_retained += 1
         num_computed = min(request.num_computed_tokens, request.num_tokens)
         pin = RetainedPrefix(
-            self._num_made,
+            self._num_retained,
             job,
             request.tenant,
             request.request_id,
@@ -238,79 +233,79 @@ class RetainedPrefixes:
         )
         pin.by_client = by_client
         self._retained_prefixes[job] = pin
-        if self._limits.tells_tenants_apart:
-            counts = self._tenants.setdefault(pin.tenant, _TenantPins()).counts
+        if self._limits.limits_tenants:
+            counts = self._tenants.setdefault(pin.tenant, _TenantPrefixes()).counts
             for block in blocks:
                 counts[block] = counts.get(block, 0) + 1
         self.num_taken += 1
         self._changed[job] = None
-        self._deadlines.put(pin, now + ttl)
+        self._deadlines.set_key(pin, now + ttl)
         self.set_value(pin, value)
-        self._observer.pinned(pin, ttl)
+        self._observer.on_prefix_retained(pin, ttl)
         self._keep_limits(pin)
 
-    def grant(self, pin: RetainedPrefix, ttl: float, value: float, now: float) -> None:
-        """Keep a pin for so long after the end of its turn; it goes if that is over."""
+    def set_expiry(self, pin: RetainedPrefix, ttl: float, value: float, now: float) -> None:
+        """Retain a prefix until `ttl` seconds after its turn; release it if they have passed."""
         if pin.ended + ttl <= now:
-            self._end(pin, "not worth it")
+            self._release(pin, "not worth it")
             return
-        self._deadlines.put(pin, pin.ended + ttl)
+        self._deadlines.set_key(pin, pin.ended + ttl)
         self.set_value(pin, value)
-        self._observer.pinned(pin, ttl)
+        self._observer.on_prefix_retained(pin, ttl)
 
     def set_value(self, pin: RetainedPrefix, value: float) -> None:
-        """It is known what a pin is worth; that of one whose turn is here shows again later."""
+        """Set the value of a prefix; while its next turn waits, it counts as infinite."""
         pin.value = value
         if not pin.is_awaited:
-            self._put_value(pin, value)
+            self._update_value(pin, value)
 
-    def wait_for_turn(self, pin: RetainedPrefix) -> None:
-        """The next turn has arrived: its prefix is kept until it runs, and goes last of all."""
+    def hold_for_turn(self, pin: RetainedPrefix) -> None:
+        """Retain a prefix, as the last one to be evicted, until its next turn runs."""
         pin.is_awaited = True
-        self._deadlines.remove(pin)
-        self._put_value(pin, math.inf)
+        self._deadlines.remove_prefix(pin)
+        self._update_value(pin, math.inf)
 
-    def wait_no_more(self, pin: RetainedPrefix, deadline: float) -> None:
-        """The turn that the pin was kept for is over without having run."""
+    def end_hold(self, pin: RetainedPrefix, deadline: float) -> None:
+        """Let a prefix expire at `deadline`, because its next turn has ended without running."""
         pin.is_awaited = False
-        self._deadlines.put(pin, deadline)
-        self._put_value(pin, pin.value)
+        self._deadlines.set_key(pin, deadline)
+        self._update_value(pin, pin.value)
 
-    def use(self, pin: RetainedPrefix, *, found: bool) -> None:
-        """The next turn runs and has its own references; found: it began with a cached prefix."""
+    def consume(self, pin: RetainedPrefix, *, found: bool) -> None:
+        """Release a prefix whose next turn runs; found: the turn began with a cached prefix."""
         self.num_hit += found
-        self._end(pin, "next turn")
+        self._release(pin, "next turn")
 
-    def drop(self, job: str, reason: str) -> None:
-        """Give up the pin of a job, if it has one."""
+    def release_prefix(self, job: str, reason: str) -> None:
+        """Release the prefix of a session, if it has one."""
         pin = self._retained_prefixes.get(job)
         if pin is not None:
-            self._end(pin, reason)
+            self._release(pin, reason)
 
-    def drop_all(self, reason: str) -> None:
-        """Give up all pins."""
+    def release_all(self, reason: str) -> None:
+        """Release all prefixes."""
         for pin in list(self._retained_prefixes.values()):
-            self._end(pin, reason)
+            self._release(pin, reason)
 
     @property
     def next_deadline(self) -> float | None:
-        """When the time of some pin is over; None for never."""
+        """When the next prefix expires, in seconds; None for never."""
         return self._deadlines.lowest_key()
 
-    def sweep(self, now: float) -> None:
-        """Give up the pins whose time is over."""
+    def release_expired(self, now: float) -> None:
+        """Release the prefixes that have expired."""
         while (pin := self._deadlines.first_up_to(now)) is not None:
             self.num_expired += 1
-            self._end(pin, EXPIRED)
+            self._release(pin, EXPIRED)
 
     def reclaim_blocks(self, num_blocks: int) -> None:
-        """Free so many blocks more; there must be as many that only pins reference."""
+        """Free `num_blocks` more blocks, of the least valuable prefixes."""
         pool = self._pool
         wanted = pool.num_free + num_blocks
-        assert wanted <= pool.num_available, "more is wanted back than pins hold"
+        assert wanted <= pool.num_available, "more blocks are reclaimed than are retained"
         while pool.num_free < wanted:
             pin = self._values.first()
-            assert pin is not None, "blocks are pinned by no pin"
+            assert pin is not None, "blocks are pinned by no prefix"
             self._cut(pin, wanted - pool.num_free, pool.pinned.counts)
 
     def _keep_limits(self, pin: RetainedPrefix) -> None:
@@ -318,20 +313,20 @@ class RetainedPrefixes:
         tenant = self._tenants.get(pin.tenant)
         while tenant is not None and len(tenant.counts) > limits.num_of_tenant:
             least = tenant.order.first()
-            assert least is not None, "blocks of a tenant are pinned by no pin"
+            assert least is not None, "blocks of a tenant are pinned by no prefix"
             self._cut(least, len(tenant.counts) - limits.num_of_tenant, tenant.counts)
         while len(counts) > limits.num_blocks:
             least = self._values.first()
-            assert least is not None, "blocks are pinned by no pin"
+            assert least is not None, "blocks are pinned by no prefix"
             self._cut(least, len(counts) - limits.num_blocks, counts)
 
     def _cut(self, pin: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
-        """Give up blocks from the end of a pin, so many at most that no other pin has.
+        """Release blocks from the end of a prefix, at most `num_blocks` that only it retains.
 
-            |-- kept --|-- shared, its own … --|        those of `counts` 1 are its own
+            |-- kept --|-- shared, its own … --|        blocks with a count of 1 are its own
 
-        Shared ones beyond them go too: they gain nothing, but without them nothing that stands
-        before them would be reached.
+        Shared blocks behind them are released too: this frees nothing, but otherwise the blocks in
+        front of them could not be reached.
         """
         blocks = pin.blocks
         first = len(blocks)
@@ -340,7 +335,7 @@ class RetainedPrefixes:
             num_blocks -= counts[blocks[first]] == 1
         if self._whole or not first:
             self.num_given_up += 1
-            self._end(pin, "room")
+            self._release(pin, "room")
             return
         cut = blocks[first:][::-1]
         value = pin.value * first / len(blocks)
@@ -349,18 +344,18 @@ class RetainedPrefixes:
         self._unpin(pin, cut)
         self.set_value(pin, value)
 
-    def _end(self, pin: RetainedPrefix, reason: str) -> None:
+    def _release(self, pin: RetainedPrefix, reason: str) -> None:
         self._changed[pin.job] = None
         del self._retained_prefixes[pin.job]
-        self._deadlines.remove(pin)
-        self._values.remove(pin)
+        self._deadlines.remove_prefix(pin)
+        self._values.remove_prefix(pin)
         self._unpin(pin, pin.blocks[::-1])
         tenant = self._tenants.get(pin.tenant)
         if tenant is not None:
-            tenant.order.remove(pin)
+            tenant.order.remove_prefix(pin)
             if not tenant.counts:
                 del self._tenants[pin.tenant]
-        self._observer.unpinned(pin, reason)
+        self._observer.on_prefix_released(pin, reason)
 
     def _unpin(self, pin: RetainedPrefix, blocks: list[int]) -> None:
         self._pool.unpin(blocks)
@@ -372,9 +367,9 @@ class RetainedPrefixes:
                 if not counts[block]:
                     del counts[block]
 
-    def _put_value(self, pin: RetainedPrefix, value: float) -> None:
+    def _update_value(self, pin: RetainedPrefix, value: float) -> None:
         key = value / len(pin.blocks)
-        self._values.put(pin, key)
+        self._values.set_key(pin, key)
         tenant = self._tenants.get(pin.tenant)
         if tenant is not None:
-            tenant.order.put(pin, key)
+            tenant.order.set_key(pin, key)

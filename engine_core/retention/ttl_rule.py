@@ -1,16 +1,15 @@
-"""For how long the KV of a turn that is over is kept for the next one, and what that is worth.
+"""TTL rules: how long the KV of an ended turn is retained, and what that is worth.
 
-    rule     as long as it pays by the odds (`ToolTimes`)
-    fixed    2 s, where the tool usually takes no longer: what Continuum's public code does
+    rule     as long as the expected benefit grows: Continuum's rule (arXiv 2511.02230)
+    fixed    2 s, if the tool usually takes no longer: what Continuum's public code does
     none     not at all
 
-What is saved by keeping it: the next turn neither waits in the queue as one that has lost its KV
-(η times that delay, `TurnCounts`) nor computes or loads its context (`SwapRule.seconds`, linear
-in the tokens: the paper's is quadratic, by a profile; ours is measured in steps, whose chunks
-have the attention to their context in them).
+The benefit of retained KV: the next turn neither waits in the queue like one that has lost its KV
+(η times that delay, `TurnCounts`), nor computes or loads its context (`SwapRule.seconds`, linear in
+the tokens; the paper's cost is quadratic, by a profile, while ours is measured in steps, whose
+chunks include the attention to their context).
 
-Owns what was observed. A mistake in here costs pins, never a step: it is logged once, and
-from then on nothing is kept.
+A rule that raises an exception is logged once and replaced by none (`GuardedTTL`).
 """
 
 import logging
@@ -23,35 +22,22 @@ from typing import Final, Protocol
 from engine_core.scheduler.preemption import SwapRule
 from proto.config import PinPolicyName
 
-# How long tools take: from the end of a job's turn to the arrival of its next one.
-#
-#     tool A    0.2 0.3 0.3 0.4 … 8.1          by tool, the last ones of each
-#     all       0.2 0.3 … 31 ∞                 of all tools; ∞: the job has never come back
-#
-# Owns windows of what was observed, of a bounded number of tools. Knows neither jobs nor clocks.
-#
-# The rule is that of Continuum (arXiv 2511.02230): keep KV for the τ of {0} and the observed
-# durations for which P(d ≤ τ)·B − τ is largest, where B is what is saved, in seconds. Durations are
-# those of the tool where there are more than FEW of it, else of all tools; until there are some, as
-# if drawn from Exp(1), for which that is τ = ln B, or 0 if B ≤ 1.
-
-
-FEW: Final = 100
-"""Samples of a tool that do not yet say more about it than those of all tools."""
-FEWEST: Final = 16
-"""Samples, of all tools, that say more than the cold start."""
+MIN_TOOL_SAMPLES: Final = 100
+"""A tool's own durations are used if there are more samples than this, otherwise all tools'."""
+MIN_SAMPLES: Final = 16
+"""With fewer samples of all tools, the durations of a cold start are assumed."""
 WINDOW: Final = 512
-"""Samples of a tool, or of all of them, that are remembered."""
+"""Maximum samples of a tool, or of all of them, that are remembered."""
 MAX_TOOLS: Final = 512
-"""That are told apart, of all tenants."""
+"""Maximum tools with samples of their own, of all tenants."""
 MAX_TOOLS_OF_TENANT: Final = 128
-"""Of one tenant; its tool that was not seen for longest is forgotten."""
+"""Maximum tools of one tenant; the tool that was seen longest ago is forgotten."""
 
 _TENANT_DIGITS: Final = 16
 
 
 class Durations:
-    """The last of them, in seconds; infinite ones are of who has not come back."""
+    """The last durations, in seconds; infinite if the session did not return."""
 
     __slots__ = ("_in_order", "_sorted")
 
@@ -62,36 +48,44 @@ class Durations:
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def add(self, seconds: float) -> None:
-        """One more; the oldest goes where there are too many."""
+    def add_sample(self, seconds: float) -> None:
+        """Add a duration; the oldest one is dropped if there are too many."""
         self._in_order.append(seconds)
         insort(self._sorted, seconds)
         if len(self._sorted) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
 
-    def typical(self) -> float:
-        """The median; 0 of nothing."""
+    def median(self) -> float:
+        """Return the median; 0 without samples."""
         return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
 
-    def best(self, benefit: float) -> tuple[float, float]:
-        """(τ, gain): what is gained, in seconds, by waiting for so long at most."""
+    def best_ttl(self, benefit: float) -> tuple[float, float]:
+        """Return (τ, gain): the τ with the largest gain P(d ≤ τ)·benefit − τ, in seconds."""
         best = gain = 0.0
         share = benefit / len(self._sorted)
         saved = 0.0
         for seconds in self._sorted:
             saved += share
-            if seconds >= benefit:  # no odds are worth that
+            if seconds >= benefit:  # no probability is worth that
                 break
             if saved - seconds > gain:
                 best, gain = seconds, saved - seconds
         return best, gain
 
 
-class ToolTimes:
-    """Durations by tool. A job that waits for no tool waits for "", which is one.
+class ToolDurations:
+    """Durations of tools, from the end of a turn to the arrival of the next one.
 
-    A tool's name may begin with its tenant: 16 digits and a slash. Nobody's invented names
-    cost another tenant more than the tools that it has beyond an equal share.
+        tool A    0.2 0.3 0.3 0.4 … 8.1          the last ones of each tool
+        all       0.2 0.3 … 31 ∞                 of all tools; ∞: the session did not return
+
+    The rule of Continuum: retain KV for the τ among 0 and the observed durations d with the largest
+    P(d ≤ τ)·B − τ, where B is the benefit in seconds. Until there are samples, d is assumed to be
+    distributed as Exp(1): then τ = ln B, or 0 if B ≤ 1.
+
+    A session without a tool waits for the tool "". A name may begin with its tenant: 16 digits and
+    a slash. A tenant with many invented names costs other tenants only the tools that they have
+    beyond an equal share.
     """
 
     def __init__(self) -> None:
@@ -100,12 +94,12 @@ class ToolTimes:
         self._num_tools = 0
 
     def __len__(self) -> int:
-        """Tools that are told apart."""
+        """Return the number of tools with samples of their own."""
         return self._num_tools
 
-    def observe(self, tool: str, seconds: float) -> None:
-        """A call of this tool took so long; infinitely long if nobody came back."""
-        self._all.add(seconds)
+    def add_sample(self, tool: str, seconds: float) -> None:
+        """Add the duration of a call; infinity if the session did not return."""
+        self._all.add_sample(seconds)
         tenant = _tenant_of(tool)
         tools = self._tenants.pop(tenant, {})
         self._tenants[tenant] = tools
@@ -113,38 +107,38 @@ class ToolTimes:
         durations = Durations() if known is None else known
         self._num_tools += known is None
         tools[tool] = durations
-        durations.add(seconds)
+        durations.add_sample(seconds)
         if len(tools) > MAX_TOOLS_OF_TENANT:
             self._forget_one(tenant)
         elif self._num_tools > MAX_TOOLS:
             self._forget_one(max(self._tenants, key=self._num_tools_of))
 
-    def best(self, tool: str, benefit: float) -> tuple[float, float]:
-        """(τ, gain), in seconds, for a benefit in seconds."""
+    def best_ttl(self, tool: str, benefit: float) -> tuple[float, float]:
+        """Return (τ, gain) for a tool, in seconds."""
         durations = self._known(tool)
         if durations is not None:
-            return durations.best(benefit)
+            return durations.best_ttl(benefit)
         if benefit <= 1.0:
             return 0.0, 0.0
         return math.log(benefit), benefit - 1.0 - math.log(benefit)
 
-    def typical(self, tool: str) -> float | None:
-        """What a call of it usually takes, in seconds; None while nothing is known."""
+    def median(self, tool: str) -> float | None:
+        """Return the median duration of a tool in seconds; None while unknown."""
         durations = self._known(tool)
-        return None if durations is None else durations.typical()
+        return None if durations is None else durations.median()
 
     def _known(self, tool: str) -> Durations | None:
         tools = self._tenants.get(_tenant_of(tool))
         own = None if tools is None else tools.get(tool)
-        if own is not None and len(own) > FEW:
+        if own is not None and len(own) > MIN_TOOL_SAMPLES:
             return own
-        return self._all if len(self._all) >= FEWEST else None
+        return self._all if len(self._all) >= MIN_SAMPLES else None
 
     def _num_tools_of(self, tenant: str) -> int:
         return len(self._tenants[tenant])
 
     def _forget_one(self, tenant: str) -> None:
-        """Its tool that was not seen for longest."""
+        """Forget the tenant's tool that was seen longest ago."""
         tools = self._tenants[tenant]
         del tools[next(iter(tools))]
         self._num_tools -= 1
@@ -156,26 +150,24 @@ def _tenant_of(tool: str) -> str:
     return tool[:_TENANT_DIGITS] if tool[_TENANT_DIGITS : _TENANT_DIGITS + 1] == "/" else ""
 
 
-# Whether jobs that have had many turns have few before them.
-#
-# Owns sums over jobs that are over. A job of N turns was seen at k = 1 … N, with N - k to come;
-# η = −Corr(k, N − k) is 1 where all jobs have the same number of turns, and less where
-# they differ: then more jobs than seemed so will soon leave room, and waiting in the queue again
-# costs less (arXiv 2511.02230, by whose rule the delay of a job in the queue counts η times).
-
-
 _MEMORY: Final = 4096.0
-"""Turns after which the sums are halved."""
+"""Number of turns after which the sums are halved."""
 
 
 class TurnCounts:
-    """Sums of weights, k, N - k, their squares and their product."""
+    """Correlation between the turns that a session has had and those to come, as sums.
+
+    A session of N turns was seen at k = 1 … N, with N − k to come. η = −Corr(k, N − k) is 1 if all
+    sessions have the same number of turns, and less if they differ: then more sessions end soon and
+    leave room, and another wait in the queue costs less. By the paper's rule that delay counts η
+    times.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 6
 
-    def learn(self, num_turns: int) -> None:
-        """A job is over that had so many turns."""
+    def add_session(self, num_turns: int) -> None:
+        """Add a session that has ended after `num_turns` turns."""
         n = float(num_turns)
         total = n * (n + 1) / 2  # of k
         squares = n * (n + 1) * (2 * n + 1) / 6
@@ -189,7 +181,7 @@ class TurnCounts:
 
     @property
     def eta(self) -> float:
-        """0 to 1; 1 until there is something to correlate."""
+        """0 to 1; 1 until the sums allow a correlation."""
         n, k, rest, kk, rr, kr = self._sums
         variance = (n * kk - k * k) * (n * rr - rest * rest)
         if variance <= 0.0:
@@ -201,170 +193,170 @@ logger = logging.getLogger("tokend.pins")
 
 FIXED_SECONDS: Final = 2.0
 PROVISIONAL_SECONDS: Final = 2.0
-"""Until it is known what the job waits for."""
+"""TTL until it is known which tool the session waits for."""
 MAX_SECONDS: Final = 3600.0
-"""Nothing is kept for longer, whatever a client says."""
+"""Maximum TTL, also of clients."""
 _WEIGHT: Final = 0.1
-"""Of a new delay in the mean."""
+"""Weight of a new delay in the running mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """seconds: for which KV is kept after its turn, 0 for not at all. gain: seconds saved by it."""
+class TTLDecision:
+    """seconds: TTL of the KV after its turn; 0: not retained. value: expected gain, in seconds."""
 
     seconds: float
-    gain: float
+    value: float
 
 
-NOTHING: Final = Worth(0.0, 0.0)
+NOT_RETAINED: Final = TTLDecision(0.0, 0.0)
 
 
 class TTLRule(Protocol):
-    """Decides, and is told what happens to jobs."""
+    """Decides how long KV is retained, and learns from what happens to sessions."""
 
-    def provisional(self, num_tokens: int) -> Worth:
-        """A turn of so many tokens has just ended."""
+    def provisional(self, num_tokens: int) -> TTLDecision:
+        """Decide when a turn of `num_tokens` tokens has just ended."""
         ...
 
-    def decide(self, tool: str, num_tokens: int) -> Worth:
-        """It is known which tool its job waits for."""
+    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
+        """Decide when it is known which tool the session waits for."""
         ...
 
-    def observe(self, tool: str, seconds: float) -> None:
-        """The next turn came so long after one that waited for this tool; infinity: never."""
+    def learn_duration(self, tool: str, seconds: float) -> None:
+        """Learn the time from a turn that waited for a tool to the next one; infinity: never."""
         ...
 
-    def learn_delay(self, seconds: float) -> None:
-        """A later turn of a job whose KV was not kept has waited so long in the queue."""
+    def learn_queueing_delay(self, seconds: float) -> None:
+        """Learn how long a later turn whose KV was not retained has waited in the queue."""
         ...
 
-    def learn_turns(self, num_turns: int) -> None:
-        """A job of so many turns is over."""
+    def learn_num_turns(self, num_turns: int) -> None:
+        """Learn the number of turns of a session that has ended."""
         ...
 
 
 class NoRetention:
-    """Nothing is ever kept."""
+    """The rule none: nothing is retained."""
 
-    def provisional(self, num_tokens: int) -> Worth:
-        return NOTHING
+    def provisional(self, num_tokens: int) -> TTLDecision:
+        return NOT_RETAINED
 
-    def decide(self, tool: str, num_tokens: int) -> Worth:
-        return NOTHING
+    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
+        return NOT_RETAINED
 
-    def observe(self, tool: str, seconds: float) -> None:
-        """Nothing depends on it."""
+    def learn_duration(self, tool: str, seconds: float) -> None:
+        """Do nothing: no decision depends on it."""
 
-    def learn_delay(self, seconds: float) -> None:
-        """Nothing depends on it."""
+    def learn_queueing_delay(self, seconds: float) -> None:
+        """Do nothing: no decision depends on it."""
 
-    def learn_turns(self, num_turns: int) -> None:
-        """Nothing depends on it."""
+    def learn_num_turns(self, num_turns: int) -> None:
+        """Do nothing: no decision depends on it."""
 
 
 class ExpectedBenefitTTL:
-    """The published rule. costs: of KV that is not on the device."""
+    """The rule of Continuum's paper. costs: seconds until KV is on the device again."""
 
     def __init__(self, costs: SwapRule) -> None:
         self._costs = costs
-        self._times = ToolTimes()
+        self._durations = ToolDurations()
         self._turns = TurnCounts()
         self._delay = 0.0
 
-    def provisional(self, num_tokens: int) -> Worth:
-        return Worth(PROVISIONAL_SECONDS, self._benefit(num_tokens))
+    def provisional(self, num_tokens: int) -> TTLDecision:
+        return TTLDecision(PROVISIONAL_SECONDS, self._benefit(num_tokens))
 
-    def decide(self, tool: str, num_tokens: int) -> Worth:
-        return Worth(*self._times.best(tool, self._benefit(num_tokens)))
+    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
+        return TTLDecision(*self._durations.best_ttl(tool, self._benefit(num_tokens)))
 
-    def observe(self, tool: str, seconds: float) -> None:
-        self._times.observe(tool, seconds)
+    def learn_duration(self, tool: str, seconds: float) -> None:
+        self._durations.add_sample(tool, seconds)
 
-    def learn_delay(self, seconds: float) -> None:
+    def learn_queueing_delay(self, seconds: float) -> None:
         self._delay += _WEIGHT * (seconds - self._delay) if self._delay else seconds
 
-    def learn_turns(self, num_turns: int) -> None:
-        self._turns.learn(num_turns)
+    def learn_num_turns(self, num_turns: int) -> None:
+        self._turns.add_session(num_turns)
 
     def _benefit(self, num_tokens: int) -> float:
         return self._turns.eta * self._delay + self._costs.seconds(num_tokens)
 
 
-class Fixed:
-    """The threshold of the public code."""
+class FixedTTL:
+    """The rule of Continuum's public code: 2 s for tools that usually take no longer."""
 
     def __init__(self) -> None:
-        self._times = ToolTimes()
+        self._durations = ToolDurations()
 
-    def provisional(self, num_tokens: int) -> Worth:
-        return Worth(PROVISIONAL_SECONDS, 0.0)
+    def provisional(self, num_tokens: int) -> TTLDecision:
+        return TTLDecision(PROVISIONAL_SECONDS, 0.0)
 
-    def decide(self, tool: str, num_tokens: int) -> Worth:
-        typical = self._times.typical(tool)
+    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
+        typical = self._durations.median(tool)
         is_short = typical is None or typical <= FIXED_SECONDS
-        return Worth(FIXED_SECONDS, 0.0) if is_short else NOTHING
+        return TTLDecision(FIXED_SECONDS, 0.0) if is_short else NOT_RETAINED
 
-    def observe(self, tool: str, seconds: float) -> None:
-        self._times.observe(tool, seconds)
+    def learn_duration(self, tool: str, seconds: float) -> None:
+        self._durations.add_sample(tool, seconds)
 
-    def learn_delay(self, seconds: float) -> None:
-        """Nothing depends on it."""
+    def learn_queueing_delay(self, seconds: float) -> None:
+        """Do nothing: no decision depends on it."""
 
-    def learn_turns(self, num_turns: int) -> None:
-        """Nothing depends on it."""
+    def learn_num_turns(self, num_turns: int) -> None:
+        """Do nothing: no decision depends on it."""
 
 
 class GuardedTTL:
-    """Another rule, as long as it makes no mistake."""
+    """Another rule, until it raises an exception; then no KV is retained."""
 
     def __init__(self, inner: TTLRule) -> None:
         self._inner = inner
 
-    def provisional(self, num_tokens: int) -> Worth:
+    def provisional(self, num_tokens: int) -> TTLDecision:
         try:
             return self._inner.provisional(num_tokens)
         except Exception:
-            return self._give_up()
+            return self._disable()
 
-    def decide(self, tool: str, num_tokens: int) -> Worth:
+    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
         try:
             return self._inner.decide(tool, num_tokens)
         except Exception:
-            return self._give_up()
+            return self._disable()
 
-    def observe(self, tool: str, seconds: float) -> None:
+    def learn_duration(self, tool: str, seconds: float) -> None:
         try:
-            self._inner.observe(tool, seconds)
+            self._inner.learn_duration(tool, seconds)
         except Exception:
-            self._give_up()
+            self._disable()
 
-    def learn_delay(self, seconds: float) -> None:
+    def learn_queueing_delay(self, seconds: float) -> None:
         try:
-            self._inner.learn_delay(seconds)
+            self._inner.learn_queueing_delay(seconds)
         except Exception:
-            self._give_up()
+            self._disable()
 
-    def learn_turns(self, num_turns: int) -> None:
+    def learn_num_turns(self, num_turns: int) -> None:
         try:
-            self._inner.learn_turns(num_turns)
+            self._inner.learn_num_turns(num_turns)
         except Exception:
-            self._give_up()
+            self._disable()
 
-    def _give_up(self) -> Worth:
-        logger.exception("no KV is kept between turns any more")
+    def _disable(self) -> TTLDecision:
+        logger.exception("no KV is retained between turns any more")
         self._inner = NoRetention()
-        return NOTHING
+        return NOT_RETAINED
 
 
 def by_client(ttl_ms: float | None) -> float | None:
-    """Seconds for which a client wants KV to be kept; None where it says nothing that is a time."""
+    """Return the TTL that a client wants, in seconds; None if it gives no valid one."""
     if ttl_ms is None or math.isnan(ttl_ms):
         return None
     return min(max(ttl_ms / 1000.0, 0.0), MAX_SECONDS)
 
 
 def make_ttl_rule(name: PinPolicyName, costs: SwapRule) -> TTLRule:
-    """The rule of --pin-policy."""
+    """Return the rule of --pin-policy."""
     if name == "none":
         return NoRetention()
-    return GuardedTTL(ExpectedBenefitTTL(costs) if name == "rule" else Fixed())
+    return GuardedTTL(ExpectedBenefitTTL(costs) if name == "rule" else FixedTTL())

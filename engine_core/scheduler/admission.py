@@ -1,11 +1,11 @@
 """The second half of a step: waiting requests are admitted.
 
-    Pause            a gate: no new request starts, or nothing is scheduled at all
-    AdmissionRule    conditions on free blocks beyond "the next tokens fit"
     AdmissionPass    moves requests from the head of the queue to the end of the running list
+    AdmissionRule    conditions on free blocks beyond "the next tokens fit"
+    Pause            a gate: no new request starts, or nothing is scheduled at all
 
-The first request without room ends the pass, so that none overtakes it for want of room. A request
-that a gate blocks is parked, and the next one is looked at.
+The first request without room ends the pass, so no later request overtakes it. A request that a
+gate blocks is parked, and the next one is considered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,23 +24,19 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
 from proto.engine_io import PauseMode
 
-# Pausing: no new request starts, or nothing is scheduled at all.
-#
-# Owns the mode and the requests that wait for its end.
-
 
 class Pause:
-    """A gate that is open, unless an operator has asked otherwise.
+    """A gate that an operator closes.
 
-    finish_running: requests that have not begun are held; the others go on to their
-    end, with all their choices, also those that are preempted meanwhile or come from an
-    engine that died. freeze: the scheduler plans nothing.
+    In mode finish_running, requests that have not begun are held; others continue to their end,
+    with all their choices, also after a preemption or in a new engine. In mode freeze, the
+    scheduler plans nothing.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_RESUME
 
     def __init__(self, choices: Mapping[int, Mapping[int, Request]]) -> None:
-        """choices: unfinished choices by number, by request id; read only."""
+        """choices: unfinished choices by request id and number; not changed here."""
         self._choices = choices
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
         self._mode: PauseMode | None = None
@@ -48,11 +44,12 @@ class Pause:
 
     @property
     def mode(self) -> PauseMode | None:
-        """None without a pause."""
+        """Mode of the pause; None without one."""
         return self._mode
 
     @property
     def frozen(self) -> bool:
+        """Whether nothing is scheduled."""
         return self._mode == "freeze"
 
     def begin_pause(self, mode: PauseMode) -> None:
@@ -60,7 +57,7 @@ class Pause:
         self._mode = mode
 
     def end_pause(self) -> None:
-        """Let everyone back into the line; nothing happens without a pause."""
+        """End the pause and unblock all held requests; without a pause do nothing."""
         self._mode = None
         held, self._held = self._held, {}
         for request in held.values():
@@ -70,17 +67,17 @@ class Pause:
         self._unblock = unblock
 
     def begin_admission(self, plan: StepPlan) -> None:
-        """Nothing changes by a step."""
+        """Do nothing: a step changes no pause."""
 
-    def stops(self, request: Request) -> bool:
-        """Whether a request is not to begin as long as this lasts."""
+    def holds(self, request: Request) -> bool:
+        """Return whether a request must not begin during the pause."""
         if self._mode is None or request.request_id in self._begun:
             return False
         return not request.num_output_tokens
 
     def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
-        if not self.stops(request):
+        if not self.holds(request):
             return False
         self._held[request.seq_id] = request
         return True
@@ -94,29 +91,27 @@ class Pause:
             self._begun.discard(request.request_id)
 
 
-# Rules about free blocks for the request at the head of the queue, beyond "its next tokens fit".
-#
-# A rule that says no stops the line for this step: no later request overtakes for want of
-# room. No rule is asked while nothing runs or loads, so that there is always progress.
-
-
 DEFAULT_HYSTERESIS: Final = 0.9
-"""Where nothing else is said, admission goes on below this part of where it stopped."""
+"""Admission resumes below this fraction of the occupancy at which it stops, by default."""
 
 
 class AdmissionRule(Protocol):
-    """A condition on the pool for letting one more request in."""
+    """A condition on the pool for admitting the request at the head of the queue.
+
+    A refusal ends admission for this step, so no later request overtakes. Rules are not asked while
+    no request runs or loads, so there is always progress.
+    """
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        """Whether `request` may start with `num_new_tokens` after its cached blocks.
+        """Return whether a request may start with `num_new_tokens` after its cached blocks.
 
-        Less room in the pool never turns a no into a yes.
+        Fewer free blocks must never turn a refusal into an admission.
         """
         ...
 
 
 class Watermark:
-    """Some blocks stay free when a request comes in, for those that run and grow."""
+    """A rule: a fraction of the blocks stays free at an admission, for requests that run."""
 
     def __init__(self, kv_cache: KVCacheManager, fraction: float) -> None:
         self._kv_cache = kv_cache
@@ -128,9 +123,9 @@ class Watermark:
 
 
 class WholeSequence:
-    """All tokens a request has by now must fit, not just the first chunk of them.
+    """A rule: all tokens of the request must fit, not just the first chunk of them.
 
-    So must what the prompts of running requests have yet to take.
+    So must the rest of the prompts of running requests.
     """
 
     def __init__(self, kv_cache: KVCacheManager, running: Sequence[Request]) -> None:
@@ -141,13 +136,13 @@ class WholeSequence:
         num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         needed = self._needed(request, num_missing, computed)
         for each in self._running:
-            num_missing = each.num_tokens - each.num_computed_tokens
-            if num_missing > 1:
+            if each.is_prefilling:
+                num_missing = each.num_tokens - each.num_computed_tokens
                 needed += self._needed(each, num_missing, NOTHING_COMPUTED)
         return needed <= self._kv_cache.num_free_blocks
 
     def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
-        """Blocks that the missing tokens take; a window gives some back on the way."""
+        """Return the blocks that the missing tokens need; a window frees some on the way."""
         kv_cache = self._kv_cache
         return min(
             kv_cache.num_blocks_needed(request, num_missing, computed),
@@ -156,7 +151,7 @@ class WholeSequence:
 
 
 def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> KVWatermarks | None:
-    """The watermarks of a configuration; None where it sets none below the whole pool."""
+    """Return the watermarks of a configuration; None if it sets none below the whole pool."""
     stop, preempt = config.stop_admission_above, config.preempt_above
     if stop == preempt == 1.0:
         return None
@@ -172,7 +167,7 @@ def rules_of(
     running: Sequence[Request],
     watermarks: KVWatermarks | None,
 ) -> tuple[AdmissionRule, ...]:
-    """The rules that a configuration asks for; none by default."""
+    """Return the rules of a configuration; none by default."""
     rules: list[AdmissionRule] = []
     if watermarks is not None:
         rules.append(watermarks)
@@ -185,18 +180,18 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The head of the line found no room; how things stood then.
+    """The head of the queue found no room, and the conditions of that moment.
 
-    num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
-    found, next_one: hash of the last block of its computed prefix, and of the block after
-    it; empty where there is none.
+    num_missing, num_new: tokens without KV, and how many of them it needed at first. found,
+    next_one: hash of the last block of its computed prefix, and of the block after it; empty if
+    there is none.
 
-    Nothing is remembered where there are rules or KV elsewhere: they look at more than this;
-    nor where there are windows, in which a block before the last one may be lost, or a later one
-    found; nor in a step that admitted somebody, whose fork the request may be in the next.
-    Otherwise, until the pool is freer, or a request at rest holds blocks, or somebody has to
-    give way, or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier
-    needs fewer blocks) or longer, looking again is in vain.
+    Another attempt is in vain until more blocks are free, a resting request holds blocks, a running
+    request has to defer, fewer tokens are needed, or that prefix has become shorter (a chunk that
+    begins earlier needs fewer blocks) or longer. A refusal is not remembered with rules or a
+    connector, which consider more than this; with windows, where an earlier block may be lost or a
+    later one found; and in a step that admitted a request, of which this one may be a fork in the
+    next step.
     """
 
     request: Request
@@ -208,7 +203,7 @@ class _Refusal:
 
 
 class AdmissionPass:
-    """Admits waiting requests while budget, seats and blocks last."""
+    """Admits waiting requests while tokens, sequences and blocks of the step last."""
 
     def __init__(
         self,
@@ -228,7 +223,7 @@ class AdmissionPass:
         self._running = running
         self._kv_cache = kv_cache
         self._chunks = chunks
-        self._num_seats = min(max_num_seqs, chunks.step_budget)  # a token each in a step
+        self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
         self._rules = rules
         self._gates = gates
         self._listeners = listeners
@@ -239,17 +234,18 @@ class AdmissionPass:
         self._remembers = not rules and not kv_transfer.connected and kv_cache.is_downward_closed
 
     @property
-    def num_free_seats(self) -> int:
-        """So many more requests may run at once."""
-        return max(0, self._num_seats - len(self._running))
+    def num_free_seqs(self) -> int:
+        """Number of requests that may run in addition."""
+        return max(0, self._max_running - len(self._running))
 
-    def run(self, plan: StepPlan) -> None:
+    def admit_waiting(self, plan: StepPlan) -> None:
+        """Admit requests from the head of the queue, until one has to wait for room."""
         for gate in self._gates:
             gate.begin_admission(plan)
         waiting = self._waiting
-        while self._has_budget(plan) and waiting.num_ready and self._may_have_seat():
-            request = waiting.peek()
-            if self._refusal is not None and self._is_refused(request, self._refusal, plan):
+        while self._has_budget(plan) and waiting.num_ready and self._may_run_one_more():
+            request = waiting.peek_request()
+            if self._refusal is not None and self._still_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
             if not self._is_blocked(candidate) and not self._admit(candidate, plan):
@@ -259,19 +255,21 @@ class AdmissionPass:
     def _has_budget(plan: StepPlan) -> bool:
         return plan.budget > 0 and plan.prompt_budget > 0
 
-    def _has_seat(self) -> bool:
-        return len(self._running) < self._num_seats
+    def _can_run_one_more(self) -> bool:
+        return len(self._running) < self._max_running
 
-    def _may_have_seat(self) -> bool:
-        return self._has_seat() or self._fairness.may_claim(self._waiting.peek())
+    def _may_run_one_more(self) -> bool:
+        return self._can_run_one_more() or self._fairness.may_preempt_for(
+            self._waiting.peek_request()
+        )
 
-    def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+    def _still_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
         kv_cache = self._kv_cache
         return (
             refusal.request is request
             and bool(self._running)
             and not self._non_running_blocks.any_resting
-            and not self._fairness.may_claim(request)
+            and not self._fairness.may_preempt_for(request)
             and kv_cache.num_free_blocks <= refusal.num_free
             and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
@@ -281,7 +279,7 @@ class AdmissionPass:
     def _first_chunk(self, num_missing: int, plan: StepPlan) -> int:
         return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
 
-    def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
+    def _remember_refusal(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
         if not self._remembers or plan.admitted:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
@@ -299,15 +297,15 @@ class AdmissionPass:
         for gate in self._gates:
             if gate.is_blocked(candidate):
                 candidate.request.status = gate.status
-                self._waiting.park(candidate.request)
+                self._waiting.park_request(candidate.request)
                 return True
         return False
 
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
-        """Take in the head of the queue; False, with nothing changed, if it has to wait.
+        """Admit the head of the queue; False, changing nothing, if it has to wait.
 
-        True without that where somebody has given way: it is to be looked at once more, as
-        what it found in the cache may be gone.
+        Also returns True if a running request was preempted for it: then it is considered again,
+        because the prefix that it found in the cache may be gone.
 
         0                       num_computed                  num_tokens
         |---its own-or--|            |           |                 |
@@ -319,55 +317,57 @@ class AdmissionPass:
         if request.num_output_placeholders:
             return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
-            return False  # it gave way in this pass, and is not to take the room back in it
+            return False  # preempted in this pass, in which it must not take the room back
         if self._fairness.is_behind(request):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)
-        if not self._has_seat():
-            return self._fairness.claim(request, plan)
+        if not self._can_run_one_more():
+            return self._fairness.preempt_for(request, plan)
         num_missing = request.num_tokens - num_computed
         num_new = self._first_chunk(num_missing, plan)
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, candidate):
-            if self._fairness.claim(request, plan):
+            if self._fairness.preempt_for(request, plan):
                 return True
             if candidate.num_external_tokens and not self._running:
                 return self._admit(candidate.without_external(), plan)
-            self._refuse(candidate, num_new, plan)
+            self._remember_refusal(candidate, num_new, plan)
             return False
         self._refusal = None
-        self._waiting.pop()
+        self._waiting.pop_request()
         self._running.append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed
         if request.scheduled_at is None:
             request.scheduled_at = plan.now
             request.num_cached_tokens = num_computed
-        self._kv_transfer.begin_request(candidate)
+        self._kv_transfer.on_blocks_allocated(candidate)
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
         plan.prompt_budget -= num_new
+        if num_missing > 1:
+            plan.count_prefilling(1, num_new)
         for listener in self._listeners:
             listener.on_admitted(request, num_new)
         return True
 
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
-        """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
+        """Park the head of the queue with blocks for KV to be loaded; False if it has to wait.
 
-        The rules about room hold for it as for a request that runs at once: its blocks are taken
-        now. As long as nothing runs whose end would give room, nor any load is under way, requests
-        in line give up what they hold: else each might wait for the others' blocks. Where even
-        that does not do, all of it is computed, which may take fewer at a time.
+        The admission rules apply as to a request that runs at once, because its blocks are taken
+        now. If no request runs or loads, whose end would free blocks, queued requests lose their
+        blocks: otherwise each might wait for the others' blocks. If even that is not enough, the
+        request computes everything, which may need fewer blocks at a time.
         """
-        external, non_running_blocks = self._kv_transfer, self._non_running_blocks
-        others = bool(self._running) or external.is_loading
+        kv_transfer, non_running_blocks = self._kv_transfer, self._non_running_blocks
+        others = bool(self._running) or kv_transfer.is_loading
         while not (
-            external.has_room_to_load(candidate)
+            kv_transfer.has_room_to_load(candidate)
             and (not others or self._rules_admit(candidate, 0))
-            and self._take_blocks(candidate, 0)
+            and self._allocate_blocks(candidate, 0)
         ):
             if non_running_blocks.free_resting():
                 continue
@@ -375,11 +375,11 @@ class AdmissionPass:
                 return False
             if not non_running_blocks.free_queued(candidate.request):
                 return self._admit(candidate.without_external(), plan)
-        external.begin_load(candidate)
+        kv_transfer.begin_load(candidate)
         return True
 
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
-        """Allocate if the rules allow it and there are enough blocks, reclaimable ones included."""
+        """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
         non_running_blocks = self._non_running_blocks
         while not self._fits(num_new, candidate):
             if non_running_blocks.free_resting():
@@ -391,21 +391,21 @@ class AdmissionPass:
     def _fits(self, num_new: int, candidate: Candidate) -> bool:
         if self._running and not self._rules_admit(candidate, num_new):
             return False
-        return self._take_blocks(candidate, num_new)
+        return self._allocate_blocks(candidate, num_new)
 
     def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
-        """Whether every rule about room admits what is loaded and `num_new` tokens after it."""
+        """Return whether every rule admits the external tokens and `num_new` tokens after them."""
         num_wanted = candidate.num_external_tokens + num_new
         for rule in self._rules:
             if not rule.admits(candidate.request, num_wanted, candidate.computed):
                 return False
         return True
 
-    def _take_blocks(self, candidate: Candidate, num_new: int) -> bool:
+    def _allocate_blocks(self, candidate: Candidate, num_new: int) -> bool:
         request, num_external = candidate.request, candidate.num_external_tokens
-        # What is loaded may reach the last token, which is computed all the same.
-        num_here = candidate.num_computed_tokens + num_external
-        num_new = min(num_new, request.num_tokens - num_here)
+        # External tokens may include the last token, which is computed anyway.
+        num_with_kv = candidate.num_computed_tokens + num_external
+        num_new = min(num_new, request.num_tokens - num_with_kv)
         blocks = self._kv_cache.allocate_slots(
             request, num_new, candidate.computed, num_external_tokens=num_external
         )

@@ -1,21 +1,20 @@
-"""The rows of a beam search: as many requests as it has beams, moved along together.
+"""The rows of a beam search: one request for each beam, advanced together.
 
     round      slot 0        slot 1        slot 2
     first      prompt        (held)        (held)
     next       prompt a      prompt b      prompt c       forks of slot 0, queued
     next       prompt b d    prompt b e    prompt c f     slot 0 becomes a fork of slot 1
 
-A row is scheduled as any request is. It reports the best tokens that may follow, and
-then has nothing to compute until every row of its group has reported. A slot whose
-hypothesis died takes over tokens and blocks of the one that branched.
+A row is scheduled like any request. It reports the candidates for its next token, and then has
+nothing to compute until every row of its group has reported. A slot whose hypothesis died takes the
+tokens and blocks of the one that branched.
 
-Owns the groups. Nothing needs rows to run in the same step, so rows may be preempted
-one by one. Only rows that have reported must not sit on blocks that another row of
-the group waits for: they give way too, until the group moves on.
+Rows need not run in the same step, so they may be preempted one by one. But rows that have reported
+must not hold blocks that another row of the group waits for: they are preempted until the group
+advances.
 
-The search itself and numpy, which nothing else in the engine needs, are imported by the first
-group: they are a quarter of what an engine imports, and its start is part of every gap after
-a death.
+The search itself and numpy are imported with the first group: they are a quarter of what an engine
+imports, and its start is part of every outage after a crash.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class BeamGroup:
-    """rows: one request for each slot, in order. reported: best next tokens by slot."""
+    """One beam search. rows: a request for each slot. reported: candidates by slot."""
 
     def __init__(self, first: Request) -> None:
         from engine_core.scheduler.beam_search import BeamSearch
@@ -60,11 +59,11 @@ class BeamGroup:
         return self.rows[: self.search.num_slots]
 
     def results(self) -> Iterator[tuple[Request, list[int]]]:
-        """A row and the tokens of a finished hypothesis, best first."""
+        """Return (row, tokens of a finished hypothesis), best first."""
         return zip(self.rows, [each.token_ids for each in self.search.finished], strict=True)
 
     def advance(self) -> "list[Branch]":
-        """The next hypothesis of each slot, from what all rows have reported."""
+        """Return the next hypothesis of each slot, from the candidates of all rows."""
         import numpy as np
 
         arrays = [self.reported[slot] for slot in range(self.search.num_slots)]
@@ -76,7 +75,7 @@ class BeamGroup:
 
 
 class BeamGroups:
-    """A gate for rows that have nothing to compute, and the place where rows report."""
+    """All beam searches: a gate for rows that have nothing to compute, and their reports."""
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_BEAMS
 
@@ -89,11 +88,11 @@ class BeamGroups:
         self._groups: dict[int, BeamGroup] = {}
         self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
 
-    def add(self, request: Request) -> None:
-        """A row, if it is one; those of a group come in order.
+    def register_row(self, request: Request) -> None:
+        """Add a request to its group, if it is a row; rows are added in order.
 
-        max_tokens keeps steps from running ahead of what the group chooses; the search
-        knows how long a hypothesis may be.
+        Its max_tokens becomes 1, so that no step is scheduled before the group has chosen the next
+        token; the search knows how long a hypothesis may be.
         """
         if not request.sampling_params.beam_width:
             return
@@ -103,12 +102,12 @@ class BeamGroups:
         else:
             self._groups[request.request_id].rows.append(request)
 
-    def owns(self, request_id: int) -> bool:
-        """The choices of this request are rows, which end together."""
+    def owns_request(self, request_id: int) -> bool:
+        """Return whether the choices of this request are rows, which end together."""
         return request_id in self._groups
 
-    def report(self, request: Request, candidates: LogprobsArrays | None) -> bool:
-        """A row was computed to its end; False for what is no row or brings nothing."""
+    def report_candidates(self, request: Request, candidates: LogprobsArrays | None) -> bool:
+        """Keep the candidates of a row; False if it is no row or has no valid candidates."""
         group = self._groups.get(request.request_id)
         if group is None or candidates is None:
             return False
@@ -119,12 +118,12 @@ class BeamGroups:
         request.num_output_placeholders = 0
         return True
 
-    def advance(self) -> list[BeamGroup]:
-        """Move on every group whose rows have all reported; returns those that are over."""
+    def advance_groups(self) -> list[BeamGroup]:
+        """Advance every group whose rows have all reported; return the finished ones."""
         ready = [group for group in self._reporting.values() if group.has_all]
         for group in ready:
             del self._reporting[group.rows[0].request_id]
-        return [group for group in ready if not self._moves_on(group)]
+        return [group for group in ready if not self._advance_group(group)]
 
     # As a gate
 
@@ -132,10 +131,11 @@ class BeamGroups:
         self._unblock = unblock
 
     def begin_admission(self, plan: StepPlan) -> None:
-        """Rows that have reported give way while another row of theirs waits for room.
+        """Preempt rows that have reported while another row of their group waits for room.
 
-        It is to have that room in this very pass, or a lone search would have a step without
-        tokens; so this preemption, alone of all, does not stop admission.
+        The waiting row has to get the room in this step, or a search without other requests would
+        have a step without tokens. So, unlike any other preemption, this one does not stop
+        admission.
         """
         for group in self._reporting.values():
             reported = group.reported
@@ -156,31 +156,31 @@ class BeamGroups:
         return request.choice >= group.search.num_slots or request.choice in group.reported
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        """Rows are admitted one by one, as there is room."""
+        """Do nothing: rows are admitted one by one."""
 
     def on_released(self, request: Request) -> None:
         self._groups.pop(request.request_id, None)
         self._reporting.pop(request.request_id, None)
-        self._forced_tokens.forget(request.seq_id)
+        self._forced_tokens.forget_sequence(request.seq_id)
 
     # Parts of the above
 
-    def _moves_on(self, group: BeamGroup) -> bool:
+    def _advance_group(self, group: BeamGroup) -> bool:
         branches = group.advance()
         for slot, branch in enumerate(branches):
             if branch.parent != slot:
-                self._take_over(group.rows[slot], group.rows[branch.parent])
+                self._replace_row(group.rows[slot], group.rows[branch.parent])
         for row, branch in zip(group.living, branches, strict=bool(branches)):
             row.all_token_ids.append(branch.token_id)
-            self._forced_tokens.append(row, branch.token_id)
+            self._forced_tokens.force_token(row, branch.token_id)
             self._unblock(row)
         return bool(branches)
 
-    def _take_over(self, row: Request, source: Request) -> None:
-        """The tokens of another row, and its blocks where both run."""
+    def _replace_row(self, row: Request, source: Request) -> None:
+        """Give a row the tokens of another one, and its blocks if both run."""
         self._kv_cache.free(row)
         row.num_computed_tokens = 0
-        row.take_over(source)
+        row.copy_tokens(source)
         if row.status is RequestStatus.RUNNING:
             row.num_computed_tokens = self._kv_cache.fork_blocks(row, source, source.num_tokens)
-            self._forced_tokens.replace(row)
+            self._forced_tokens.replace_row(row)

@@ -1,15 +1,14 @@
-"""Beam search: which continuations live on, which are finished, and when it is over.
+"""Beam search: which hypotheses continue, which are finished, and when the search ends.
 
-The rules, their order and the float32 arithmetic are those of `generate(num_beams=…)`
-of transformers, so that results are the same (Vijayakumar et al. 2016, section 2,
-tells of the search itself; length penalty as in Wu et al. 2016, section 7, with the
-length alone as its base). In a round
+The rules, their order and the float32 arithmetic are those of `generate(num_beams=…)` of
+transformers, so results are the same (the search: Vijayakumar et al. 2016, section 2; length
+penalty: Wu et al. 2016, section 7, with the length alone as its base). In a round
 
-    every hypothesis × its best tokens → one list by the sum of log-probabilities
+    every hypothesis × its best tokens → one list, sorted by the sum of log-probabilities
     the first `width` of the list      those that end here are finished
-    of the whole list                  the first `width` that do not end live on
+    the whole list                     the first `width` that do not end continue
 
-Pure: owns hypotheses and scores; knows nothing of requests, blocks or workers.
+Requests, blocks and workers are unknown here.
 """
 
 from collections.abc import Collection
@@ -23,7 +22,7 @@ from proto.sampling_params import EarlyStopping
 
 
 class Branch(NamedTuple):
-    """A hypothesis of the next round: that of slot `parent`, and one token more."""
+    """A hypothesis of the next round: the one of slot `parent`, with one more token."""
 
     parent: int
     token_id: int
@@ -31,16 +30,16 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """score: sum of log-probabilities / number of tokens ** length penalty, float32."""
+    """A finished hypothesis; score: sum of log-probabilities / length ** length penalty."""
 
     score: np.float32
     token_ids: list[int]
 
 
 class BeamSearch:
-    """The hypotheses of one request, in slots 0 … width - 1; at first there is slot 0 only.
+    """The hypotheses of one request, in slots 0 … width - 1; at first only slot 0.
 
-    max_tokens: of a hypothesis. stop_ids: a hypothesis ends with them.
+    max_tokens: of a hypothesis. stop_ids: tokens that end a hypothesis.
     finished: best first, at most `width`.
     """
 
@@ -64,15 +63,15 @@ class BeamSearch:
 
     @property
     def num_slots(self) -> int:
-        """Hypotheses that live."""
+        """Number of hypotheses that continue."""
         return len(self._outputs)
 
     def advance(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> list[Branch]:
-        """One round; returns the next hypothesis of each slot, or nothing when it is over.
+        """Compute one round; return the next hypothesis of each slot, or nothing at the end.
 
-        token_ids, logprobs: [num_slots, columns], of each slot the best next tokens in
-        order, `width` and one for each stop id at least. The first child of a
-        hypothesis keeps its slot, others take slots of those without any.
+        token_ids, logprobs: [num_slots, columns], the best next tokens of each slot in order; at
+        least `width` and one for each stop id. The first child of a hypothesis keeps its slot;
+        others take the slots of hypotheses without children.
         """
         self._length += 1
         sums = (logprobs + self._scores[:, None]).ravel()
@@ -89,7 +88,7 @@ class BeamSearch:
                 living.append((branch, sums[index]))
         if at_end or self._is_over(living[0][1]):
             return []
-        return self._place(living)
+        return self._assign_slots(living)
 
     def _finish(self, branch: Branch, total: np.float32) -> None:
         token_ids = [*self._outputs[branch.parent], branch.token_id]
@@ -98,7 +97,7 @@ class BeamSearch:
         del self.finished[self._width :]
 
     def _is_over(self, best: np.float32) -> bool:
-        """Whether the best living hypothesis can no longer improve what is finished."""
+        """Return whether the best hypothesis can no longer improve the finished ones."""
         if len(self.finished) < self._width:
             return False
         if self._early_stopping is True:
@@ -110,7 +109,7 @@ class BeamSearch:
     def _weighted(self, total: np.float32, length: int) -> np.float32:
         return np.float32(total / np.float32(length**self._length_penalty))
 
-    def _place(self, living: list[tuple[Branch, np.float32]]) -> list[Branch]:
+    def _assign_slots(self, living: list[tuple[Branch, np.float32]]) -> list[Branch]:
         parents = {branch.parent for branch, _ in living}
         vacant = [slot for slot in range(self._width - 1, -1, -1) if slot not in parents]
         taken: dict[int, tuple[Branch, np.float32]] = {}

@@ -1,36 +1,32 @@
-"""Requests that processes may have died of are computed alone.
+"""Crash isolation: requests that may have crashed processes are computed alone.
 
-A crash does not say which request caused it. One that was being computed in several
-crashes in a row, and did not get further in between, is a *suspect*:
+A crash does not say which request caused it. A request that was being computed in several crashes
+in a row, and made no progress in between, is a *suspect*:
 
-    crash, crash, crash ─▶ suspect ─▶ its trial: nothing runs beside it ─┬▶ further: no suspect
-                                                                         └▶ two more crashes: ended
+    crash, crash, crash ─▶ suspect ─▶ its trial: it runs alone ─┬▶ progress: no suspect any more
+                                                                └▶ two more crashes: ended
 
-It got further when it has a token more, or when steps are complete that computed all that was
-under way when the processes died:
+Progress is a new token, or complete steps that computed all that was in flight at the crash:
 
-    prompt    |------- computed -------|--- under way ---|----------|
-    crash                                  guilty here
-    later     |------------ computed -----------------------|            it is not guilty of that
+    prompt       |------- computed -------|--- in flight ---|----------|
+    crash                                   caused here?
+    later        |------------ computed -----------------------|        it did not cause the crash
 
-What is guilty wherever it is computed never does, however its prompt is cut into chunks; a
-long prompt, or a beam search, that happens to run when processes are killed, mostly does.
+A request that crashes wherever it is computed never makes progress, however its prompt is cut into
+chunks; a long prompt or a beam search that happens to run when processes are killed mostly does.
 
-The choices of a request are tried together, since the rows of a beam search need each other.
-As long as a suspect may begin (a pause may forbid it) no other request is computed: one that has
-made progress waits too, until every suspect has had its trial. `isolate_suspect` chooses which
-one runs before the step is decided and parks all others, so that `schedule` does not even look at
-them:
+The choices of a request are tried together, because the rows of a beam search need each other.
+While a suspect may begin (a pause may hold it) no other request is computed. `isolate_suspect`
+chooses the suspect before the step is planned and parks all other requests, so that `schedule` does
+not even look at them:
 
-    take messages in ─▶ isolate_suspect: reports "alone" ─▶ schedule() ─▶ send ─▶ …
-                                                    └── a death anywhere from here counts ──▶
+    read messages ─▶ isolate_suspect: reports "alone" ─▶ schedule() ─▶ send ─▶ …
+                                              └── a crash anywhere from here counts ──▶
 
-Owns the suspects and those who wait for the end of a trial. The counts are in the
-requests; where the engine itself died they come from the front ends. So these are told whom
-this engine begins with, before it looks at what room there is for it, and then how far the
-computation is (`RequestProgress`): what it dies of in its own books is known as well. An
-engine that dies of an exception gets its words out first; one that is killed in the microseconds
-before they are out costs one trial more.
+Crash counts are in the requests; for crashes of the engine itself the front ends count. So the
+engine reports a suspect to them before it does anything else for it, and later how far it is
+computed (`RequestProgress`). An engine that ends with an exception sends its reports first; an
+engine that is killed microseconds before a report is sent costs one more trial.
 """
 
 import sys
@@ -46,57 +42,50 @@ from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
 
 TRIALS: Final = 2
-"""Crashes of a request that was computed alone, until it is ended."""
+"""Crashes of a suspect during its trial after which it is ended."""
 
 
 class CrashProgressSink(Protocol):
-    """Tells front ends, at once, what they count deaths of an engine by."""
+    """Reports to front ends, at once, the requests by which they count crashes of an engine."""
 
-    def begins(self, request: Request, *, alone: bool) -> None:
-        """A request is to be computed from now on. alone: with nothing beside it."""
+    def report_begun(self, request: Request, *, alone: bool) -> None:
+        """Report that a request is computed from now on; alone: without any other request."""
         ...
 
 
-class _NoHerald:
-    """Nobody is told."""
-
-    def begins(self, request: Request, *, alone: bool) -> None: ...
-
-
 class _Record:
-    """Of a request that was being computed in a crash.
+    """A request that was being computed in a crash.
 
-    num_output_tokens, under_way: of the last crash: the tokens it had, and the position that
-    steps in flight would have reached.
-    computed: position that complete steps have reached since.
-    of_engine: an engine died, and a front end counts.
-    told_begun, told_alone: what its front end has heard of it.
+    num_output_tokens, num_in_flight: at the last crash, its output tokens, and the number of tokens
+    that steps in flight would have computed. computed: tokens in complete steps since.
+    of_engine: an engine crashed, and a front end counts. reported_begun, reported_alone: what was
+    reported to the front end.
     """
 
     __slots__ = (
         "_seen",
         "computed",
+        "num_in_flight",
         "num_output_tokens",
         "of_engine",
+        "reported_alone",
+        "reported_begun",
         "request",
-        "told_alone",
-        "told_begun",
-        "under_way",
     )
 
-    def __init__(self, request: Request, under_way: int, *, of_engine: bool) -> None:
+    def __init__(self, request: Request, num_in_flight: int, *, of_engine: bool) -> None:
         self.request = request
         self.of_engine = of_engine
-        self.told_begun = self.told_alone = False
-        self.note_crash(under_way)
+        self.reported_begun = self.reported_alone = False
+        self.note_crash(num_in_flight)
 
-    def note_crash(self, under_way: int) -> None:
+    def note_crash(self, num_in_flight: int) -> None:
         self.num_output_tokens = self.request.num_output_tokens
-        self.under_way = under_way
+        self.num_in_flight = num_in_flight
         self.computed = self._seen = 0
 
-    def look(self) -> None:
-        """Before a step: of those before it at most one is in flight, the last."""
+    def update_computed(self) -> None:
+        """Note the complete steps, before a step; at most the last one before it is in flight."""
         self.computed = max(self.computed, self._seen)
         self._seen = self.request.num_computed_tokens
 
@@ -105,16 +94,14 @@ class _Record:
         return self.request.num_output_tokens > self.num_output_tokens
 
     @property
-    def got_further(self) -> bool:
-        return self.has_token or self.computed >= self.under_way
+    def has_progressed(self) -> bool:
+        return self.has_token or self.computed >= self.num_in_flight
 
 
 class CrashIsolation:
-    """A gate that is open as long as there are no suspects.
+    """A gate that is open while there are no suspects.
 
-    running: read only. waiting: all but the suspect that is tried are parked in it.
-    pause: tells which suspects may not begin. preemption: makes room for a trial.
-    crashes_until_isolated: crashes in a row that make a suspect.
+    crashes_until_isolated: crashes in a row that make a request a suspect.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_ISOLATION
@@ -135,44 +122,44 @@ class CrashIsolation:
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
-        self._herald: CrashProgressSink = _NoHerald()
+        self._sink: CrashProgressSink | None = None
 
-    def enter(self, request: Request) -> None:
-        """A request is added; it may bring crashes of an engine along."""
+    def register_crashed(self, request: Request) -> None:
+        """Note a new request that was being computed when an engine crashed, if it was."""
         if request.crash_count:
             self._records[request.seq_id] = _Record(request, sys.maxsize, of_engine=True)
-            self._suspect(request)
+            self._suspect_if_repeated(request)
 
     def note_crash(self) -> list[Request]:
-        """The workers died over what runs now; returns those of it that are to be ended."""
-        poisonous = []
+        """Count a crash of the workers for running requests; return those that have to be ended."""
+        crashing = []
         for request in self._running:
-            under_way = request.num_computed_tokens
+            num_in_flight = request.num_computed_tokens
             record = self._records.get(request.seq_id)
             if record is None:
-                record = _Record(request, under_way, of_engine=False)
+                record = _Record(request, num_in_flight, of_engine=False)
                 self._records[request.seq_id] = record
-            elif record.got_further:
+            elif record.has_progressed:
                 request.crash_count = 0
             request.crash_count += 1
-            record.note_crash(under_way)
-            self._suspect(request)
+            record.note_crash(num_in_flight)
+            self._suspect_if_repeated(request)
             if is_repeated_crash(request.crash_count, self._crashes_until_isolated):
-                poisonous.append(request)
-        return poisonous
+                crashing.append(request)
+        return crashing
 
-    def tell(self, herald: CrashProgressSink) -> None:
-        """Who is begun with is told to this one from now on."""
-        self._herald = herald
+    def report_to(self, sink: CrashProgressSink) -> None:
+        """Report requests that begin to this sink from now on."""
+        self._sink = sink
 
     def isolate_suspect(self) -> None:
-        """Choose who is tried next, or go on with who is; nothing happens without suspects.
+        """Report the suspect that runs alone next, and park all other requests.
 
-        The one is told at once, the others are set aside: what the engine dies of before a gate
-        is asked is known to be the fault of what is tried, too.
+        Does nothing without suspects. The report comes first, so that a crash before the gates are
+        asked is counted for this suspect, too.
         """
-        if self._held and not self._trials_due:
-            self._let_go()
+        if self._held and not self._has_pending_trials:
+            self._release_held()
         if not self._suspects or not self._waiting.num_ready:
             return
         ready = [each for each in self._waiting if not each.status.is_blocked]
@@ -181,12 +168,12 @@ class CrashIsolation:
             return
         for each in ready:
             if each.request_id != tried.request_id:
-                self._hold(each)
-                self._waiting.park(each)
-        self._say_begun(tried)
+                self._hold_request(each)
+                self._waiting.park_request(each)
+        self._report_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
-        """What runs and brought crashes of an engine along, and what of it is computed."""
+        """Return running requests that may have crashed an engine, and their computed tokens."""
         if not self._records:
             return []
         return [
@@ -202,27 +189,29 @@ class CrashIsolation:
         if not self._records:
             return
         for record in list(self._records.values()):
-            record.look()
+            record.update_computed()
             request = record.request
-            if record.got_further and request.seq_id in self._suspects:
+            if record.has_progressed and request.seq_id in self._suspects:
                 request.crash_count = 0
-                self._clear(request)
+                self._clear_suspect(request)
             if record.has_token and not request.sampling_params.beam_width:
                 request.crash_count = 0
                 del self._records[request.seq_id]
-        if self._trials_due and not all(map(self._is_suspected, self._running)):
+        if self._has_pending_trials and not all(map(self._is_suspected, self._running)):
             self._preemption.preempt_running(plan)
 
     def is_blocked(self, candidate: Candidate) -> bool:
         if not self._records:
             return False
         request = candidate.request
-        if self._pause.stops(request):
-            return False  # whatever stops it holds it
-        if self._trials_due and not (self._is_suspected(request) and self._is_alone(request)):
-            self._hold(request)
+        if self._pause.holds(request):
+            return False  # the pause holds it
+        if self._has_pending_trials and not (
+            self._is_suspected(request) and self._is_alone(request)
+        ):
+            self._hold_request(request)
             return True
-        self._say_begun(request)
+        self._report_begun(request)
         return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
@@ -231,37 +220,40 @@ class CrashIsolation:
         self._held.pop(request.seq_id, None)
         self._records.pop(request.seq_id, None)
         if self._suspects:
-            self._clear(request)
+            self._clear_suspect(request)
 
-    def _hold(self, request: Request) -> None:
+    def _hold_request(self, request: Request) -> None:
         request.status = self.status
         self._held[request.seq_id] = request
 
     @property
-    def _trials_due(self) -> bool:
-        """There is a suspect that may begin: until it has, nobody else does."""
-        return any(not self._pause.stops(each) for each in self._suspects.values())
+    def _has_pending_trials(self) -> bool:
+        """Whether a suspect may begin; until it has, no other request does."""
+        return any(not self._pause.holds(each) for each in self._suspects.values())
 
     def _may_be_tried(self, request: Request) -> bool:
-        return self._is_suspected(request) and not self._pause.stops(request)
+        return self._is_suspected(request) and not self._pause.holds(request)
 
-    def _say_begun(self, request: Request) -> None:
-        """Once: the same request may be looked at in many steps before there is room for it."""
+    def _report_begun(self, request: Request) -> None:
+        """Report a request once, although it may wait for room for many steps."""
         record = self._records.get(request.seq_id)
         if record is None:
             return
         alone = request.seq_id in self._suspects
-        if (alone and not record.told_alone) or (record.of_engine and not record.told_begun):
-            self._herald.begins(request, alone=alone)
-            record.told_begun = True
-            record.told_alone = alone
+        if (alone and not record.reported_alone) or (
+            record.of_engine and not record.reported_begun
+        ):
+            if self._sink is not None:
+                self._sink.report_begun(request, alone=alone)
+            record.reported_begun = True
+            record.reported_alone = alone
 
-    def _suspect(self, request: Request) -> None:
+    def _suspect_if_repeated(self, request: Request) -> None:
         if request.crash_count >= self._crashes_until_isolated:
             self._suspects[request.seq_id] = request
 
     def _is_suspected(self, request: Request) -> bool:
-        """Some choice of its request is."""
+        """Return whether any choice of the same request is a suspect."""
         suspects = self._suspects
         return request.seq_id in suspects or any(
             each.request_id == request.request_id for each in suspects.values()
@@ -270,33 +262,33 @@ class CrashIsolation:
     def _is_alone(self, request: Request) -> bool:
         return all(each.request_id == request.request_id for each in self._running)
 
-    def _clear(self, request: Request) -> None:
-        """Nobody suspects it any more, or it is over: those who are held may ask again."""
+    def _clear_suspect(self, request: Request) -> None:
+        """Remove a suspect and unblock all held requests."""
         self._suspects.pop(request.seq_id, None)
-        self._let_go()
+        self._release_held()
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         held, self._held = self._held, {}
         for each in held.values():
             self._unblock(each)
 
 
 def is_repeated_crash(crash_count: int, crashes_until_isolated: int) -> bool:
-    """It had its trials, and nobody but it was there when the last processes died."""
+    """Return whether a request has crashed all its trials, in which it ran alone."""
     return crash_count >= crashes_until_isolated + TRIALS
 
 
 def repeated_crash_error(crash_count: int) -> ErrorInfo:
-    """What a client is told whose request is not tried again."""
+    """Return the error for the client of a request that is not tried again."""
     return ErrorInfo(
         "internal",
         f"the server crashed {crash_count} times while it computed this request, at last with "
-        "nothing else under way; it is not tried again",
+        "no other request running; it is not tried again",
     )
 
 
 def repeated_crash_output(request: Request) -> EngineCoreOutput:
-    """The final output of such a request; the tokens it had before are sent already."""
+    """Return the final output of such a request; earlier tokens have been sent already."""
     return EngineCoreOutput(
         request.request_id,
         request.choice,

@@ -1,21 +1,20 @@
-"""Where one tenant's requests fill the engine, they make way for those of another.
+"""Fairness among the running requests of several tenants.
 
-Requests of the tenant that was served more give way to one of a tenant that was served
-less, each with what it can give:
+Requests of a tenant that was served more defer to a request of a tenant that was served less:
 
-    a step's tokens     prompts being computed go to the end of the step, behind those who
-                        are admitted in it, and take what is left; those who decode as well,
-                        while they would cost a prompt more than one step in all
-    seats, blocks       one running request after another is preempted, but only for who is
-                        behind by more than all its own tokens: so that nobody takes the
-                        room back before as much was done with it as its loss had cost
+    tokens of a step    prompts being computed go to the end of the step, behind requests that it
+                        admits, and take what is left; so do decoding requests, while they would
+                        delay a prompt by more than one step in all
+    sequences, blocks   running requests are preempted one after another, but only for a request
+                        whose tenant is behind by more than all of its tokens. This prevents
+                        preemption thrashing: a preempted request keeps its blocks until it has
+                        computed as much as its loss had cost
 
-A request that decodes keeps its token in every step, unless it is preempted or makes way for
-a long prompt of a tenant that is behind by more than all that prompt's tokens. Nothing here
-costs a step anything in which one tenant has requests; nor in which nobody computes a prompt,
-but for a look at the head of the line.
+A decoding request gets its token in every step, unless it is preempted or defers to a long prompt
+of a tenant that is behind by more than all of that prompt's tokens. With requests of one tenant
+this costs nothing; without prompts being computed, only a look at the head of the queue.
 
-Owns the order of prompts in the running list; `TenantUsage` counts what each tenant was served.
+`TenantUsage` counts what each tenant was served.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,11 @@ from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.tenant_usage import TenantUsage
 
 STEPS_FOR_DECODES: Final = 1
-"""So many steps more than on an idle server may a prompt take because others decode."""
+"""Number of steps by which decoding requests may delay a prompt, compared to an idle server."""
 
 
 class TenantFairness:
-    """SupervisorCommands prompts among tenants, and preempts for a tenant that was served less.
-
-    A listener: it learns which requests run and which have ended.
-    """
+    """Orders prompts among tenants, and preempts for a tenant that was served less; a listener."""
 
     def __init__(
         self,
@@ -56,51 +52,51 @@ class TenantFairness:
         self._running = running
         self._preemption = preemption
         self._chunks = chunks
-        self._mixed = False  # more than one tenant was here in the last step
-        self._late: Sequence[Request] = ()
+        self._had_several = False  # several tenants had requests in the last step
+        self._deferred: Sequence[Request] = ()
 
-    def line_up(self) -> Sequence[Request]:
-        """A step begins: put the prompts that give way in it to the end of the running list.
+    def order_running(self) -> Sequence[Request]:
+        """Order the running list for a step; return the requests at its end that defer.
 
-            | who decodes | prompts, least served first | those that give way |
+            | decoding | prompts, least served first | deferred |
 
-        Returns the latter. As all prompts stand behind whoever decodes, one that takes
-        all that is left of a step takes it from prompts only; but for one that is short of
-        tokens, and to which decodes of others make way:
+        Prompts come after all decoding requests, so a prompt that takes all that is left of a step
+        takes it from prompts only. If a prompt would get too few tokens, decoding requests of other
+        tenants defer to it:
 
-            | who decodes | prompts of its tenant | who makes way, prompts | those that give way |
-            | who decodes | prompts, least served first | it, if it waits | who makes way, … |
+            | decoding | prompts of its tenant | decoding that defer, prompts | deferred |
+            | decoding | prompts, least served first | it, if it waits | decoding that defer, … |
         """
         usage = self._usage
         usage.begin_step()
-        self._late = ()
+        self._deferred = ()
         several = usage.num_tenants > 1
-        if (usage.prefills or several) and (several or self._mixed):
-            self._mixed = several
-            self._late = self._order(sorted(usage.prefills.values(), key=self._policy.rank))
-        return self._late
+        if (usage.prefills or several) and (several or self._had_several):
+            self._had_several = several
+            self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.rank))
+        return self._deferred
 
     def is_behind(self, request: Request) -> bool:
-        """Whether those that give way in this step do not give way to this waiting request."""
-        if not self._late:
+        """Return whether the deferred requests of this step go before this waiting request."""
+        if not self._deferred:
             return False
-        return self._policy.rank(request) >= min(map(self._policy.rank, self._late))
+        return self._policy.rank(request) >= min(map(self._policy.rank, self._deferred))
 
-    def may_claim(self, request: Request) -> bool:
-        """Whether a waiting request may take the room of somebody who runs."""
+    def may_preempt_for(self, request: Request) -> bool:
+        """Return whether running requests may be preempted for this waiting request."""
         if self._usage.num_tenants == 1 or request.num_output_placeholders:
             return False
-        return self._usage.most_served() > self._least(request)
+        return self._usage.most_served() > self._threshold(request)
 
-    def claim(self, request: Request, plan: StepPlan) -> bool:
-        """Preempt somebody for a waiting request; False if nobody has to give way to it.
+    def preempt_for(self, request: Request, plan: StepPlan) -> bool:
+        """Preempt one running request for a waiting one; False if none has to defer to it.
 
-        Nobody has once a request was admitted in this step: it may have found blocks that a
-        victim was to fill in this very step.
+        None has to after a request was admitted in this step, because that request may have found
+        blocks that the preempted one was to fill in this step.
         """
-        if plan.admitted or not self.may_claim(request):
+        if plan.admitted or not self.may_preempt_for(request):
             return False
-        victim = self._preemption_order.first(served_above=self._least(request))
+        victim = self._preemption_order.next_victim(served_above=self._threshold(request))
         if victim is None or self._policy.priority_key(victim) < self._policy.priority_key(request):
             return False
         self._preemption.preempt(victim, plan)
@@ -109,46 +105,46 @@ class TenantFairness:
     # As a listener
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._preemption_order.admit(request)
-        self._usage.admit(request, num_new_tokens)
+        self._preemption_order.add_running(request)
+        self._usage.begin_running(request, num_new_tokens)
 
     def on_released(self, request: Request) -> None:
-        if self._usage.runs(request):
-            self._preemption_order.leave(request)
-        self._usage.leave(request)
+        if self._usage.is_running(request):
+            self._preemption_order.remove_running(request)
+        self._usage.unregister_request(request)
 
     # Parts of the above
 
-    def _least(self, request: Request) -> float:
-        """Who is to give way to a waiting request was served more than this."""
+    def _threshold(self, request: Request) -> float:
+        """Return the service above which tenants defer to this waiting request."""
         return self._usage.served(request.tenant) + request.num_tokens
 
     def _order(self, prompts: list[Request]) -> list[Request]:
-        """Order the end of the running list; returns those that give way. prompts: by rank."""
+        """Order the end of the running list; return the deferred requests. prompts: by rank."""
         rank = self._policy.rank
-        late: list[Request] = []
+        deferred: list[Request] = []
         first = prompts[0] if prompts else None
-        head = self._waiting.peek() if self._waiting.num_ready else None
+        head = self._waiting.peek_request() if self._waiting.num_ready else None
         if head is not None:
-            late = [
+            deferred = [
                 each for each in prompts if each.tenant != head.tenant and rank(each) > rank(head)
             ]
-        in_time = [each for each in prompts if each not in late]
+        in_time = [each for each in prompts if each not in deferred]
         if head is not None and (first is None or rank(head) < rank(first)):
-            late = [*self._that_make_way(head, self._least(head)), *late]
+            deferred = [*self._deferring_decodes(head, self._threshold(head)), *deferred]
         elif first is not None:
-            makes_way = self._that_make_way(first, self._usage.served(first.tenant))
-            if makes_way:
+            decodes = self._deferring_decodes(first, self._usage.served(first.tenant))
+            if decodes:
                 its = [each for each in in_time if each.tenant == first.tenant]
                 others = [each for each in in_time if each.tenant != first.tenant]
-                in_time = [*its, *makes_way, *others]
-        self._put_last([*in_time, *late])
-        return late
+                in_time = [*its, *decodes, *others]
+        self._move_to_end([*in_time, *deferred])
+        return deferred
 
-    def _that_make_way(self, request: Request, least: float) -> list[Request]:
-        """Decodes of tenants that were served more than that, where they cost it too many steps."""
+    def _deferring_decodes(self, request: Request, served_above: float) -> list[Request]:
+        """Return decoding requests of more served tenants, if they delay a prompt too much."""
         usage, running = self._usage, self._running
-        if usage.most_served() <= least:
+        if usage.most_served() <= served_above:
             return []
         longest = self._chunks.longest_chunk
         num_left = self._chunks.step_budget - (len(running) - len(usage.prefills))
@@ -164,11 +160,11 @@ class TenantFairness:
             each
             for each in running
             if each.seq_id not in usage.prefills
-            and usage.served(each.tenant) > least
+            and usage.served(each.tenant) > served_above
             and self._policy.priority_key(each) >= priority_key
         ]
 
-    def _put_last(self, requests: list[Request]) -> None:
+    def _move_to_end(self, requests: list[Request]) -> None:
         running = self._running
         if requests and running[-len(requests) :] != requests:
             seq_ids = {each.seq_id for each in requests}

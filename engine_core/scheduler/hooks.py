@@ -1,13 +1,13 @@
-"""Where other parts attach to the scheduler: admission gates, listeners, and one observer.
+"""Interfaces by which other parts attach to the scheduler.
 
     AdmissionGate       can hold a waiting request back: a grammar is being compiled, KV is being
                         loaded, another request is computing the same prefix
     RequestListener     is notified of admissions and ends, and holds nothing back
-    SchedulerObserver   sees every decision and changes none
+    SchedulerObserver   is notified of every decision and changes none: the trace recorder
 
 A request that a gate blocks is parked: it keeps its place in the queue, requests behind it pass,
-and it is not looked at again until its gate unblocks it. `setup.py` lists the gates and listeners
-and says why they are asked in that order.
+and the scheduler does not look at it again until its gate unblocks it. `setup.py` lists the gates
+and listeners, and explains their order.
 """
 
 from collections.abc import Callable, Collection
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from engine_core.retention.retained_prefixes import RetainedPrefix
 
 Unblock = Callable[[Request], None]
-"""Makes a parked request ready again, in its old place; does nothing for any other."""
+"""Makes a parked request ready again, in its old place; does nothing for any other request."""
 
 
 class Candidate:
-    """The first request of the queue, and the KV that it can start from.
+    """The request at the head of the queue, and the KV from which it can start.
 
-    Its cached prefix is looked up on demand, once. A gate may offer a longer one.
-    num_external_tokens: tokens after that prefix whose KV the connector has. loads_async: this KV
-    is loaded before the request is admitted, not within its first step.
+    The prefix cache is looked up on demand, once. A gate may offer the KV of a fork instead.
+    num_external_tokens: tokens behind the cached prefix whose KV the connector has. loads_async:
+    that KV is loaded before the request is admitted, not within its first step.
     """
 
     __slots__ = ("_computed", "_kv_cache", "loads_async", "num_external_tokens", "request")
@@ -45,156 +45,155 @@ class Candidate:
 
     @property
     def computed(self) -> ComputedBlocks:
-        """Valid until blocks are allocated."""
+        """Blocks of the prefix that the request need not compute, until blocks are allocated."""
         if self._computed is None:
             self._computed = self._kv_cache.get_computed_blocks(self.request)
         return self._computed
 
-    def offer(self, blocks: ComputedBlocks) -> None:
-        """Start from these instead, unless more is cached; valid as long as `computed` is."""
+    def offer_fork(self, blocks: ComputedBlocks) -> None:
+        """Start from these blocks, unless a longer prefix is cached."""
         if blocks.num_tokens >= self.computed.num_tokens:
             self._computed = blocks
 
     def without_external(self) -> "Candidate":
-        """The same, which computes what the cache does not have."""
+        """Return the candidate itself, changed to load nothing from the connector."""
         self.num_external_tokens = 0
         self.loads_async = False
         return self
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that it need not compute: those in its own blocks, or in the cached ones."""
+        """Tokens that the request need not compute, without external ones."""
         return self.request.num_computed_tokens + self.computed.num_tokens
 
 
 class RequestListener(Protocol):
-    """Is notified of each request's admissions and of its end; decides nothing."""
+    """Is notified when a request is admitted and when it has ended."""
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         """A request was given blocks; this step computes `num_new_tokens` of its tokens."""
         ...
 
     def on_released(self, request: Request) -> None:
-        """A request has ended, in whatever state it was, and its blocks are freed."""
+        """A request has ended, from whatever status, and its blocks are freed."""
         ...
 
 
 class AdmissionGate(RequestListener, Protocol):
     """A reason to hold a waiting request back although it would have room.
 
-    status: of a request that is held back.
+    status: of the requests that the gate holds back.
     """
 
     status: ClassVar[RequestStatus]
 
     def attach(self, unblock: Unblock) -> None:
-        """Keep `unblock` for later; called once, before everything else."""
+        """Keep `unblock` for later; called once, before all other methods."""
         ...
 
     def begin_admission(self, plan: StepPlan) -> None:
-        """Running requests have been planned, and the queue is about to be looked at."""
+        """Prepare for the questions of this step, in which running requests are planned."""
         ...
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        """Whether the first request of the queue has to wait, so that those behind it pass.
+        """Return whether the request at the head of the queue has to wait.
 
-        Where it does, the gate unblocks the request later, unless that ends first.
+        If so, the gate unblocks it later, unless the request ends before.
         """
         ...
 
 
 class TokenConstraints(AdmissionGate, Protocol):
-    """The gate of requests that wait for a grammar; it also knows which rows are masked."""
+    """The gate of requests that wait for a grammar; it also names the rows that need a mask."""
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
-        """Constrained sequences that sample in this step; call it before the counters advance."""
+        """Return the sequences that sample under a grammar in this step.
+
+        Called before the counters of the requests advance.
+        """
         ...
-
-
-# An observer runs within the step, so it has to be quick. Without one the scheduler calls
-# NO_OBSERVER, three times a step: eleven places would need an `if` otherwise.
 
 
 class SchedulerObserver(Protocol):
-    """Told by one scheduler, in the order in which things happen."""
+    """Is notified of the scheduler's decisions, in order, within the step: it has to be quick."""
 
-    def watch(
+    def on_attached(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None:
-        """What it may look at from now on; called once, before anything else."""
+        """Keep what the observer may read; called once, before all other methods."""
         ...
 
-    def added(self, request: Request) -> None:
-        """It is in the queue."""
+    def on_request_added(self, request: Request) -> None:
+        """A request was added to the queue."""
         ...
 
-    def step_begins(self, plan: StepPlan) -> None:
-        """Nothing of this step is decided."""
+    def on_step_begin(self, plan: StepPlan) -> None:
+        """A step is about to be scheduled; the plan is still empty."""
         ...
 
-    def step_decided(self, step: int, plan: StepPlan) -> None:
-        """All of it is; the counters of its requests are those of before the step."""
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
+        """The plan is complete; the counters of its requests have not advanced yet."""
         ...
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None:
-        """A connector brings tokens of it: asynchronously, or with its first step, this one."""
+        """A connector loads KV of a request: before its first step, or within it."""
         ...
 
-    def step_done(self, result: ModelRunnerOutput) -> None:
-        """A result has come and is about to be taken in."""
+    def on_step_result(self, result: ModelRunnerOutput) -> None:
+        """The result of a step has arrived and was not processed yet."""
         ...
 
-    def finished(self, request: Request) -> None:
-        """It is over, with the status that says how, and has no blocks any more."""
+    def on_request_finished(self, request: Request) -> None:
+        """A request has ended with the status that says how, and its blocks are freed."""
         ...
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
-        """A front end says what the job waits for."""
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None:
+        """A front end has reported which tool an agent's session waits for after a turn."""
         ...
 
-    def pinned(self, pin: "RetainedPrefix", ttl: float) -> None:
-        """A job keeps blocks for so many seconds after its turn; told again when that changes."""
+    def on_prefix_retained(self, pin: "RetainedPrefix", ttl: float) -> None:
+        """A prefix is retained for `ttl` seconds after its turn, or its time has changed."""
         ...
 
-    def unpinned(self, pin: "RetainedPrefix", reason: str) -> None:
-        """It has given them up."""
+    def on_prefix_released(self, pin: "RetainedPrefix", reason: str) -> None:
+        """A prefix is no longer retained."""
         ...
 
-    def happened(self, what: str, detail: str) -> None:
-        """Anything else that changes decisions."""
+    def on_event(self, what: str, detail: str) -> None:
+        """Another event that changes decisions: a pause, a restart, a reset."""
         ...
 
 
 class NoObserver:
-    """Nobody watches."""
+    """Ignores all notifications: without it, eleven calls would need an `if`."""
 
-    def watch(
+    def on_attached(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None: ...
 
-    def added(self, request: Request) -> None: ...
+    def on_request_added(self, request: Request) -> None: ...
 
-    def step_begins(self, plan: StepPlan) -> None: ...
+    def on_step_begin(self, plan: StepPlan) -> None: ...
 
-    def step_decided(self, step: int, plan: StepPlan) -> None: ...
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None: ...
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None: ...
 
-    def step_done(self, result: ModelRunnerOutput) -> None: ...
+    def on_step_result(self, result: ModelRunnerOutput) -> None: ...
 
-    def finished(self, request: Request) -> None: ...
+    def on_request_finished(self, request: Request) -> None: ...
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
 
-    def pinned(self, pin: "RetainedPrefix", ttl: float) -> None: ...
+    def on_prefix_retained(self, pin: "RetainedPrefix", ttl: float) -> None: ...
 
-    def unpinned(self, pin: "RetainedPrefix", reason: str) -> None: ...
+    def on_prefix_released(self, pin: "RetainedPrefix", reason: str) -> None: ...
 
-    def happened(self, what: str, detail: str) -> None: ...
+    def on_event(self, what: str, detail: str) -> None: ...
 
 
 NO_OBSERVER: Final = NoObserver()

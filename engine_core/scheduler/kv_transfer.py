@@ -1,23 +1,20 @@
-"""KV that is elsewhere, and the requests that wait for it, as the scheduler sees them.
+"""KV transfers: loads through a KV connector, and requests that wait for them.
 
-A waiting request is first looked up in the prefix cache. What that lacks the connector may
-have: in a form that the workers load before the step computes, or by a copy that takes a while.
-Then the request is given blocks for it and set aside:
+A waiting request is first looked up in the prefix cache. The connector may have KV of the tokens
+behind that: the workers load it before the request's first step computes, or a copy takes a while,
+and then the request is given blocks and parked:
 
-    line ─▶ asked ─┬▶ nothing elsewhere ─▶ admitted
-                   ├▶ not known yet: aside until the connector wakes it ─▶ line
-                   ├▶ loaded in its first step ─▶ admitted ─▶ proven by the result
-                   └▶ blocks, WAITING_FOR_REMOTE_KVS ─▶ reported ─▶ line, with blocks ─▶ admitted
+    queue ─▶ lookup ─┬▶ nothing found ─▶ admitted
+                     ├▶ not known yet: parked until the connector unblocks it ─▶ queue
+                     ├▶ loaded within the first step ─▶ admitted ─▶ confirmed by the result
+                     └▶ blocks, WAITING_FOR_REMOTE_KVS ─▶ reported ─▶ queue ─▶ admitted
 
     tokens      |-- in the cache --|--- external ---|-- to be computed --|
-    findable    |<---------------->|  when the load is known to be good
+    findable    |<---------------->|  external ones when the load is confirmed
 
-Nothing that was to be loaded can be found by anybody before that, and where it failed nobody
-ever finds it: the request computes it, or ends, by policy. Blocks stay out of the pool as long as a
-worker may write to them or read them, whatever becomes of the request.
-
-Owns the loads, the blocks of requests that are over and still being copied, and the
-statistics of what was found elsewhere. Neither knows how anything is copied nor waits for it.
+Loaded KV is not findable before that. If a load fails, the request computes the tokens or ends, by
+policy. Blocks stay out of the free queue while a worker may write or read them, whatever becomes of
+the request. How KV is copied is the connector's business; nothing here waits for it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,18 +35,10 @@ from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.kv_events import KVEvent
 from proto.scheduler_output import SchedulerOutput
 
-# Requests whose KV is loaded within their first step: not known to be there before its result.
-#
-#     admitted ─▶ begins ─▶ sent with a step ─▶ its result is here ─▶ proven: others may find it
-#                                 └─▶ a load has failed ─▶ forgotten here, rewound elsewhere
-#
-# Owns these requests, and the blocks they had when their step was sent: a request preempted before
-# the result is here has none by then, and may have lost KV all the same.
-
 
 @dataclass(frozen=True, slots=True)
 class _UnconfirmedLoad:
-    """Loaded for in this step, whose result is not here. blocks: its tables by then."""
+    """A load within a step whose result has not arrived. blocks: of the request at that step."""
 
     request: Request
     step: int
@@ -57,19 +46,26 @@ class _UnconfirmedLoad:
 
 
 class UnconfirmedLoads:
-    """By seq_id; what the KV cache is told when they are proven."""
+    """Requests whose KV is loaded within their first step, until the result of that step.
+
+        admitted ─▶ in the step's message ─▶ its result arrives ─▶ confirmed: findable
+                                  └─▶ a load has failed ─▶ forgotten here, and rewound
+
+    Keeps the blocks that a request had at that step: a request that is preempted before the result
+    has no blocks any more, and may have lost KV nevertheless.
+    """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._beginning: list[Request] = []
         self._unconfirmed: dict[int, _UnconfirmedLoad] = {}
 
-    def begin(self, request: Request) -> None:
-        """It is loaded for in the step that is being decided."""
+    def add_admitted(self, request: Request) -> None:
+        """Add a request that loads KV in the step that is being planned."""
         self._beginning.append(request)
 
-    def note_step(self, step: int) -> None:
-        """This is the step."""
+    def set_step(self, step: int) -> None:
+        """Note the number of the step that loads for the requests added last."""
         for request in self._beginning:
             tables = self._kv_cache.block_ids(request.seq_id)
             blocks = frozenset(chain.from_iterable(tables))
@@ -77,14 +73,14 @@ class UnconfirmedLoads:
         self._beginning.clear()
 
     def confirm_loads(self, step: int) -> None:
-        """The result of a step is here, and nobody has said that its loads failed."""
-        for seq_id, each in list(self._unconfirmed.items()):
-            if each.step <= step:
+        """Make the KV findable that a step has loaded, after its result has arrived."""
+        for seq_id, load in list(self._unconfirmed.items()):
+            if load.step <= step:
                 del self._unconfirmed[seq_id]
-                self._kv_cache.confirm_loaded(each.request, each.request.num_computed_tokens)
+                self._kv_cache.confirm_loaded(load.request, load.request.num_computed_tokens)
 
     def has_lost(self, request: Request, bad: Collection[int]) -> bool:
-        """It began with a load that failed, and gave way before anybody knew."""
+        """Return whether a request was preempted whose load into these blocks has failed."""
         unconfirmed = self._unconfirmed.get(request.seq_id)
         return (
             unconfirmed is not None
@@ -92,12 +88,12 @@ class UnconfirmedLoads:
             and not unconfirmed.blocks.isdisjoint(bad)
         )
 
-    def forget(self, seq_id: int) -> None:
-        """Nothing of it is to be proven."""
+    def forget_request(self, seq_id: int) -> None:
+        """Forget a request that has ended or was rewound."""
         self._unconfirmed.pop(seq_id, None)
 
     def clear(self) -> None:
-        """No step is in flight any more."""
+        """Forget all: no step is in flight any more."""
         self._beginning.clear()
         self._unconfirmed.clear()
 
@@ -107,22 +103,23 @@ class UnconfirmedLoads:
 
 IsStorable = Callable[[int], bool]
 Connect = Callable[[TransferRefs, Unblock, IsStorable], SchedulerConnector]
-"""Makes a connector from the references it may take, the way to wake who was told to wait, and
-whether what a request computes, by seq_id, may be stored."""
+"""Makes a connector, from: references that keep blocks, a function that unblocks a request whose
+lookup is complete, and a function that says by seq_id whether a request's KV may be stored."""
 
 
 def no_connector(
     holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
 ) -> SchedulerConnector:
-    """Connect to nothing."""
+    """Return the connector that has and stores nothing."""
     return NO_CONNECTOR
 
 
 @dataclass(slots=True)
 class _Load:
-    """num_tokens: leading tokens of the request with KV once it is over, as far as is known.
+    """A load that is under way.
 
-    begun: seconds of the clock. num_external: tokens that are loaded.
+    num_tokens: leading tokens of the request that will have KV, as far as is known. begun: seconds.
+    num_external: tokens that are loaded.
     """
 
     request: Request
@@ -133,12 +130,11 @@ class _Load:
 
 
 class KVTransferManager:
-    """An admission gate that asks the connector for KV, and the loads that are under way.
+    """An admission gate that asks the connector for KV, and the transfers that are under way.
 
-    waiting: a request is parked in it while its KV is loaded. non_running_blocks: gets requests
-    whose load has finished, until they run.
-    discard_until_step: by seq_id, the last step whose result does not count for a request, because
-    that step read KV that was never loaded. Written here only.
+    connector: also used directly by the engine's loop. discard_until_step: by seq_id, the last step
+    whose result does not count for a request, because it read KV that was never loaded; written
+    here only.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -160,15 +156,15 @@ class KVTransferManager:
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
-        self.connector = connect(kv_cache.transfer_refs, self._unblock_asked, self.is_storable)
+        self.connector = connect(kv_cache.transfer_refs, self._unblock_looked_up, self.is_storable)
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
-        self._asked: dict[int, Request] = {}
+        self._looked_up: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
         self._unconfirmed = UnconfirmedLoads(kv_cache)
-        self._given_up: set[int] = set()
+        self._never_load_again: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
         self._left_sending: dict[int, list[int]] = {}
         self.discard_until_step: dict[int, int] = {}
@@ -185,7 +181,7 @@ class KVTransferManager:
         self._plan = plan
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        """Ask what there is; whoever is told to ask again is set aside until it is woken."""
+        """Ask the connector for KV; block while it does not know yet."""
         if not self.connected:
             return False
         request = candidate.request
@@ -194,7 +190,7 @@ class KVTransferManager:
         num_local = candidate.computed.num_tokens
         match = self.connector.get_num_new_matched_tokens(request, num_local)
         if match.num_tokens is None:
-            self._asked[request.seq_id] = request
+            self._looked_up[request.seq_id] = request
             return True
         usable = self._usable(request, num_local, match.num_tokens)
         if request.num_preemptions and not self._swap_rule.loads(usable):
@@ -207,23 +203,23 @@ class KVTransferManager:
         self._loaded.pop(request.seq_id, None)
 
     def on_released(self, request: Request) -> None:
-        """It is over; `on_finish` has seen to its blocks."""
+        """Forget a request; `on_finish` has kept the blocks that are still being copied."""
         seq_id = request.seq_id
-        self._asked.pop(seq_id, None)
+        self._looked_up.pop(seq_id, None)
         self._loads.pop(seq_id, None)
         self._loaded.pop(seq_id, None)
-        self._unconfirmed.forget(seq_id)
-        self._given_up.discard(seq_id)
+        self._unconfirmed.forget_request(seq_id)
+        self._never_load_again.discard(seq_id)
         self.discard_until_step.pop(seq_id, None)
         self._rewound.pop(seq_id, None)
 
     # Admission
 
     def has_room_to_load(self, candidate: Candidate) -> bool:
-        """Whether the whole request has room beside all that are loaded for and do not run yet.
+        """Return whether the whole request fits beside all others that load or were loaded.
 
-        So a load is only begun where what it brings can be used, and two of them never hold
-        what each of them lacks.
+        So a load begins only if its KV can be used, and two loads never hold the blocks that the
+        other one needs.
         """
         kv_cache, request = self._kv_cache, candidate.request
         num_missing = request.num_tokens - candidate.num_computed_tokens
@@ -234,15 +230,15 @@ class KVTransferManager:
         for load in self._loads.values():
             needed += self._blocks_to_come(load.request)
         for each in self._loaded.values():
-            if each.num_computed_tokens:  # nobody took its blocks
+            if each.num_computed_tokens:  # it has not lost its blocks
                 needed += self._blocks_to_come(each)
         return needed <= kv_cache.num_free_blocks
 
     def begin_load(self, candidate: Candidate) -> None:
-        """The head of the line was given blocks for what is loaded; it is set aside."""
+        """Park the head of the queue, which was given blocks, while its KV is loaded."""
         request = candidate.request
         num_tokens = candidate.num_computed_tokens + candidate.num_external_tokens
-        self._waiting.park(request)
+        self._waiting.park_request(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
         self._loads[request.seq_id] = _Load(
@@ -251,13 +247,13 @@ class KVTransferManager:
         self._count(request, candidate.num_external_tokens)
         self._notify_allocated(request, candidate.num_external_tokens, is_async=True)
 
-    def begin_request(self, candidate: Candidate) -> None:
-        """The head of the line was given blocks for its first tokens in this step."""
+    def on_blocks_allocated(self, candidate: Candidate) -> None:
+        """Tell the connector that an admitted request was given blocks, and what it has to load."""
         if not self.connected:
             return
         request, num_external = candidate.request, candidate.num_external_tokens
         if num_external:
-            self._unconfirmed.begin(request)
+            self._unconfirmed.add_admitted(request)
         if request.seq_id not in self._loaded:
             self._count(request, num_external)
         self._notify_allocated(request, num_external, is_async=False)
@@ -266,53 +262,54 @@ class KVTransferManager:
 
     @property
     def wants_step(self) -> bool:
-        """The workers are to have a step, even one without tokens."""
+        """Whether the connector needs a step, even one without tokens."""
         return self.connected and self.connector.needs_step()
 
     @property
     def is_loading(self) -> bool:
-        """A load is under way that somebody waits for."""
+        """Whether a load is under way for which a request waits."""
         return bool(self._loads)
 
     @property
     def is_awaited(self) -> bool:
-        """The connector or its other half will say something that may let somebody begin."""
-        return bool(self._loads or self._asked or self._kv_cache.transfer_refs.num_blocks)
+        """Whether the connector or the workers will report something that may unblock a request."""
+        return bool(self._loads or self._looked_up or self._kv_cache.transfer_refs.num_blocks)
 
     @property
     def keeps_waiting(self) -> bool:
-        """Where nobody runs: somebody waits for a load or an answer, or for room that is held."""
-        return bool(self._asked) or self.awaits_copies
+        """Whether an engine without running requests waits for the connector: it is not hung."""
+        return bool(self._looked_up) or self.awaits_copies
 
     @property
     def awaits_copies(self) -> bool:
-        """Where nobody runs: somebody waits for a load, or for room that a copy gives back."""
+        """Whether an engine without running requests waits for copies: it is not hung."""
         if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
         if not waiting.num_ready or not kv_cache.transfer_refs.num_alone:
             return False
-        return kv_cache.max_blocks(waiting.peek().num_tokens) > kv_cache.num_free_blocks
+        return kv_cache.max_blocks(waiting.peek_request().num_tokens) > kv_cache.num_free_blocks
 
-    def complete(self, output: SchedulerOutput) -> SchedulerOutput:
-        """A step is decided: add what the connector has to say about it."""
+    def add_connector_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return the message of a step with the connector's data for the workers."""
         if not self.connected:
             return output
-        self._unconfirmed.note_step(output.step)
+        self._unconfirmed.set_step(output.step)
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
     def is_storable(self, seq_id: int) -> bool:
-        """Nothing of a request rests on a load of which it is not known whether it succeeds.
+        """Return whether the KV of a sequence may be stored elsewhere.
 
-        Nor is anything still being copied into blocks that were given to it.
+        Not while it depends on a load that may still fail, nor while KV is being copied into blocks
+        of the sequence.
         """
         return not (
             seq_id in self._unconfirmed or seq_id in self._loads or seq_id in self._left_loading
         )
 
-    def describe_rewound(self, plan: StepPlan) -> None:
-        """Workers have tokens of theirs that never were: they are told of them anew."""
+    def resend_rewound(self, plan: StepPlan) -> None:
+        """Describe rewound requests in full, because the workers have invalid tokens of them."""
         for seq_id, request in list(self._rewound.items()):
             if request.status is not RequestStatus.RUNNING:
                 del self._rewound[seq_id]
@@ -321,7 +318,7 @@ class KVTransferManager:
                 del self._rewound[seq_id]
 
     def confirm_loads(self, step: int) -> None:
-        """The result of a step is here, and nobody has said that its loads failed."""
+        """Make the KV findable that a step has loaded, after its result has arrived."""
         self._unconfirmed.confirm_loads(step)
         for seq_id, last in list(self.discard_until_step.items()):
             if last < step:
@@ -329,8 +326,8 @@ class KVTransferManager:
 
     # Reports
 
-    def note(self, output: KVConnectorOutput) -> None:
-        """The connector's other half has finished this; failed blocks have been seen to."""
+    def apply_report(self, output: KVConnectorOutput) -> None:
+        """Process finished copies of the workers; called after `discard_invalid_blocks`."""
         self.connector.update_connector_output(output)
         for seq_id in output.finished_recving:
             self._end_load(seq_id)
@@ -339,48 +336,48 @@ class KVTransferManager:
             if blocks is not None:
                 self._kv_cache.transfer_refs.release(blocks)
 
-    def invalidate(
+    def discard_invalid_blocks(
         self, bad_blocks: Sequence[int], requests: Iterable[Request], step: int
     ) -> list[Request]:
-        """These blocks do not hold what they should. step: the last that was scheduled.
+        """Rewind the requests that depend on blocks whose load has failed.
 
-        Who relies on one computes it, and what follows, itself: at once, or when all that is
-        loaded for it is over. Returns those that are to be ended instead, by policy.
+        They compute the tokens from the first bad block on: at once, or when their load has ended.
+        step: the last scheduled one. Returns requests that have to be ended instead, by policy.
         """
         kv_cache, bad = self._kv_cache, set(bad_blocks)
         kv_cache.pool.uncache([block for block in bad if 0 < block < kv_cache.pool.num_blocks])
-        ended = []
+        failed = []
         for request in requests:
-            num_sound = kv_cache.num_valid_tokens(request, bad)
-            if num_sound is None and self._unconfirmed.has_lost(request, bad):
-                num_sound = 0
-            elif num_sound is None or num_sound >= request.num_computed_tokens:
+            num_valid = kv_cache.num_valid_tokens(request, bad)
+            if num_valid is None and self._unconfirmed.has_lost(request, bad):
+                num_valid = 0
+            elif num_valid is None or num_valid >= request.num_computed_tokens:
                 continue
             load = self._loads.get(request.seq_id)
             if load is not None:
-                load.num_tokens = min(load.num_tokens, num_sound)
+                load.num_tokens = min(load.num_tokens, num_valid)
                 load.failed = True
                 request.num_computed_tokens = load.num_tokens
             else:
-                self._rewind(request, num_sound, step)
+                self._rewind(request, num_valid, step)
             if self.fails_requests:
-                ended.append(request)
-        return ended
+                failed.append(request)
+        return failed
 
-    def take_stats(self) -> tuple[int, int]:
-        """(tokens looked up elsewhere, tokens found there) since the last call."""
-        taken = (self._num_queried, self._num_hit)
+    def pop_stats(self) -> tuple[int, int]:
+        """Return (tokens looked up, tokens found) in the connector since the last call."""
+        stats = (self._num_queried, self._num_hit)
         self._num_queried = self._num_hit = 0
-        return taken
+        return stats
 
-    def take_events(self) -> Iterable[KVEvent]:
-        """What changed elsewhere since the last call."""
+    def pop_events(self) -> Iterable[KVEvent]:
+        """Return the connector's events since the last call."""
         return self.connector.take_events()
 
     # Ends
 
     def on_finish(self, request: Request) -> None:
-        """A request is over, and still has its blocks: some may have to outlast it."""
+        """Keep the blocks of a request that has ended while they are being copied."""
         if not self.connected:
             return
         seq_id = request.seq_id
@@ -396,16 +393,16 @@ class KVTransferManager:
             self._kv_cache.transfer_refs.hold(blocks)
             self._left_loading[seq_id] = blocks
 
-    def invalidate_cache(self, request: Request) -> None:
-        """What a request computed is no numbers: nobody is to find any of it, wherever it is.
+    def discard_content(self, request: Request) -> None:
+        """Make all KV of a request unfindable, here and in the connector: it is not finite.
 
-        Also of one that is over: by then its blocks may be found, and be on every medium.
+        Also of a request that has ended, whose blocks may have been found and stored since.
         """
         self._kv_cache.uncache_content(request)
         self.connector.invalidate_request(request)
 
     def drop_loads(self) -> None:
-        """Nobody waits for a load any more; blocks are kept until the copies are over."""
+        """Return requests that load to the queue; their blocks are kept until the copies end."""
         for seq_id, load in list(self._loads.items()):
             blocks = list(chain.from_iterable(self._kv_cache.block_ids(seq_id)))
             self._kv_cache.transfer_refs.hold(blocks)
@@ -414,15 +411,15 @@ class KVTransferManager:
         self._loads.clear()
 
     def start_over(self) -> None:
-        """Workers of a new epoch: no copy is under way, and none is reported any more."""
+        """Forget all copies: workers of a new epoch will not report them."""
         for load in list(self._loads.values()):
             self._abandon(load.request)
-        for request in list(self._asked.values()):
-            self._unblock_asked(request)
+        for request in list(self._looked_up.values()):
+            self._unblock_looked_up(request)
         self._loads.clear()
         self._loaded.clear()
         self._unconfirmed.clear()
-        self._given_up.clear()
+        self._never_load_again.clear()
         self.discard_until_step.clear()
         self._rewound.clear()
         self._left_loading.clear()
@@ -431,31 +428,31 @@ class KVTransferManager:
         self._kv_cache.transfer_refs.release_all()
 
     def reset_cache(self) -> bool:
-        """Forget what is kept elsewhere; False where it is being copied."""
+        """Clear the connector's cache; False while copies prevent it."""
         return self.connector.reset_cache()
 
     def close(self) -> None:
-        """The engine ends."""
+        """Close the connector."""
         self.connector.close()
 
     # Parts of the above
 
     def _may_load(self, candidate: Candidate) -> bool:
-        """Nobody is asked for who has blocks, needs every position, or has failed before."""
+        """Return whether the connector is asked: not for requests with blocks or a failed load."""
         request = candidate.request
         if request.num_computed_tokens or request.skip_reading_prefix_cache:
             return False
         if request.num_output_placeholders or candidate.computed.tails:
             return False
-        if request.seq_id in self._given_up or request.seq_id in self._left_loading:
+        if request.seq_id in self._never_load_again or request.seq_id in self._left_loading:
             return False
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+        """Return how many tokens to load: whole blocks, with at least one token left to compute.
 
-        Not there where there are windows: which blocks a token sees, those behind the end of a
-        block say.
+        That token may be in the last loaded block, except with windows, where the blocks that a
+        token needs are known only from the end of a block on.
         """
         most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)
         if request.num_tokens == 1:
@@ -464,7 +461,7 @@ class KVTransferManager:
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:
-        """Free blocks that the rest of what a request has by now will take."""
+        """Return how many free blocks the rest of a request's tokens will need."""
         num_missing = request.num_tokens - request.num_computed_tokens
         return min(
             self._kv_cache.num_blocks_needed(request, num_missing),
@@ -474,7 +471,7 @@ class KVTransferManager:
     def _notify_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
         if num_external:
             name = type(self.connector).__name__
-            self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
+            self._observer.on_external_hit(request, num_external, name, is_async=is_async)
         tables = self._kv_cache.block_ids(request.seq_id)
         self.connector.update_state_after_alloc(request, tables, num_external)
 
@@ -484,13 +481,13 @@ class KVTransferManager:
             self._num_hit += num_external
             request.num_external_tokens = num_external
 
-    def _unblock_asked(self, request: Request) -> None:
-        """The connector has an answer for who was told to ask again."""
-        if self._asked.pop(request.seq_id, None) is not None:
+    def _unblock_looked_up(self, request: Request) -> None:
+        """Unblock a request whose lookup the connector has completed."""
+        if self._looked_up.pop(request.seq_id, None) is not None:
             self._unblock(request)
 
     def _end_load(self, seq_id: int) -> None:
-        """All ranks have ended a load; one that nobody waits for gives its blocks back."""
+        """End a load that all ranks have reported; if its request has ended, release the blocks."""
         load = self._loads.pop(seq_id, None)
         if load is None:
             blocks = self._left_loading.pop(seq_id, None)
@@ -499,7 +496,7 @@ class KVTransferManager:
             return
         request, kv_cache = load.request, self._kv_cache
         if load.failed:
-            self._given_up.add(seq_id)
+            self._never_load_again.add(seq_id)
         else:
             self._swap_rule.learn_load(load.num_external, self._clock() - load.begun)
         if load.num_tokens:
@@ -514,24 +511,24 @@ class KVTransferManager:
         self._unblock(request)
 
     def _abandon(self, request: Request) -> None:
-        """It waits as one of which nothing is computed."""
+        """Return a request to the queue without its blocks."""
         self._kv_cache.free(request)
         request.num_computed_tokens = 0
         self._unblock(request)
 
-    def _rewind(self, request: Request, num_sound: int, step: int) -> None:
-        """Back to the last token whose KV is good; what steps in flight make of it is void."""
+    def _rewind(self, request: Request, num_valid: int, step: int) -> None:
+        """Rewind a request to its last valid token; ignore its rows of steps in flight."""
         seq_id = request.seq_id
-        self._unconfirmed.forget(seq_id)
-        self._given_up.add(seq_id)
-        request.num_computed_tokens = num_sound
+        self._unconfirmed.forget_request(seq_id)
+        self._never_load_again.add(seq_id)
+        request.num_computed_tokens = num_valid
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
         self.discard_until_step[seq_id] = step
-        self._kv_cache.rewind(request, num_sound)
+        self._kv_cache.rewind(request, num_valid)
         if request.status is RequestStatus.RUNNING:
             self._rewound[seq_id] = request
-        if not num_sound:
+        if not num_valid:
             self._kv_cache.free(request)
-            self._non_running_blocks.forget(request)
+            self._non_running_blocks.forget_request(request)
             self._loaded.pop(seq_id, None)

@@ -1,9 +1,9 @@
-"""What bounds the scheduler's work: chunks, the queue's length, deadlines, prompt tokens of a step.
+"""Limits of the scheduler's work.
 
-ChunkRule          how many of a request's missing tokens one step computes
-QueueLimits        how many requests may wait that have not begun; refuses what is too much
-Deadlines          until when a request must have begun, and must have finished
-PrefillThrottle    how many prompt tokens join the sequences that decode in a step
+ChunkRule          how many tokens of a request one step computes
+QueueLimits        how many requests may wait that have not begun; refuses further ones
+Deadlines          when a request must have begun, and when it must have finished
+PrefillThrottle    how many prompt tokens a step computes beside decoding requests
 """
 
 import math
@@ -24,11 +24,10 @@ from proto.errors import ErrorInfo, QueueFullError
 class ChunkRule:
     """The token limits of a step.
 
-    step_budget: tokens of a whole step.
-    longest_chunk: most tokens of one request in a step.
-    chunked: whether a prompt may be spread over several steps. Without it a prompt
-        waits for a step with room for all of it; one that is longer than any step
-        is spread all the same, because nothing else could ever compute it.
+    step_budget: maximum tokens of a step. longest_chunk: maximum tokens of one request in a step.
+    chunked: whether a prompt may be computed in chunks. If not, a prompt waits for a step with room
+        for all of it; a prompt that is longer than any step is still computed in chunks, because
+        otherwise it never could be.
     """
 
     step_budget: int
@@ -42,41 +41,28 @@ class ChunkRule:
         return cls(budget, min(threshold, budget), config.enable_chunked_prefill)
 
     def first_chunk(self, num_missing: int, budget: int) -> int:
-        """Tokens for a request that is about to be admitted; 0 when it has to wait."""
+        """Return the tokens for a request that is about to be admitted; 0 if it has to wait."""
         if not self.chunked and budget < num_missing <= self.step_budget:
             return 0
         return min(num_missing, self.longest_chunk, budget)
 
 
-# Queue limits count the choices that wait for their first step and the tokens of their prompts,
-# and measure the rate at which they leave the queue. A choice that has begun is not counted again,
-# not even when it is preempted or computed again after a crash.
-#
-#     a message ─▶ check ─▶ enter ─▶ admitted, or forgotten ─▶ (out)
-#                    └▶ QueueFullError: all its choices, or none
-#
-# A message of a tenant with few waiting requests is accepted although the queue is full, so that
-# one tenant cannot fill the queue for all others:
-#
-#     |<----------- limit ----------->|<- others up to their share ->|  some twice the limit
+DEFAULT_QUEUED_PER_RUNNING: Final = 4
+"""The default limits are this multiple of what can run at once."""
+MIN_DEFAULT_REQUESTS: Final = 64
+MIN_DEFAULT_TOKENS: Final = 1 << 16
+"""The default limits of small pools are at least these."""
 
-
-TURNS: Final = 4
-"""By default as much may wait as runs at once in so many turns."""
-FEWEST_REQUESTS: Final = 64
-FEWEST_TOKENS: Final = 1 << 16
-"""By default at least so much may wait: for small pools, since it costs next to nothing."""
-
-FIRST_GUESS_SECONDS: Final = 5.0
-"""Until somebody has left the queue, nobody knows how long it takes."""
-LONGEST_RETRY_SECONDS: Final = 60.0
-MEMORY_SECONDS: Final = 30.0
-"""The rate is that of the last such times, in which somebody waited."""
+FIRST_RETRY_SECONDS: Final = 5.0
+"""The minimum estimate until the first request has left the queue."""
+MAX_RETRY_SECONDS: Final = 60.0
+RATE_WINDOW_SECONDS: Final = 30.0
+"""The rate covers the last seconds of this number in which requests waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueCapacity:
-    """Most choices that wait, and most tokens of their prompts; 0 for no limit."""
+    """Maximum waiting choices, and maximum tokens of their prompts; 0: no limit."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -85,179 +71,190 @@ class QueueCapacity:
 def queue_capacity(
     config: SchedulerConfig, num_usable_blocks: int, block_size: int
 ) -> QueueCapacity:
-    """The limits of a configuration, those that it leaves open derived from the pool."""
+    """Return the limits of a configuration; those that it does not set follow from the pool."""
     num_requests, num_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
     if num_requests is None:
         num_running = min(config.max_num_seqs, num_usable_blocks)
-        num_requests = max(TURNS * num_running, FEWEST_REQUESTS)
+        num_requests = max(DEFAULT_QUEUED_PER_RUNNING * num_running, MIN_DEFAULT_REQUESTS)
     if num_tokens is None:
-        num_tokens = max(TURNS * num_usable_blocks * block_size, FEWEST_TOKENS)
+        num_tokens = max(
+            DEFAULT_QUEUED_PER_RUNNING * num_usable_blocks * block_size, MIN_DEFAULT_TOKENS
+        )
     return QueueCapacity(num_requests, num_tokens)
 
 
 @dataclass(slots=True)
-class Share:
-    """What waits: of one tenant, or of all."""
+class WaitingCounts:
+    """Waiting requests of one tenant, or of all."""
 
     num_requests: int = 0
     num_tokens: int = 0
 
-    def add(self, num_requests: int, num_tokens: int) -> None:
+    def change_by(self, num_requests: int, num_tokens: int) -> None:
+        """Add to the counts; negative numbers subtract."""
         self.num_requests += num_requests
         self.num_tokens += num_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
-    """`more` on top of what is `waiting`, of which some is `mine`; a limit of 0 is none."""
+class _QueueDemand:
+    """`num_new` requests or tokens in addition to `num_waiting`; `num_own`: of the same tenant.
+
+    limit: 0: none.
+    """
 
     limit: int
-    waiting: int
-    mine: int
-    more: int
+    num_waiting: int
+    num_own: int
+    num_new: int
 
-    def is_granted(self, num_tenants: int) -> bool:
-        """It fits, or others have filled the queue and this tenant has nothing or little in it."""
-        if not self.limit or self.waiting + self.more <= self.limit:
+    def fits(self, num_tenants: int) -> bool:
+        """Return whether the demand is within the limit, or within the share of its tenant.
+
+            |<----------- limit ----------->|<- others up to their share ->|  at most 2 · limit
+
+        A tenant that has little in a full queue is accepted, so that one tenant cannot fill the
+        queue for all others.
+        """
+        if not self.limit or self.num_waiting + self.num_new <= self.limit:
             return True
-        if self.mine == self.waiting or self.waiting >= 2 * self.limit:
+        if self.num_own == self.num_waiting or self.num_waiting >= 2 * self.limit:
             return False
-        return not self.mine or self.mine + self.more <= self.limit // num_tenants
+        return not self.num_own or self.num_own + self.num_new <= self.limit // num_tenants
 
 
 class QueueDrainRate:
-    """At what rate requests leave the queue, as long as there are any in it."""
+    """The rate at which requests leave the queue, over the time in which any wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since = math.inf  # somebody waits since then
+        self._since = math.inf  # start of the time that is not counted yet
         self._seconds = 0.0
         self._num_left = 0.0
 
-    def begin(self) -> None:
-        """The queue is empty no longer."""
+    def on_first_waiting(self) -> None:
+        """Begin to count time: the queue is not empty any more."""
         self._since = self._clock()
 
-    def end(self) -> None:
-        """The queue is empty."""
+    def on_empty(self) -> None:
+        """Stop to count time: the queue is empty."""
         self._seconds += self._clock() - self._since
         self._since = math.inf
 
-    def note(self) -> None:
-        """Somebody leaves the queue."""
+    def on_request_left(self) -> None:
+        """Count a request that leaves the queue."""
         self._num_left += 1
         now = self._clock()
         self._seconds += now - self._since
         self._since = now
-        if self._seconds > MEMORY_SECONDS:
+        if self._seconds > RATE_WINDOW_SECONDS:
             self._seconds /= 2
             self._num_left /= 2
 
     def seconds_for(self, number: int) -> int:
-        """How long so many take to leave, within reason: 1 to `LONGEST_RETRY_SECONDS`."""
+        """Return the seconds in which `number` requests leave, 1 to MAX_RETRY_SECONDS."""
         seconds = self._seconds + max(0.0, self._clock() - self._since)
         if self._num_left:
             seconds *= number / self._num_left
         else:
-            seconds = max(seconds, FIRST_GUESS_SECONDS)
-        return math.ceil(min(max(seconds, 1.0), LONGEST_RETRY_SECONDS))
+            seconds = max(seconds, FIRST_RETRY_SECONDS)
+        return math.ceil(min(max(seconds, 1.0), MAX_RETRY_SECONDS))
 
 
 class QueueLimits:
-    """Counts the requests that have not begun, and refuses messages that are too many.
+    """Counts choices that wait for their first step, and refuses messages beyond the limits.
 
-    A listener: a choice is counted until it is admitted or has ended.
+        message ─▶ check_message ─▶ count_request ─▶ admitted, or ended: not counted any more
+                       └▶ QueueFullError: for all choices of the message
+
+    A listener. A choice that has begun is not counted again, even after a preemption or a crash.
     """
 
     def __init__(self, limits: QueueCapacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
-        self._all = Share()
-        self._shares: dict[int, Share] = {}  # by tenant; none is empty
-        self._tokens: dict[int, int] = {}  # that each one counts for, by seq_id
+        self._all = WaitingCounts()
+        self._by_tenant: dict[int, WaitingCounts] = {}  # by tenant; none is empty
+        self._tokens: dict[int, int] = {}  # prompt tokens counted for each, by seq_id
         self._drain_rate = QueueDrainRate(clock)
 
     def __len__(self) -> int:
-        """Choices that wait for their first step."""
+        """Number of choices that wait for their first step."""
         return len(self._tokens)
 
     @property
     def num_tokens(self) -> int:
-        """In their prompts."""
+        """Number of tokens in the prompts of waiting choices."""
         return self._all.num_tokens
 
-    def check(self, message: EngineCoreRequest) -> None:
-        """Raise QueueFullError if a message, with all its choices, is too much.
+    def check_message(self, message: EngineCoreRequest) -> None:
+        """Raise QueueFullError if a message, with all its choices, exceeds a limit.
 
-        A message that meets an empty queue never is, nor one that was accepted before.
+        Messages that find an empty queue, or were accepted by an earlier engine, are never refused.
         """
         if message.accepted or not self._tokens:
             return
-        limits, both = self.limits, self._all
-        own = self._shares.get(message.tenant, Share())
-        reqs = _Claim(limits.num_requests, both.num_requests, own.num_requests, message.n)
+        limits, total = self.limits, self._all
+        own = self._by_tenant.get(message.tenant, WaitingCounts())
+        reqs = _QueueDemand(limits.num_requests, total.num_requests, own.num_requests, message.n)
         num_tokens = len(message.prompt_token_ids)
-        tokens = _Claim(limits.num_tokens, both.num_tokens, own.num_tokens, num_tokens)
-        num_tenants = len(self._shares.keys() | {message.tenant})
-        for claim, unit, field in (
+        tokens = _QueueDemand(limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
+        num_tenants = len(self._by_tenant.keys() | {message.tenant})
+        for demand, unit, field in (
             (reqs, "requests", "max_num_queued_reqs"),
             (tokens, "prompt tokens", "max_num_queued_tokens"),
         ):
-            if not claim.is_granted(num_tenants):
+            if not demand.fits(num_tenants):
                 error = QueueFullError(
-                    f"the queue is full: {claim.waiting} {unit} wait, this would add "
-                    f"{claim.more}, and {flag_name(field)} is {claim.limit}",
+                    f"the queue is full: {demand.num_waiting} {unit} wait, this would add "
+                    f"{demand.num_new}, and {flag_name(field)} is {demand.limit}",
                     field,
                 )
                 error.retry_after_seconds = self.seconds_to_empty
                 raise error
 
-    def enter(self, request: Request) -> None:
-        """A choice is in the queue. The prompt that choices share counts with the first."""
+    def count_request(self, request: Request) -> None:
+        """Count a choice in the queue; the prompt that choices share counts with the first one."""
         if not self._tokens:
-            self._drain_rate.begin()
+            self._drain_rate.on_first_waiting()
         num_tokens = 0 if request.choice else request.num_prompt_tokens
         self._tokens[request.seq_id] = num_tokens
-        self._all.add(1, num_tokens)
-        self._shares.setdefault(request.tenant, Share()).add(1, num_tokens)
+        self._all.change_by(1, num_tokens)
+        self._by_tenant.setdefault(request.tenant, WaitingCounts()).change_by(1, num_tokens)
 
     @property
     def seconds_to_empty(self) -> int:
-        """An estimate of when all that wait now will have left, for those who may come again."""
+        """Estimated seconds until all that wait now have left, for Retry-After."""
         return self._drain_rate.seconds_for(len(self))
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._leave(request)
+        self._uncount(request)
 
     def on_released(self, request: Request) -> None:
-        self._leave(request)
+        self._uncount(request)
 
-    def _leave(self, request: Request) -> None:
+    def _uncount(self, request: Request) -> None:
         if request.seq_id not in self._tokens:
             return
         num_tokens = self._tokens.pop(request.seq_id)
-        self._all.add(-1, -num_tokens)
-        share = self._shares[request.tenant]
-        share.add(-1, -num_tokens)
-        if not share.num_requests:
-            del self._shares[request.tenant]
-        self._drain_rate.note()
+        self._all.change_by(-1, -num_tokens)
+        counts = self._by_tenant[request.tenant]
+        counts.change_by(-1, -num_tokens)
+        if not counts.num_requests:
+            del self._by_tenant[request.tenant]
+        self._drain_rate.on_request_left()
         if not self._tokens:
-            self._drain_rate.end()
-
-
-# Deadlines are times of the machine's monotonic clock, which the front end computes from the
-# arrival of the request, so they survive the death of any process. The caller ends what is overdue.
+            self._drain_rate.on_empty()
 
 
 _SLACK: Final = 64
-"""So many left-over moments are never worth a clean-up."""
+"""Number of stale entries of the heap that are never worth a clean-up."""
 
 
 @dataclass(slots=True)
 class _Limited:
-    """client_index: whose request it is. num_choices: that are not over.
+    """A request with a deadline.
 
-    queue_deadline: infinite once any choice has begun.
+    num_choices: unfinished choices. queue_deadline: infinite once any choice has begun.
     """
 
     client_index: int
@@ -269,7 +266,7 @@ class _Limited:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A request whose time is over, all its choices with it."""
+    """A request, with all its choices, whose deadline has passed."""
 
     request_id: int
     client_index: int
@@ -277,18 +274,19 @@ class Overdue:
 
 
 class Deadlines:
-    """Deadlines of requests, and which of them are overdue.
+    """Deadlines of requests, in seconds of the machine's monotonic clock; a listener.
 
-    A listener: a request that was admitted has no queue deadline any more.
+    The front end computes them from the arrival of the request, so they survive the restart of any
+    process. An admitted request has no queue deadline any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._limited: dict[int, _Limited] = {}
-        self._moments: list[tuple[float, int]] = []  # a heap; those of requests now over stay
+        self._heap: list[tuple[float, int]] = []  # also of requests that have ended
 
-    def enter(self, request: Request, message: EngineCoreRequest) -> None:
-        """A choice of a message is in the queue. One that has tokens from before has begun."""
+    def track_request(self, request: Request, message: EngineCoreRequest) -> None:
+        """Watch the deadlines of a choice in the queue; with output tokens it has begun already."""
         queue_deadline = inf if any(message.output_token_ids) else message.queue_deadline
         if queue_deadline == message.deadline == inf:
             return
@@ -297,20 +295,20 @@ class Deadlines:
             limited = self._limited[request.request_id] = _Limited(
                 request.client_index, message.arrival_time, queue_deadline, message.deadline
             )
-            for moment in {queue_deadline, message.deadline} - {inf}:
-                heappush(self._moments, (moment, request.request_id))
+            for deadline in {queue_deadline, message.deadline} - {inf}:
+                heappush(self._heap, (deadline, request.request_id))
         limited.num_choices += 1
 
     @property
     def seconds_to_next_end(self) -> float | None:
-        """Until it is worth looking for who is overdue; None for never."""
-        return max(0.0, self._moments[0][0] - self._clock()) if self._moments else None
+        """Seconds until `pop_overdue` may return a request; None for never."""
+        return max(0.0, self._heap[0][0] - self._clock()) if self._heap else None
 
-    def take_overdue(self) -> list[Overdue]:
-        """Those whose time has come since the last call; the caller ends them."""
+    def pop_overdue(self) -> list[Overdue]:
+        """Return requests whose deadline has passed since the last call; the caller ends them."""
         overdue: list[Overdue] = []
-        while self._moments and self._moments[0][0] <= (now := self._clock()):
-            _, request_id = heappop(self._moments)
+        while self._heap and self._heap[0][0] <= (now := self._clock()):
+            _, request_id = heappop(self._heap)
             limited = self._limited.get(request_id)
             if limited is not None and min(limited.deadline, limited.queue_deadline) <= now:
                 del self._limited[request_id]
@@ -333,10 +331,10 @@ class Deadlines:
             self._clean_up()
 
     def _clean_up(self) -> None:
-        """A request has two moments at most."""
-        if len(self._moments) > 4 * len(self._limited) + _SLACK:
-            self._moments = [each for each in self._moments if each[1] in self._limited]
-            heapify(self._moments)
+        """Rebuild the heap, in which a request has at most two entries."""
+        if len(self._heap) > 4 * len(self._limited) + _SLACK:
+            self._heap = [each for each in self._heap if each[1] in self._limited]
+            heapify(self._heap)
 
 
 def _error(limited: _Limited, now: float) -> ErrorInfo:
@@ -353,70 +351,65 @@ def _error(limited: _Limited, now: float) -> ErrorInfo:
     )
 
 
-# Sequences that decode wait for the whole step, so a prompt's chunk delays the next token of each.
-# The throttle lets a step take a multiple of the time of a step that only decodes:
-#
-#   time of a step   |<---- decodes, learnt by their number ---->|<-- tokens * time of a token -->|
-#                    |<------------------- at most stretch * decodes ---------------------------->|
-#
-# It does not limit steps that are short anyway, where small chunks would slow prompts down for no
-# gain, nor prompts that pile up: those are computed within PATIENCE_STEPS. The workers report how
-# long each step took.
-
-
 SHORT_SECONDS: Final = 0.02
-"""A step of this length is no gap that anybody notices."""
-PATIENCE_STEPS: Final = 48
-"""So many steps may what waits now take."""
+"""A step of this length is no noticeable gap between tokens."""
+MAX_PREFILL_STEPS: Final = 48
+"""Maximum steps in which the prompts that wait now are computed."""
 MULTIPLE: Final = 16
-"""Kernels take rows in groups of so many."""
+"""Kernels take rows in groups of this size."""
 WEIGHT: Final = 0.125
-"""Of a new measurement in the mean."""
-LONGEST_OUTLIER: Final = 2.0
-"""What took more than this multiple of its mean, because others had the cores, counts as this."""
+"""Weight of a new measurement in the running mean."""
+MAX_OUTLIER: Final = 2.0
+"""A measurement counts as at most this multiple of the mean, because cores may be shared."""
 
 
 class PrefillThrottle:
-    """Keeps steps with a part of a prompt below `stretch` times those without; 0 for no limit.
+    """Limits how much prompt chunks may slow down a step with decoding requests.
 
-    step_budget: tokens of a step; a step has that many until both times are known.
+        time of a step   |<---- decodes, by their number ---->|<-- tokens · seconds per token -->|
+                         |<-------------------- at most max_slowdown · decodes ----------------->|
+
+    Decoding requests wait for the whole step, so a chunk delays the next token of each. Short steps
+    are not limited, because smaller chunks would slow prompts down for no gain; nor are prompts
+    that pile up, which are computed within MAX_PREFILL_STEPS. Times come from the workers' reports.
+    step_budget: tokens of a step, also used while the times are unknown. max_slowdown: 0: no limit.
     """
 
-    def __init__(self, step_budget: int, stretch: float) -> None:
+    def __init__(self, step_budget: int, max_slowdown: float) -> None:
         self._step_budget = step_budget
-        self._stretch = stretch
+        self._max_slowdown = max_slowdown
         self._decode_seconds: dict[int, float] = {}  # by number of sequences
-        self._token_seconds = 0.0  # 0: not known
+        self._token_seconds = 0.0  # 0: unknown
 
     def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
-        """Prompt tokens of a step with so many decodes; num_missing: what all prompts lack."""
+        """Return the prompt tokens of a step; num_missing: tokens of all prompts without KV."""
         if (
-            not self._stretch
+            not self._max_slowdown
             or not num_decoding
             or not self._decode_seconds
             or not self._token_seconds
         ):
             return self._step_budget
-        decode = self._decode(num_decoding)
-        seconds = max(self._stretch * decode, SHORT_SECONDS) - decode
-        paced = int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
-        due = -(-num_missing // (PATIENCE_STEPS * MULTIPLE)) * MULTIPLE
-        return min(max(paced, due, MULTIPLE), self._step_budget)
+        decode = self._seconds_to_decode(num_decoding)
+        seconds = max(self._max_slowdown * decode, SHORT_SECONDS) - decode
+        num_paced = int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
+        num_due = -(-num_missing // (MAX_PREFILL_STEPS * MULTIPLE)) * MULTIPLE
+        return min(max(num_paced, num_due, MULTIPLE), self._step_budget)
 
-    def learn(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Take in how long a step of so many decodes and prompt tokens took."""
-        if not self._stretch or not num_decoding or seconds <= 0.0:
+    def learn_step(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from the time of a step with decoding rows and prompt tokens."""
+        if not self._max_slowdown or not num_decoding or seconds <= 0.0:
             return
         if not num_prompt_tokens:
             known = self._decode_seconds.get(num_decoding, 0.0)
             self._decode_seconds[num_decoding] = _mean(known, seconds)
         elif num_prompt_tokens >= MULTIPLE and self._decode_seconds:
-            token_seconds = (seconds - self._decode(num_decoding)) / num_prompt_tokens
+            token_seconds = (seconds - self._seconds_to_decode(num_decoding)) / num_prompt_tokens
             if token_seconds > 0.0:
                 self._token_seconds = _mean(self._token_seconds, token_seconds)
 
-    def _decode(self, num_decoding: int) -> float:
-        """Seconds of a step in which so many decode: on the line between numbers that are known."""
+    def _seconds_to_decode(self, num_decoding: int) -> float:
+        """Return the seconds of a step that only decodes, interpolated between known numbers."""
         known = self._decode_seconds
         if num_decoding in known:
             return known[num_decoding]
@@ -429,12 +422,14 @@ class PrefillThrottle:
 
 
 def _mean(known: float, seconds: float) -> float:
-    """The running mean with one more; known: 0 where it is the first."""
+    """Return the running mean with one more measurement; known: 0 for the first."""
     if not known:
         return seconds
-    return known + WEIGHT * (min(seconds, LONGEST_OUTLIER * known) - known)
+    return known + WEIGHT * (min(seconds, MAX_OUTLIER * known) - known)
 
 
-def make_prefill_throttle(step_budget: int, stretch: float, *, chunked: bool) -> PrefillThrottle:
-    """The throttle of a setting; it limits nothing where prompts are not cut into chunks."""
-    return PrefillThrottle(step_budget, stretch if chunked else 0.0)
+def make_prefill_throttle(
+    step_budget: int, max_slowdown: float, *, chunked: bool
+) -> PrefillThrottle:
+    """Return the throttle of a setting; without chunked prompts it limits nothing."""
+    return PrefillThrottle(step_budget, max_slowdown if chunked else 0.0)

@@ -1,7 +1,7 @@
-"""From the plan of a step to the message for the workers.
+"""The message for the workers, built from the plan of a step.
 
-Owns the record of what the workers know: which sequences were described to them, and which of
-those have ended since the last message.
+OutputBuilder    describes a sequence in full once, and only what has changed after that
+ForcedTokens     tokens that the engine chose instead of the workers (beam search)
 """
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
@@ -10,48 +10,49 @@ from engine_core.scheduler.hooks import TokenConstraints
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
-# A worker appends the tokens that it sampled. Where the engine chose the next token itself, or gave
-# a sequence the tokens and blocks of another (beam search), the next step has to tell the worker.
-
 
 class ForcedTokens:
-    """One token, or a whole new row, for sequences that a worker knows."""
+    """Tokens chosen by the engine, and rows that were replaced by others, since the last step.
+
+    A worker appends the tokens that it sampled itself. In a beam search the engine chooses the next
+    token, or gives a row the tokens and blocks of another; the next step tells the worker.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
         self._replaced: set[int] = set()
 
-    def append(self, request: Request, token_id: int) -> None:
-        """The last token of a request was not sampled."""
+    def force_token(self, request: Request, token_id: int) -> None:
+        """Note that the last token of a request was chosen by the engine."""
         self._tokens[request.seq_id] = token_id
 
-    def replace(self, request: Request) -> None:
-        """Tokens and block table of a request are other ones now."""
+    def replace_row(self, request: Request) -> None:
+        """Note that tokens and block table of a request are different now."""
         self._replaced.add(request.seq_id)
 
-    def forget(self, seq_id: int) -> None:
-        """A sequence is over."""
+    def forget_sequence(self, seq_id: int) -> None:
+        """Forget a sequence that has ended."""
         self._tokens.pop(seq_id, None)
         self._replaced.discard(seq_id)
 
-    def take(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """What this step has to tell: seq_ids, and the token of each.
+    def pop_for_step(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """Return the seq_ids of the plan with a forced token, and the tokens.
 
-        A row that was replaced is described like one that comes back; what comes
-        back is told everything anyway. What the step does not compute waits.
+        Replaced rows are moved to the admitted requests of the plan, which are described in full
+        and need no forced token. Sequences outside of the plan wait for a later step.
         """
         if not self._tokens and not self._replaced:
             return [], []
         for request in [each for each in plan.continued if each.seq_id in self._replaced]:
             plan.resend_full(request)
         for request in plan.admitted:
-            self.forget(request.seq_id)
+            self.forget_sequence(request.seq_id)
         seq_ids = [each.seq_id for each in plan.continued if each.seq_id in self._tokens]
         return seq_ids, [self._tokens.pop(seq_id) for seq_id in seq_ids]
 
 
 class OutputBuilder:
-    """Describes a sequence in full once, and only what changed after that."""
+    """Builds the messages, and keeps which sequences the workers know and which have ended."""
 
     def __init__(
         self,
@@ -69,26 +70,26 @@ class OutputBuilder:
         self.step = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        """From now on the steps are for workers that know nobody."""
+        """Begin an epoch of workers that know no sequence yet."""
         self.epoch = epoch
         self._known.clear()
         self._finished.clear()
 
     @property
     def has_finished_seq_ids(self) -> bool:
-        """The workers hold rows that they could give up."""
+        """Whether workers have yet to be told of ended sequences."""
         return bool(self._finished)
 
-    def forget(self, seq_id: int) -> None:
-        """A sequence is over; the workers hear of it with the next step."""
+    def finish_sequence(self, seq_id: int) -> None:
+        """Tell the workers with the next step that a sequence has ended."""
         if seq_id in self._known:
             self._known.remove(seq_id)
             self._finished.append(seq_id)
 
-    def build(self, plan: StepPlan) -> SchedulerOutput:
-        """The message for the next step; call it before the counters advance."""
+    def build_output(self, plan: StepPlan) -> SchedulerOutput:
+        """Return the message for the next step; called before the counters of requests advance."""
         self.step += 1
-        dictated = self._forced_tokens.take(plan)
+        forced = self._forced_tokens.pop_for_step(plan)
         new: list[NewRequestData] = []
         resumed: list[Request] = []
         resumed_tokens: list[int] = []
@@ -104,7 +105,7 @@ class OutputBuilder:
             epoch=self.epoch,
             step=self.step,
             new_requests=new,
-            cached_requests=self._changes(plan, resumed, resumed_tokens, dictated),
+            cached_requests=self._changes(plan, resumed, resumed_tokens, forced),
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
             finished_seq_ids=finished,
             preempted_seq_ids=[request.seq_id for request in plan.preempted],
@@ -132,7 +133,7 @@ class OutputBuilder:
         plan: StepPlan,
         resumed: list[Request],
         resumed_tokens: list[int],
-        dictated: tuple[list[int], list[int]],
+        forced: tuple[list[int], list[int]],
     ) -> CachedRequestData:
         known = plan.continued + resumed
         return CachedRequestData(
@@ -145,6 +146,6 @@ class OutputBuilder:
             + [self._kv_cache.block_ids(request.seq_id) for request in resumed],
             resumed_seq_ids=[request.seq_id for request in resumed],
             resumed_output_token_ids=[request.output_token_ids for request in resumed],
-            forced_seq_ids=dictated[0],
-            forced_token_ids=dictated[1],
+            forced_seq_ids=forced[0],
+            forced_token_ids=forced[1],
         )

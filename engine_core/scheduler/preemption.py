@@ -1,17 +1,11 @@
-"""Preemption: which running request loses its KV cache blocks, and how it comes back.
+"""Preemption: which running request loses its KV cache blocks, and how it returns.
 
-    PreemptionOrder     the order in which running requests are preempted, tenant by tenant
-    KVWatermarks        occupancies at which admission stops and preemption begins
-    NonRunningBlocks    blocks of requests that do not run, which are taken before a running one's
-    Preemption          takes the blocks and puts the request back into the queue
-    start_over          the same for all requests, after the workers have died
-    SwapRule            whether the KV of a preempted request is loaded or computed again
-
-The first request of each tenant in preemption order is known, and the policy's rank decides among
-those: a preemption costs a look at each tenant, however many requests it has.
-
-    tenant 7   served 900   ▸ ▸ ▸ ▸
-    tenant 3   served 340   ▸ ▸
+PreemptionOrder     the order in which running requests are preempted
+KVWatermarks        occupancies of the pool at which admission stops and preemption begins
+NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
+Preemption          frees the blocks and puts the request back into the queue
+start_over          the same for all requests, after the workers have died
+SwapRule            whether the KV of a preempted request is loaded or recomputed
 """
 
 import math
@@ -27,46 +21,54 @@ from engine_core.scheduler.queues.fair import FairShares
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
 
-_place: Final = attrgetter("place")
+_running_index: Final = attrgetter("running_index")
 
 
 class PreemptionOrder:
-    """Running requests by tenant, and `Request.place`, which grows along the running list."""
+    """Running requests by tenant, in the order of preemption.
+
+        tenant 7   served 900   ▸ ▸ ▸ ▸
+        tenant 3   served 340   ▸ ▸
+
+    The policy's rank decides among the first requests of the tenants, so a preemption takes time in
+    proportion to the tenants, not to the requests. Also assigns `Request.running_index`, which
+    grows along the running list.
+    """
 
     def __init__(self, policy: FairShares) -> None:
         self._policy = policy
         self._tenants: dict[int, PreemptionQueue] = {}
-        self._last_place = 0
+        self._last_index = 0
 
-    def admit(self, request: Request) -> None:
+    def add_running(self, request: Request) -> None:
         """Add a request that was appended to the running list."""
-        self._last_place += 1
-        request.place = self._last_place
+        self._last_index += 1
+        request.running_index = self._last_index
         order = self._tenants.get(request.tenant)
         if order is None:
             order = self._tenants[request.tenant] = self._policy.make_preemption_queue()
-        order.add(request)
+        order.add_running(request)
 
-    def leave(self, request: Request) -> None:
+    def remove_running(self, request: Request) -> None:
         """Remove a request that does not run any more."""
         order = self._tenants[request.tenant]
-        order.remove(request)
+        order.remove_running(request)
         if not len(order):
             del self._tenants[request.tenant]
 
     def move_to_end(self, requests: Iterable[Request]) -> None:
         """Follow requests that were moved to the end of the running list, in this order."""
         for request in requests:
-            self.leave(request)
-            self.admit(request)
+            self.remove_running(request)
+            self.add_running(request)
 
-    def first(self, served_above: float = -math.inf) -> Request | None:
-        """The next request to preempt, of tenants served more than this; None if there is none."""
+    def next_victim(self, served_above: float = -math.inf) -> Request | None:
+        """Return the next request to preempt, of tenants served more than this; None if none."""
         if len(self._tenants) == 1 and served_above == -math.inf:
-            return next(iter(self._tenants.values())).first()
+            return next(iter(self._tenants.values())).peek_victim()
         served = self._policy.served
         candidates = [
-            order.first()
+            order.peek_victim()
             for tenant, order in self._tenants.items()
             if served(tenant) > served_above
         ]
@@ -74,21 +76,21 @@ class PreemptionOrder:
 
 
 def index_of(running: Sequence[Request], request: Request) -> int:
-    """The index of a request in the running list; it must be there."""
-    index = bisect_left(running, request.place, key=_place)
+    """Return the index of a request in the running list; it must be there."""
+    index = bisect_left(running, request.running_index, key=_running_index)
     assert running[index] is request, f"{request!r} does not run"
     return index
 
 
-# KV watermarks: at which occupancy admission stops, when it goes on, when requests are preempted.
-# The gap between two of them keeps one request from being admitted and preempted in turns.
-#
-#     in use   0 ───── resume ────── stop ────── preempt ── all
-#                admit  |  as before  |  stopped   |  stopped, and requests are preempted
-
-
 class KVWatermarks:
-    """Fractions of the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1."""
+    """Occupancies of the pool at which admission resumes and stops, and preemption begins.
+
+        in use   0 ───── resume ────── stop ────── preempt ── all
+                   admit  |  as before  |  stopped   |  stopped, and requests are preempted
+
+    The gaps prevent that one request is admitted and preempted in turns. Arguments are fractions of
+    the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1.
+    """
 
     def __init__(
         self,
@@ -102,44 +104,43 @@ class KVWatermarks:
         self._resume_below = resume_below * self._num_usable
         self._stop_above = stop_above * self._num_usable
         self._preempt_above = preempt_above * self._num_usable
-        self._open = True
+        self._admitting = True
 
     def too_high(self) -> bool:
-        """Whether a running request has to be preempted.
+        """Return whether a running request has to be preempted; called in every step.
 
-        To be asked in every step, even when few requests run: the occupancy may fall below a
-        watermark between two steps and be above it again when the next request is admitted.
+        The call also notes the occupancy, which may fall below a watermark between two steps and be
+        above it again when the next request is admitted.
         """
-        return self._in_use() > self._preempt_above
+        return self._update_in_use() > self._preempt_above
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        in_use = self._in_use()
+        in_use = self._update_in_use()
         needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
-        return self._open and in_use + needed <= self._preempt_above
+        return self._admitting and in_use + needed <= self._preempt_above
 
-    def _in_use(self) -> int:
-        """Blocks in use; moves the doors."""
+    def _update_in_use(self) -> int:
+        """Return the blocks in use; stop or resume admission accordingly."""
         in_use = self._num_usable - self._kv_cache.num_free_blocks
         if in_use > self._stop_above:
-            self._open = False
+            self._admitting = False
         elif in_use < self._resume_below:
-            self._open = True
+            self._admitting = True
         return in_use
 
 
-# Blocks of requests that do not run: sessions between two turns, and requests whose KV was loaded
-# and that were not admitted yet. A request that has lost its blocks is computed again when it runs,
-# except for what the prefix cache still holds.
-#
-#     resting   waits for input: its blocks go to any request that lacks some, those of the
-#               request that has rested longest first
-#     queued    has its input, or its KV was loaded, and is about to run: its blocks are taken only
-#               where nothing runs besides the request that lacks some, to guarantee progress;
-#               the last one in the queue first
-
-
 class NonRunningBlocks:
-    """Requests, by seq_id, that hold blocks and are not in the running list."""
+    """Requests that hold blocks and do not run: sessions between two turns, and loaded requests.
+
+        resting   waits for input: its blocks are freed for any request that needs some, those of
+                  the request that has rested longest first
+        queued    has its input, or its KV was loaded, and will run soon: its blocks are freed only
+                  if no other request runs than the one that needs some, to guarantee progress; the
+                  last one in the queue first
+
+    A request that has lost its blocks is recomputed when it runs, except for what the prefix cache
+    still holds.
+    """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -151,21 +152,21 @@ class NonRunningBlocks:
 
     @property
     def any_resting(self) -> bool:
-        """Whether `free_resting` would find any."""
+        """Whether any resting request has blocks."""
         return bool(self._resting)
 
     def add_resting(self, request: Request) -> None:
-        """Add a request that waits for input; it has blocks if anything of it is computed."""
+        """Add a request that waits for input, if it has blocks."""
         if request.num_computed_tokens:
             self._resting[request.seq_id] = request
 
     def move_to_queued(self, request: Request) -> None:
-        """A resting request has been given its input."""
+        """Note that a resting request has received its input."""
         if self._resting.pop(request.seq_id, None) is not None:
             self._queued[request.seq_id] = request
 
-    def forget(self, request: Request) -> None:
-        """A request runs or has ended."""
+    def forget_request(self, request: Request) -> None:
+        """Forget a request that runs or has ended."""
         self._resting.pop(request.seq_id, None)
         self._queued.pop(request.seq_id, None)
 
@@ -177,7 +178,7 @@ class NonRunningBlocks:
         return True
 
     def free_queued(self, spared: Request) -> bool:
-        """Free the blocks of one queued request, but not of `spared`; False if none has any."""
+        """Free the blocks of one queued request other than `spared`; False if none has any."""
         for request in reversed(self._queued.values()):
             if request is not spared:
                 self._free(request)
@@ -185,22 +186,22 @@ class NonRunningBlocks:
         return False
 
     def free_all(self) -> None:
-        """Free the blocks of all of them."""
+        """Free the blocks of all these requests."""
         for request in [*self._resting.values(), *self._queued.values()]:
             self._free(request)
 
     def _free(self, request: Request) -> None:
-        self.forget(request)
+        self.forget_request(request)
         self._kv_cache.free(request)
         request.num_computed_tokens = 0
 
 
-# Nothing is copied out: tokens and counters stay in the Request, and what the prefix cache still
-# holds when the request runs again is not computed twice.
-
-
 class Preemption:
-    """Frees blocks: first of requests that do not run, then of one running request at a time."""
+    """Frees blocks: first of requests that do not run, then of one running request at a time.
+
+    Nothing is copied: the tokens of a preempted request stay in the Request, and it recomputes what
+    the prefix cache does not hold any more.
+    """
 
     def __init__(
         self,
@@ -219,7 +220,7 @@ class Preemption:
         self._non_running_blocks = non_running_blocks
 
     def preempt_above_watermark(self, plan: StepPlan) -> None:
-        """Preempt while the pool is above its watermark; the last running request stays."""
+        """Preempt while the pool is above its watermark, except the last running request."""
         non_running_blocks = self._non_running_blocks
         watermarks = self._watermarks
         if watermarks is None:
@@ -228,35 +229,34 @@ class Preemption:
             self.preempt_one(plan, 0)
 
     def preempt_one(self, plan: StepPlan, num_visited: int) -> int:
-        """Preempt one running request; returns the index at which it stood.
+        """Preempt one running request; return its index in the running list.
 
-        Where a request that does not run holds blocks, it loses them and all running requests
-        stay: then the index is that behind the last. The only running request is not preempted.
+        If a request that does not run holds blocks, it loses them instead, and the returned index
+        is the length of the list. So does a queued request if only one request runs.
 
-        num_visited: running requests that the plan may have served, from the first on.
-        A victim that the plan has already served is taken out of it: its tokens go
-        back to the budget, and blocks that only this step would have filled are no
-        longer findable.
+        num_visited: leading requests of the running list that the plan may include. If the plan
+        includes the preempted request, it is removed: its tokens return to the budget, and blocks
+        that only this step would have filled become unfindable.
         """
         num_running = len(self._running)
         if self._non_running_blocks.free_resting():
             return num_running
         if num_running == 1 and self._non_running_blocks.free_queued(self._running[0]):
             return num_running
-        victim = self._preemption_order.first()
+        victim = self._preemption_order.next_victim()
         assert victim is not None, "nothing runs"
         index = index_of(self._running, victim)
         del self._running[index]
-        if index < num_visited and plan.withdraw(victim):
+        if index < num_visited and plan.remove_request(victim):
             self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
         self._requeue(victim, plan.now)
         plan.preempted.append(victim)
         return index
 
     def preempt(self, victim: Request, plan: StepPlan) -> None:
-        """Preempt this running request, which may be in the plan already."""
+        """Preempt this running request, and remove it from the plan."""
         del self._running[index_of(self._running, victim)]
-        if plan.withdraw(victim):
+        if plan.remove_request(victim):
             self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
         self._requeue(victim, plan.now)
         plan.preempted.append(victim)
@@ -267,37 +267,33 @@ class Preemption:
             self.preempt(victim, plan)
 
     def preempt_all(self, now: float) -> list[Request]:
-        """Take all blocks back, between two steps; returns those that ran, the last one first."""
+        """Free all blocks, between two steps; return the requests that ran, the last one first."""
         self._non_running_blocks.free_all()
-        preemption_order = self._running[::-1]
+        preempted = self._running[::-1]
         self._running.clear()
-        for victim in preemption_order:
+        for victim in preempted:
             self._requeue(victim, now)
-        return preemption_order
+        return preempted
 
     def _requeue(self, victim: Request, now: float) -> None:
-        self._preemption_order.leave(victim)
+        self._preemption_order.remove_running(victim)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.spec_token_ids.clear()
         victim.num_preemptions += 1
         victim.preempted_at.append(now)
-        self._waiting.restore(victim)
-
-
-# Starting over after the workers have lost everything.
-#
-# Owns nothing. What a worker holds follows from token ids, and those are all here: so
-# every request stands in the queue again, in its order, and nothing of it is computed.
+        self._waiting.requeue_preempted(victim)
 
 
 def start_over(
     requests: Iterable[Request], preemption: Preemption, kv_cache: KVCacheManager, now: float
 ) -> None:
-    """Take all blocks back, forget their contents, and what was to come of steps in flight.
+    """Put all requests back into the queue, in their order, after the workers have lost their KV.
 
-    requests: all that are not over. now: monotonic seconds.
+    Nothing else is lost, because all token ids are in the engine. Frees all blocks, forgets the
+    prefix cache, and drops placeholders of steps in flight. requests: all unfinished ones.
+    now: monotonic seconds.
     """
     preemption.preempt_all(now)
     for request in requests:
@@ -305,46 +301,40 @@ def start_over(
         request.spec_token_ids.clear()
     kv_cache.pop_block_copies()  # of steps that will not be computed
     forgotten = kv_cache.reset_prefix_cache()
-    assert forgotten, "somebody who neither runs nor rests holds blocks"
-
-
-# Whether who was preempted gets its KV back from where the connector has kept it.
-#
-# Blocks are kept as they become full, so a preemption moves nothing: the choice is made when the
-# request is admitted again, with what is missing on the device by then.
-#
-#     recompute   num_tokens at the rate of prompts        seconds a token, from steps
-#     swap        a load of num_tokens                      setup + seconds a token, from loads
-#
-# auto takes what is less (where the two cross is the break-even of swapping), by what steps and
-# loads have taken so far. While either is not known it loads, and so learns. Knows no requests.
-# The same means say what it costs that the KV of tokens is not on the device (`seconds`).
+    assert forgotten, "a request that neither runs nor rests holds blocks"
 
 
 _WEIGHT: Final = 0.25
-"""Of a new measurement in the mean."""
+"""Weight of a new measurement in the running mean."""
 _MOST: Final = 4.0
-"""A measurement counts as at most this multiple of the mean: others may have had the cores."""
+"""A measurement counts as at most this multiple of the mean, because cores may be shared."""
 _FEW_TOKENS: Final = 16
-"""Steps with fewer of a prompt say little about the rate of prompts."""
+"""Steps with fewer prompt tokens say little about the time per prompt token."""
 
 
 class SwapRule:
-    """Chooses between loading and computing KV again, by the mean of what either has taken."""
+    """Chooses between loading and recomputing the KV of a preempted request, by measured times.
+
+        recompute   num_tokens · seconds per prompt token, from steps
+        swap        setup + num_tokens · seconds per loaded token, from loads
+
+    Connectors store blocks as they become full, so preemption itself copies nothing: the choice is
+    made when the request is admitted again. While a time is unknown, KV is loaded to measure it.
+    """
 
     def __init__(self) -> None:
-        self._setup = 0.0  # the least that any load has taken; 0: none yet
+        self._setup = 0.0  # the shortest load; 0: none yet
         self._load_seconds = 0.0
-        self._compute_seconds = 0.0  # of a token; 0: not known
+        self._compute_seconds = 0.0  # per token; 0: unknown
 
     def loads(self, num_tokens: int) -> bool:
-        """Whether so many tokens of a preempted request are loaded, and not computed again."""
+        """Return whether `num_tokens` tokens of a preempted request are loaded."""
         if not self._setup or not self._compute_seconds:
             return True
         return self._seconds_to_load(num_tokens) < num_tokens * self._compute_seconds
 
     def seconds(self, num_tokens: int) -> float:
-        """How long it takes until the KV of so many tokens is back; 0 while that is not known."""
+        """Return the seconds until the KV of tokens is back on the device; 0 while unknown."""
         computed = num_tokens * self._compute_seconds
         if not self._setup:
             return computed
@@ -352,14 +342,14 @@ class SwapRule:
         return min(computed, loaded) if computed else loaded
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """A load of so many tokens took this long, its time in a queue included."""
+        """Learn from a load of `num_tokens` tokens, whose time includes that in a queue."""
         if num_tokens <= 0 or seconds <= 0.0:
             return
         self._setup = min(self._setup, seconds) if self._setup else seconds
         self._load_seconds = _mean(self._load_seconds, (seconds - self._setup) / num_tokens)
 
     def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took this long."""
+        """Learn from a step with `num_prompt_tokens` prompt tokens."""
         if num_prompt_tokens >= _FEW_TOKENS and seconds > 0.0:
             self._compute_seconds = _mean(self._compute_seconds, seconds / num_prompt_tokens)
 
@@ -368,7 +358,7 @@ class SwapRule:
 
 
 class FixedSwapRule(SwapRule):
-    """The setting decides for preempted requests; times are learnt all the same."""
+    """A swap rule whose choice is a setting; it learns times for `seconds`."""
 
     def __init__(self, loads: bool) -> None:
         super().__init__()
@@ -379,7 +369,7 @@ class FixedSwapRule(SwapRule):
 
 
 def make_swap_rule(mode: PreemptionMode) -> SwapRule:
-    """The rule of --preemption."""
+    """Return the rule of --preemption."""
     return SwapRule() if mode == "auto" else FixedSwapRule(mode == "swap")
 
 

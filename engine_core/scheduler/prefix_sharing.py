@@ -1,11 +1,11 @@
-"""Waiting for KV that another request is computing right now.
+"""Gates for requests that wait for KV which another request is computing.
 
-    PrefixWait      a gate: requests with the same prefix wait for the one that computes it
-    SiblingForks    a gate: choices of one request wait for the one that computes their prompt
+    PrefixWait      requests with the same prefix wait for the one that computes it
+    SiblingForks    choices of one request wait for the one that computes their prompt
 
 Blocks can be found from the step that fills them. A prompt that takes several steps fills them one
-chunk at a time, so an equal prompt that starts meanwhile would compute the rest a second time.
-A step looks at each request that computes a prefix once, and at none of those that wait.
+chunk at a time, so an equal prompt that starts meanwhile would compute the rest a second time. A
+step checks each request that computes a prefix once, and none of those that wait.
 """
 
 import heapq
@@ -18,29 +18,30 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 
-PATIENCE: Final = 8
-"""Steps that a request loses by waiting, in all; then it computes for itself."""
-CROWD: Final = 16
-"""A wait has to spare a part of a chunk, which so many who do not wait would make a whole one."""
+MAX_LOST_STEPS: Final = 8
+"""Steps that a request may lose by waiting, in all; then it computes the prefix itself."""
+MIN_SHARED_FRACTION: Final = 16
+"""A request waits only for at least one part in so many of a chunk."""
 
 _Ticket = tuple[int, int]
-"""(number of the wait, seq_id of who waits); one that is over is void, not taken out."""
+"""(number of the wait, seq_id); tickets of waits that have ended stay in the heaps."""
 
 
 @dataclass(slots=True)
 class _Leader:
-    """`request` has been given its first `reached` tokens, those of this step included.
+    """A running request whose prefix others wait for.
 
-    first_block: hash of it. wanted: tokens that it has when this step is over, if nobody who
-    comes in it could have got more; num_lost: steps before this one after which it had fewer.
-    waiters: heap of (number of tokens to be reached, ticket), some of them void.
-    limits: heap of (number of lost steps that is too much, ticket), likewise.
+    reached: its computed tokens, including this step. first_block: hash of its first block.
+    expected: tokens that it has after this step if it gets as many as a newly admitted request
+    could. num_lost: earlier steps after which it had fewer than expected.
+    waiters: heap of (number of tokens to be reached, ticket). limits: heap of (number of lost steps
+    at which the wait ends, ticket).
     """
 
     request: Request
     reached: int
     first_block: bytes
-    wanted: int
+    expected: int
     num_lost: int = 0
     waiters: list[tuple[int, _Ticket]] = field(default_factory=list)
     limits: list[tuple[int, _Ticket]] = field(default_factory=list)
@@ -48,7 +49,7 @@ class _Leader:
 
 @dataclass(slots=True)
 class _Waiter:
-    """`request` has lost as many steps as its leader has by now, less `origin`."""
+    """A request that waits; it has lost `leader.num_lost - origin` steps."""
 
     request: Request
     number: int
@@ -56,35 +57,33 @@ class _Waiter:
 
 
 class PrefixWait:
-    """Holds a request whose next block is being computed, until all they share is.
+    """Holds a request while another one, the leader, computes the next blocks of its prefix.
 
         leader    |---computed---|-this step-|-- to come --|
         request   |----------- shared -----------|-- own --|
                                   found so far ↑ ↑ until here it waits
 
-    While the leader gets as many tokens in a step as anybody could that begins, who waits loses
-    nothing, however long it takes. A step is lost where the leader gets nothing, or less than is
-    left for those behind it: it gives way to others, say. Whether it was is known after it, as a
-    leader that makes way for who is admitted gets what is left by those, which may be all. So is
-    one in which the leader loses its blocks or is over before its time. With PATIENCE of them the
-    wait is over.
+    Waiting costs nothing while the leader gets as many tokens as a newly admitted request could. A
+    step is lost if the leader gets nothing, or less than the requests behind it could use, for
+    example because it defers to another tenant; also if it loses its blocks or ends early. Whether
+    a step was lost is known after it. After MAX_LOST_STEPS of them the wait ends.
 
-    Nor does anybody wait for a leader that has not got as far as the cache has, or
-    for less than a CROWD'th of a chunk: a step later for a block or two.
+    A request does not wait for a leader that is behind the cache, nor for a small part of a chunk
+    (MIN_SHARED_FRACTION), because the wait costs it a step.
 
         _leaders         by seq_id, in the order of admission
-        _by_first_block  the same, by the hash of the block they begin with
-        leader.waiters   those who wait for it, the one that needs the fewest tokens first
-        leader.limits    the same, the one whose patience is over first
+        _by_first_block  the same, by the hash of their first block
+        leader.waiters   requests that wait for it, the one that needs the fewest tokens first
+        leader.limits    the same, the one whose wait ends first
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
     def __init__(self, block_size: int, longest_chunk: int) -> None:
-        """longest_chunk: most tokens of a request in a step."""
+        """longest_chunk: maximum tokens of a request in a step."""
         self._block_size = block_size
         self._longest_chunk = longest_chunk
-        self._least_spared = longest_chunk // CROWD
+        self._min_shared = longest_chunk // MIN_SHARED_FRACTION
         self._num_waits = 0
         self._leaders: dict[int, _Leader] = {}
         self._by_first_block: dict[bytes, dict[int, _Leader]] = {}
@@ -101,27 +100,27 @@ class PrefixWait:
     def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         if not self._leaders or request.skip_reading_prefix_cache or request.num_computed_tokens:
-            return False  # who holds blocks already looks for none
+            return False  # it holds blocks already
         hashes = request.block_hashes
         leaders = self._by_first_block.get(hashes[0]) if hashes else None
-        if leaders is None or self._num_lost.get(request.seq_id, 0) >= PATIENCE:
+        if leaders is None or self._num_lost.get(request.seq_id, 0) >= MAX_LOST_STEPS:
             return False
         num_found = candidate.computed.num_tokens
         found = num_found // self._block_size
         most = (request.num_tokens - 1) // self._block_size
         for leader in leaders.values():
             if leader.request.status is not RequestStatus.RUNNING:
-                continue  # it has given way in this very pass, perhaps to this request
+                continue  # preempted in this pass, perhaps for this request
             if leader.reached < num_found:
-                continue  # it has yet to compute what is in the cache
+                continue  # it is behind the cache
             theirs = leader.request.block_hashes
             if found < min(most, len(theirs)) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))
                 num_tokens = shared * self._block_size
                 if num_tokens <= leader.reached:
-                    continue  # they are lost already, and nothing comes
-                if num_tokens - num_found >= self._least_spared:
-                    self._hold(request, leader, num_tokens)
+                    continue  # computed already, and evicted
+                if num_tokens - num_found >= self._min_shared:
+                    self._hold_request(request, leader, num_tokens)
                     return True
         return False
 
@@ -129,7 +128,7 @@ class PrefixWait:
         self._num_lost.pop(request.seq_id, None)
         reached = request.num_computed_tokens + num_new_tokens
         if reached < request.num_tokens and (hashes := request.block_hashes):
-            leader = _Leader(request, reached, hashes[0], wanted=reached)
+            leader = _Leader(request, reached, hashes[0], expected=reached)
             self._leaders[request.seq_id] = leader
             self._by_first_block.setdefault(hashes[0], {})[request.seq_id] = leader
 
@@ -138,7 +137,7 @@ class PrefixWait:
         self._waiters.pop(request.seq_id, None)
         leader = self._leaders.get(request.seq_id)
         if leader is not None:
-            self._dismiss(leader)
+            self._remove_leader(leader)
 
     def _follow_leaders(self, plan: StepPlan) -> None:
         planned = plan.num_new_tokens(self._leaders)
@@ -146,39 +145,39 @@ class PrefixWait:
         for seq_id, leader in list(self._leaders.items()):
             request = leader.request
             if request.status is not RequestStatus.RUNNING:
-                self._dismiss(leader)
+                self._remove_leader(leader)
                 continue
             num_computed = request.num_computed_tokens
-            leader.num_lost += num_computed < leader.wanted
-            leader.wanted = min(num_computed + least, request.num_tokens)
+            leader.num_lost += num_computed < leader.expected
+            leader.expected = min(num_computed + least, request.num_tokens)
             leader.reached = num_computed + planned.get(seq_id, 0)
             while leader.waiters and leader.waiters[0][0] <= leader.reached:
-                self._release(heapq.heappop(leader.waiters)[1], leader.num_lost)
+                self._end_wait(heapq.heappop(leader.waiters)[1], leader.num_lost)
             while leader.limits and leader.limits[0][0] <= leader.num_lost:
-                self._release(heapq.heappop(leader.limits)[1], leader.num_lost)
+                self._end_wait(heapq.heappop(leader.limits)[1], leader.num_lost)
             if leader.reached >= request.num_tokens:
-                self._dismiss(leader)
+                self._remove_leader(leader)
 
-    def _hold(self, request: Request, leader: _Leader, num_tokens: int) -> None:
+    def _hold_request(self, request: Request, leader: _Leader, num_tokens: int) -> None:
         self._num_waits += 1
         ticket = (self._num_waits, request.seq_id)
         origin = leader.num_lost - self._num_lost.get(request.seq_id, 0)
         self._waiters[request.seq_id] = _Waiter(request, self._num_waits, origin)
         heapq.heappush(leader.waiters, (num_tokens, ticket))
-        heapq.heappush(leader.limits, (origin + PATIENCE, ticket))
+        heapq.heappush(leader.limits, (origin + MAX_LOST_STEPS, ticket))
 
-    def _dismiss(self, leader: _Leader) -> None:
-        """It leads nobody any more; who waits for it has lost another step."""
+    def _remove_leader(self, leader: _Leader) -> None:
+        """Remove a leader; requests that wait for it have lost another step."""
         seq_id, first_block = leader.request.seq_id, leader.first_block
         del self._leaders[seq_id]
         del self._by_first_block[first_block][seq_id]
         if not self._by_first_block[first_block]:
             del self._by_first_block[first_block]
         for _, ticket in leader.waiters:
-            self._release(ticket, leader.num_lost + 1)
+            self._end_wait(ticket, leader.num_lost + 1)
 
-    def _release(self, ticket: _Ticket, num_lost: int) -> None:
-        """Let the holder of a ticket go, unless it is void. num_lost: by its leader."""
+    def _end_wait(self, ticket: _Ticket, num_lost: int) -> None:
+        """Unblock the request of a ticket, if it still waits. num_lost: steps its leader lost."""
         number, seq_id = ticket
         waiter = self._waiters.get(seq_id)
         if waiter is None or waiter.number != number:
@@ -188,9 +187,9 @@ class PrefixWait:
         self._unblock(waiter.request)
 
 
-def _num_shared(ours: Sequence[bytes], theirs: Sequence[bytes], known: int, most: int) -> int:
-    """How many leading hashes are equal, in [known, most]; equal ones come first."""
-    low, high = known, most
+def _num_shared(ours: Sequence[bytes], theirs: Sequence[bytes], known: int, limit: int) -> int:
+    """Return how many leading hashes are equal, in [known, limit], by bisection."""
+    low, high = known, limit
     while low < high:
         middle = (low + high + 1) // 2
         if ours[middle - 1] == theirs[middle - 1]:
@@ -200,36 +199,28 @@ def _num_shared(ours: Sequence[bytes], theirs: Sequence[bytes], known: int, most
     return low
 
 
-# Choices of one request share the KV of their prompt.
-#
-# One choice computes the prompt. The others wait for it and begin as its forks; only
-# the last token of the prompt is computed by each, for its logits. One that comes back
-# after a preemption, or the row of a beam, may share outputs as well.
-#
-#     first choice    |------------- prompt ------------|-- its outputs --
-#     another one     |- shared, the end copied -|-last-|-- its outputs --
-#
-# Owns the choices that wait. Nobody is appointed: a running choice without the prompt
-# is waited for, one with the prompt is forked, and where there is neither (the first
-# was preempted, or aborted) the next in line computes the prompt itself. Where the first
-# is over with its first token, what it left in the prefix cache has to do for all the
-# others, and none of them waits again: else each would end before the next begins.
-#
-# A step looks at the choices that are waited for, which run, and at nobody who waits.
-
-
 @dataclass(slots=True)
 class _Wait:
-    """waiters: until `source` has the prompt, or does not run any more."""
+    """Choices that wait until `source` has computed the prompt, or does not run any more."""
 
     source: Request
     waiters: list[Request] = field(default_factory=list)
 
 
 class SiblingForks:
-    """Holds a choice while another one computes their prompt, then offers it the fork.
+    """Holds a choice while another one computes their prompt, then offers a fork of that one.
 
-    choices: unfinished choices by number, by request id; read only.
+        first choice    |------------- prompt ------------|-- its outputs --
+        another one     |- shared, the end copied -|-last-|-- its outputs --
+
+    Each choice computes the last token of the prompt itself, for its logits. A choice that returns
+    after a preemption, or a row of a beam search, may share outputs as well. Choices wait for any
+    running choice without the prompt, and fork any running choice with it. If there is neither,
+    because the first one was preempted or aborted, the next one in the queue computes the prompt.
+    If a choice has ended already, the others use the prefix cache and none waits again: otherwise
+    each might end before the next begins.
+
+    choices: unfinished choices by request id and number; not changed here.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_FORK
@@ -241,7 +232,7 @@ class SiblingForks:
         self._choices = choices
         self._waits: dict[int, _Wait] = {}
         self._just_admitted: set[Request] = set()
-        self._over: set[int] = set()  # ids of requests with a choice that has come to its end
+        self._with_ended_choice: set[int] = set()  # ids of requests with a choice that has ended
 
     def attach(self, unblock: Unblock) -> None:
         self._unblock = unblock
@@ -250,19 +241,19 @@ class SiblingForks:
         self._just_admitted.clear()
         for request_id, wait in list(self._waits.items()):
             if not self._is_computing(wait.source):
-                self._release(request_id)
+                self._release_waiters(request_id)
 
     def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         if len(self._choices[request.request_id]) == 1 or request.num_computed_tokens:
-            return False  # also where it has blocks already, into which its prompt was loaded
-        fork = self._fork(request)
+            return False  # also if its prompt was loaded into its blocks
+        fork = self._longest_fork(request)
         if fork.num_tokens:
-            candidate.offer(fork)
+            candidate.offer_fork(fork)
             return False
-        source = self._coming(request)
+        source = self._computing_sibling(request)
         if source is None:
-            return False  # also where the source has given way in this very pass
+            return False  # also if the source was preempted in this pass
         wait = self._waits.setdefault(request.request_id, _Wait(source))
         wait.source = source
         wait.waiters.append(request)
@@ -280,18 +271,18 @@ class SiblingForks:
 
     def on_released(self, request: Request) -> None:
         if len(self._choices[request.request_id]) == 1:
-            self._over.discard(request.request_id)
+            self._with_ended_choice.discard(request.request_id)
         elif request.status is not RequestStatus.FINISHED_ABORTED:
-            self._over.add(request.request_id)
+            self._with_ended_choice.add(request.request_id)
         wait = self._waits.get(request.request_id)
         if wait is None:
             return
         if request in wait.waiters:
             wait.waiters.remove(request)
-        self._release(request.request_id)
+        self._release_waiters(request.request_id)
 
-    def _fork(self, request: Request) -> ComputedBlocks:
-        """What the request can have of the running choice that shares most with it."""
+    def _longest_fork(self, request: Request) -> ComputedBlocks:
+        """Return the fork of the running choice that shares most with the request."""
         longest = NOTHING_COMPUTED
         for source in self._choices[request.request_id].values():
             if self._has_prompt(source):
@@ -301,32 +292,32 @@ class SiblingForks:
                     longest = fork if fork.num_tokens else longest
         return longest
 
-    def _coming(self, request: Request) -> Request | None:
-        """A running choice that has not computed the prompt yet, so that it can be waited for."""
-        if request.num_prompt_tokens == 1 or request.request_id in self._over:
+    def _computing_sibling(self, request: Request) -> Request | None:
+        """Return a running choice that has not computed the prompt yet; None if there is none."""
+        if request.num_prompt_tokens == 1 or request.request_id in self._with_ended_choice:
             return None
         siblings = self._choices[request.request_id].values()
         return next((each for each in siblings if self._is_computing(each)), None)
 
     def _is_computing(self, source: Request) -> bool:
-        """It runs, and what is copied of the prompt is not there yet."""
+        """Return whether a choice runs and has not computed the prompt yet."""
         return source.status is RequestStatus.RUNNING and not self._has_prompt(source)
 
     def _has_prompt(self, source: Request) -> bool:
-        """It was computed in earlier steps, so that whatever is copied is there."""
+        """Return whether a running choice has computed the prompt in earlier steps."""
         return (
             source.status is RequestStatus.RUNNING
             and source.num_computed_tokens >= source.num_prompt_tokens - 1
             and source not in self._just_admitted
         )
 
-    def _release(self, request_id: int) -> None:
+    def _release_waiters(self, request_id: int) -> None:
         for request in self._waits.pop(request_id).waiters:
             self._unblock(request)
 
 
 def _num_common_tokens(request: Request, source: Request) -> int:
-    """Tokens in which both begin, computed by the source; one is left for the request."""
+    """Return the computed tokens with which both begin; one is left for the request."""
     ours, theirs = request.all_token_ids, source.all_token_ids
     most = min(len(ours) - 1, len(theirs), source.num_computed_tokens)
     shared = min(most, request.num_prompt_tokens)

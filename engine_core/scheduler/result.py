@@ -2,46 +2,42 @@
 
 `check_result` refuses an answer that no worker could give to this step. `ResultPass` appends the
 tokens row by row, ends requests that are complete, and builds the outputs for the front ends.
-It counts requests that ended with non-finite logits, and tokens that arrived after their request
-had ended.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import add
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
+from engine_core.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.beam_groups import BeamGroup, BeamGroups
-from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.lifecycle import RequestLifecycle, completion
+from engine_core.scheduler.step_plan import num_sampled_positions
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.sampling_params import MAX_REPEATED_TOKENS
 from proto.scheduler_output import SchedulerOutput
-
-if TYPE_CHECKING:
-    from engine_core.scheduler.scheduler import Scheduler
 
 ClientOutputs = dict[int, list[EngineCoreOutput]]
 """Outputs by client index."""
 
 
 def corrupted_output(request: Request) -> EngineCoreOutput:
-    """The final output of a request whose scores were no numbers."""
+    """Return the final output of a request whose logits were not finite."""
     return error_output(
         request,
         ErrorInfo(
-            "internal", "the model gave scores that are not numbers; this request cannot go on"
+            "internal", "the model's logits contain NaN or infinity; this request cannot go on"
         ),
     )
 
 
 def error_output(request: Request, error: ErrorInfo) -> EngineCoreOutput:
-    """The final output of a request; the tokens it had before are sent already."""
+    """Return the final output of a failed request; earlier tokens have been sent already."""
     return EngineCoreOutput(
         request.request_id,
         request.choice,
@@ -52,56 +48,10 @@ def error_output(request: Request, error: ErrorInfo) -> EngineCoreOutput:
     )
 
 
-# Whether a request has ended, by its last token. Front ends look for stop strings.
-
-
-def completion(request: Request, max_model_len: int) -> RequestStatus:
-    """The status after the last output token: its present one, or a finished one.
-
-    A stop token, or that the outputs repeat themselves, counts only once min_tokens are
-    there; length always counts.
-    """
-    num_tokens = len(request.all_token_ids)
-    num_output_tokens = num_tokens - request.num_prompt_tokens
-    if num_output_tokens == 0:
-        return request.status
-    if (
-        request.all_token_ids[-1] in request.stop_ids
-        and num_output_tokens >= request.sampling_params.min_tokens
-    ):
-        return RequestStatus.FINISHED_STOPPED
-    if num_output_tokens >= request.max_tokens or num_tokens >= max_model_len:
-        return RequestStatus.FINISHED_LENGTH
-    if (
-        request.repetition is not None
-        and num_output_tokens >= request.sampling_params.min_tokens
-        and request.repetition.is_found(_last_outputs(request, MAX_REPEATED_TOKENS))
-    ):
-        return RequestStatus.FINISHED_REPETITION
-    return request.status
-
-
-def _last_outputs(request: Request, most: int) -> list[int]:
-    """At most so many output tokens, of which there are some."""
-    return request.all_token_ids[max(request.num_prompt_tokens, request.num_tokens - most) :]
-
-
-def stop_token(request: Request) -> int | None:
-    """The stop token that ended a stopped request; None when it was an end-of-sequence token."""
-    params = request.sampling_params
-    last = request.all_token_ids[-1]
-    if last in params.eos_token_ids and not params.ignore_eos:
-        return None
-    return last
-
-
-# The check of a worker's result against the step that it was given.
-
-
 class ImpossibleResultError(ProtocolError):
-    """No worker that computed the step answers so.
+    """A worker's result that does not answer the step.
 
-    outputs: of the rows before the one that cannot be; their tokens count.
+    outputs: of the rows before the invalid one; their tokens count.
     """
 
     def __init__(self, message: str, outputs: ClientOutputs | None = None) -> None:
@@ -136,90 +86,67 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
 
 
 def ends_of_rows(output: SchedulerOutput) -> list[int]:
-    """Per sequence of a step, in the order of the result, how many tokens are computed after it.
-
-    A sequence whose tokens are all computed has sampled the next one.
-    """
+    """Return the number of computed tokens after a step, per row in the order of the result."""
     cached = output.cached_requests
     new = [each.num_computed_tokens + each.num_scheduled_tokens for each in output.new_requests]
     return new + list(map(add, cached.num_computed_tokens, cached.num_scheduled_tokens))
 
 
 def _check_candidates(row: RowLogprobs, vocab_size: int) -> None:
-    """One row of real tokens with scores that can be compared."""
     arrays = row.arrays
     token_ids = np.frombuffer(arrays.token_ids[: len(arrays.token_ids) & ~3], dtype="<i4")
-    scores = np.frombuffer(arrays.logprobs[: len(arrays.logprobs) & ~3], dtype="<f4")
+    logprobs = np.frombuffer(arrays.logprobs[: len(arrays.logprobs) & ~3], dtype="<f4")
     if not (
         4 * arrays.width == len(arrays.token_ids) == len(arrays.logprobs) > 0
         and token_ids.min() >= 0
         and token_ids.max() < vocab_size
-        and not np.isnan(scores).any()
+        and not np.isnan(logprobs).any()
     ):
-        raise ImpossibleResultError(f"the candidates of sequence {row.seq_id} are none")
+        raise ImpossibleResultError(f"the candidates of sequence {row.seq_id} are invalid")
 
 
 def _shown(seq_ids: list[int]) -> str:
     return f"{seq_ids[:8]}{'…' if len(seq_ids) > 8 else ''}"
 
 
-def reserve_placeholders(plan: StepPlan) -> None:
-    """Count a placeholder for each token that a step in flight samples.
-
-    Asynchronous scheduling plans a step before the result of the one before it is here. The
-    sampled ids are not known yet, but the worker has them by the time it computes the next step:
-
-        all_token_ids     |--- prompt ---|-- outputs --|
-        placeholders                                   | ? |
-        next step computes                             |-1-|   and samples another
-
-    Hashing a block, stop tokens and computing a request again need the ids and wait for the
-    result; planning the next step needs only the count.
-    """
-    for request in chain(plan.continued, plan.admitted):
-        num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-        if request.num_computed_tokens >= num_tokens:
-            request.num_output_placeholders += 1
-
-
 class ResultPass:
-    """Turns the rows of a result into outputs.
+    """Appends the tokens of a result to the requests and builds the outputs.
 
-    requests: all that are not over, by seq_id; read only.
-    discard_until_step: by seq_id, the last step whose row of a request does not count; read only.
+    discard_until_step: by seq_id, the last step whose row of a request does not count.
     """
 
     def __init__(
         self,
-        scheduler: "Scheduler",
-        requests: Mapping[int, Request],
+        lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
         beams: BeamGroups,
+        kv_transfer: KVTransferManager,
+        agent_sessions: AgentSessions,
         max_model_len: int,
-        discard_until_step: Mapping[int, int],
     ) -> None:
-        self._scheduler = scheduler
-        self._requests = requests
+        self._lifecycle = lifecycle
+        self._requests: Mapping[int, Request] = lifecycle.requests
         self._kv_cache = kv_cache
         self._beams = beams
+        self._kv_transfer = kv_transfer
+        self._agent_sessions = agent_sessions
         self._max_model_len = max_model_len
-        self._discard_until_step = discard_until_step
+        self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
         self._num_corrupted = 0
         self._num_discarded = 0
-        self._departed: dict[int, tuple[Request, int]] = {}
 
-    def run(
+    def apply_result(
         self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: ClientOutputs
     ) -> str:
-        """Take the rows in, in order, up to the first that cannot be; `outputs` is added to.
+        """Append the tokens of each row, in order, up to the first invalid row.
 
-        Returns what is wrong with that one; empty where nothing is.
+        Adds to `outputs`. Returns what is wrong with the invalid row; empty if there is none.
         """
-        self._fail(result.failed_seq_ids, output.step, outputs)
+        self._fail_corrupted(result.failed_seq_ids, output.step, outputs)
         logprobs = {row.seq_id: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
         candidates = {row.seq_id: row.arrays for row in result.candidates}
-        requests, discard_until_step, wrong = self._requests, self._discard_until_step, ""
+        requests, discard_until_step, invalid = self._requests, self._discard_until_step, ""
         for seq_id, token_ids, end in zip(
             result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
@@ -231,29 +158,34 @@ class ResultPass:
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
-            if bool(token_ids) is (end < len(tokens)):
-                if self._beams.report(request, candidates.get(seq_id)):
+            num_new, num_positions = len(token_ids), num_sampled_positions(len(tokens), end)
+            if num_new > num_positions or (num_positions and not num_new):
+                if self._beams.report_candidates(request, candidates.get(seq_id)):
                     continue
-                wrong = f"sequence {seq_id} has {len(token_ids)} tokens at {end}"
+                invalid = f"sequence {seq_id} has {num_new} tokens at {end}"
                 break
+            if request.num_output_placeholders:
+                request.num_output_placeholders -= num_positions
+            if num_positions > 1:
+                _drop_rejected(request, num_positions - num_new)
             # Nearly every row is one token that ends nothing.
             if (
-                len(token_ids) == 1
+                num_new == 1
                 and token_index + 1 < request.max_tokens
                 and token_ids[0] not in request.stop_ids
                 and request.repetition is None
             ):
                 tokens.append(token_ids[0])
-            elif token_ids:
-                if self._beams.owns(request.request_id):
-                    wrong = f"sequence {seq_id} has a token, and is to have candidates"
+            elif num_new:
+                if self._beams.owns_request(request.request_id):
+                    invalid = f"sequence {seq_id} has a token instead of candidates"
                     break
-                token_ids = self._append(request, token_ids)
+                token_ids = self._append_tokens(request, token_ids)
                 if seq_id not in requests:
                     finish_reason = request.status.finish_reason
             elif seq_id not in prompt_logprobs:
                 continue
-            if token_ids and not request.first_info_sent:
+            if num_new and not request.first_info_sent:
                 first = _first_token_info(request)
             client = request.client_index
             if client not in outputs:
@@ -273,48 +205,36 @@ class ResultPass:
                 )
             )
         if candidates:
-            for group in self._beams.advance():
-                self._end_beams(group, outputs)
-        if self._departed:
-            self._forget_departed(output.step)
-        return wrong
+            for group in self._beams.advance_groups():
+                self._finish_beams(group, outputs)
+        if self._lifecycle.recently_ended:
+            self._lifecycle.forget_ended(output.step)
+        return invalid
 
-    def depart(self, request: Request, step: int) -> None:
-        """A request is over; steps up to this one may compute it, and find that it is broken."""
-        self._departed[request.seq_id] = (request, step)
-
-    def fill_placeholders(self, result: ModelRunnerOutput) -> None:
-        """Drop the placeholders of tokens that are known now; results come in order of steps."""
-        discard_until_step = self._discard_until_step
-        for seq_id, token_ids in zip(result.seq_ids, result.sampled_token_ids, strict=True):
-            request = self._requests.get(seq_id)
-            if (
-                token_ids
-                and request is not None
-                and discard_until_step.get(seq_id, 0) < result.step
-            ):
-                request.num_output_placeholders -= 1
-
-    def end_with(self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs) -> None:
-        """End a request that failed; the rows of a beam search end with the one that tells why."""
-        is_row = self._beams.owns(request.request_id)
-        self._scheduler.finish(request, RequestStatus.FINISHED_ERROR)
+    def fail_request(
+        self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs
+    ) -> None:
+        """End a failed request; all rows of a beam search end with the one that has the error."""
+        is_row = self._beams.owns_request(request.request_id)
+        self._lifecycle.finish_request(request, RequestStatus.FINISHED_ERROR)
         if is_row:
-            self._scheduler.abort(request.request_id)
+            self._lifecycle.abort_request(request.request_id)
         outputs.setdefault(request.client_index, []).append(error)
 
-    def take_num_corrupted(self) -> int:
-        """Requests that ended since the last call because their scores were no numbers."""
-        taken, self._num_corrupted = self._num_corrupted, 0
-        return taken
+    def pop_num_corrupted(self) -> int:
+        """Return how many requests failed with non-finite logits since the last call."""
+        number, self._num_corrupted = self._num_corrupted, 0
+        return number
 
-    def take_num_discarded(self) -> int:
-        """Tokens that were drawn since the last call for a request that was over, or had lost
-        what they rest on."""
-        taken, self._num_discarded = self._num_discarded, 0
-        return taken
+    def pop_num_discarded(self) -> int:
+        """Return how many sampled tokens were discarded since the last call.
 
-    def _fail(self, seq_ids: Sequence[int], step: int, outputs: ClientOutputs) -> None:
+        Their request had ended, or had lost KV that they depend on.
+        """
+        number, self._num_discarded = self._num_discarded, 0
+        return number
+
+    def _fail_corrupted(self, seq_ids: Sequence[int], step: int, outputs: ClientOutputs) -> None:
         """End requests whose logits are not finite, and make their KV unfindable.
 
         This includes requests that have ended, whose blocks may have been found since.
@@ -324,37 +244,34 @@ class ResultPass:
             if self._discard_until_step.get(seq_id, 0) >= step:
                 continue
             if request is not None:
-                self._scheduler.withdraw(request)
+                self._discard_kv(request)
                 request.num_computed_tokens = 0
                 self._num_corrupted += 1
-                self.end_with(corrupted_output(request), request, outputs)
-            elif seq_id in self._departed:
-                self._scheduler.withdraw(self._departed[seq_id][0])
+                self.fail_request(corrupted_output(request), request, outputs)
+            elif seq_id in self._lifecycle.recently_ended:
+                self._discard_kv(self._lifecycle.recently_ended[seq_id][0])
 
-    def _forget_departed(self, step: int) -> None:
-        """The result of this step is here; they departed in the order of the steps."""
-        for seq_id, (_, last_step) in list(self._departed.items()):
-            if last_step > step:
-                return
-            del self._departed[seq_id]
+    def _discard_kv(self, request: Request) -> None:
+        self._kv_transfer.discard_content(request)
+        self._agent_sessions.drop_corrupt_prefix(request)
 
-    def _append(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Append tokens up to the one that ends the request; returns those appended."""
+    def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Append tokens up to the one that ends the request; return the appended ones."""
         for count, token_id in enumerate(token_ids, 1):
             request.all_token_ids.append(token_id)
             status = completion(request, self._max_model_len)
             if status is not request.status:
-                self._scheduler.finish(request, status)
+                self._lifecycle.finish_request(request, status)
                 return token_ids[:count]
         return token_ids
 
-    def _end_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
-        """The finished hypotheses are the outputs of the choices; no row holds its own any more."""
+    def _finish_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
+        """End the rows of a beam search, whose outputs are the finished hypotheses."""
         for row, token_ids in group.results():
             self._kv_cache.free(row)
             row.all_token_ids[row.num_prompt_tokens :] = token_ids
             row.max_tokens = row.sampling_params.max_tokens
-            self._scheduler.finish(row, completion(row, self._max_model_len))
+            self._lifecycle.finish_request(row, completion(row, self._max_model_len))
             first = None if row.choice else _first_token_info(row)
             outputs.setdefault(row.client_index, []).append(
                 EngineCoreOutput(
@@ -368,6 +285,13 @@ class ResultPass:
                     kv_transfer_params=row.kv_transfer_params,
                 )
             )
+
+
+def _drop_rejected(request: Request, num_rejected: int) -> None:
+    """Forget the drafts of a verified row; the KV of rejected ones will be overwritten."""
+    request.spec_token_ids.clear()
+    if request.status is RequestStatus.RUNNING:
+        request.num_computed_tokens -= num_rejected
 
 
 def _first_token_info(request: Request) -> FirstTokenInfo:

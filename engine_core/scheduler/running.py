@@ -1,17 +1,13 @@
 """The first half of a step: requests that are already running.
 
-Owns nothing; changes the running list only through preemption.
+No request starves. A request is admitted only with budget left after every running request was
+planned, no more requests run than a step has tokens, and what a running request needs (the rest of
+its prompt, then one token) never grows. So running requests together never need more than a step
+has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
+run if the token budget is smaller.
 
-Why no request starves: a request is admitted only with budget left after every
-running request was served, there are no more seats than tokens in a step, and what a
-running request asks for (the rest of its prompt, then one token) never grows. So the
-running requests together never ask for more than the step has, and the order of
-admission is also fair. This is why fewer requests than --max-num-seqs run when the token
-budget is smaller.
-
-Those that give way to another tenant (`fairness.py`) are served behind the second
-half. They may go without, for a while: what they wait for are requests that were
-served less and are served now.
+Requests that defer to another tenant (`fairness.py`) are planned after the second half. They may
+get nothing for a while, because requests that were served less are served first.
 """
 
 from collections.abc import Sequence
@@ -24,7 +20,7 @@ from engine_core.scheduler.step_plan import StepPlan
 
 
 class RunningPass:
-    """Lets running requests catch up, in the order in which they were admitted."""
+    """Plans tokens and blocks of running requests, in the order of their admission."""
 
     def __init__(
         self,
@@ -38,28 +34,28 @@ class RunningPass:
         self._longest_chunk = chunks.longest_chunk
         self._preemption = preemption
 
-    def run(self, plan: StepPlan, late: Sequence[Request]) -> None:
-        """Plan the running requests but for those at the end that are to be served late."""
-        self._run(plan, 0, len(self._running) - len(late))
+    def plan_running(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        """Plan the running requests, except the deferred ones at the end of the list."""
+        self._plan_range(plan, 0, len(self._running) - len(deferred))
 
-    def run_late(self, plan: StepPlan, late: Sequence[Request]) -> None:
-        """Plan the rest with what is left.
+    def plan_deferred(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        """Plan the deferred requests with what is left of the step.
 
-        Where somebody was admitted they take no blocks from anyone: it may be the
-        one that they have given way to.
+        They preempt no request if one was admitted, because it may be the one that they deferred
+        to.
         """
-        late = [each for each in late if each.status is RequestStatus.RUNNING]
-        if late and plan.admitted:
-            self._run_without_preemption(plan, late)
-        elif late:
+        deferred = [each for each in deferred if each.status is RequestStatus.RUNNING]
+        if deferred and plan.admitted:
+            self._plan_without_preemption(plan, deferred)
+        elif deferred:
             end = len(self._running)
-            self._run(plan, end - len(late), end)
+            self._plan_range(plan, end - len(deferred), end)
 
-    def _run(self, plan: StepPlan, position: int, end: int) -> None:
+    def _plan_range(self, plan: StepPlan, position: int, end: int) -> None:
         """Plan running requests until the budget or the range of the list ends.
 
-        The list may lose requests meanwhile, in front of the position and behind it.
-        Most of schedule() is this loop; what it reads often is in local names.
+        Preemption may remove requests from the list, before the position and behind it. Most of
+        the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
         running, longest_chunk = self._running, self._longest_chunk
         allocate_slots = self._kv_cache.allocate_slots
@@ -68,17 +64,18 @@ class RunningPass:
             request = running[position]
             position += 1
             num_tokens = len(request.all_token_ids)
-            if request.spec_token_ids or request.num_output_placeholders:
+            num_drafts = len(request.spec_token_ids)
+            if num_drafts or request.num_output_placeholders:
                 num_tokens = request.num_tokens_ahead
             num_missing = num_tokens - request.num_computed_tokens
             if num_missing <= 0:
                 continue
             num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
-            is_prompt = num_missing > 1 and not request.spec_token_ids
-            if is_prompt:
+            is_prefilling = num_missing > 1 and num_missing > 1 + num_drafts
+            if is_prefilling:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
-                    continue  # decoding requests behind it may still run
+                    continue  # decoding requests behind it may still be planned
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 plan.budget, plan.prompt_budget = budget, prompt_budget
@@ -86,22 +83,24 @@ class RunningPass:
                 position -= index < position
                 end, budget, prompt_budget = end - (index < end), plan.budget, plan.prompt_budget
                 if request.status is not RequestStatus.RUNNING:
-                    break  # it gave way itself
+                    break  # it was preempted itself
                 blocks = allocate_slots(request, num_new)
             else:
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
                 budget -= num_new
-                if is_prompt:
+                if is_prefilling:
                     prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)
         plan.budget, plan.prompt_budget = budget, prompt_budget
 
-    def _run_without_preemption(self, plan: StepPlan, late: Sequence[Request]) -> None:
-        for request in late:
+    def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        for request in deferred:
             num_missing = request.num_tokens_ahead - request.num_computed_tokens
             num_new = min(num_missing, self._longest_chunk, plan.budget)
-            if num_missing > 1:
+            is_prefilling = request.is_prefilling
+            if is_prefilling:
                 num_new = min(num_new, plan.prompt_budget)
             blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
             if blocks is not None:
@@ -109,4 +108,6 @@ class RunningPass:
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
                 plan.budget -= num_new
-                plan.prompt_budget -= num_new if num_missing > 1 else 0
+                if is_prefilling:
+                    plan.prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)

@@ -1,30 +1,30 @@
 """The parts of a scheduler, and the order in which gates and listeners are called.
 
 Gates decide whether a waiting request that would have room is held back. They are asked in the
-order of `SchedulerParts.gates`, and the first that blocks ends the question:
+order of `SchedulerParts.gates`, and the first one that blocks ends the question:
 
-    pause            first, so that a paused request is held for this reason alone and begins
-                     nothing that a later gate would start for it
-    crash isolation  next: while a suspect is tried alone no other request may start, and front
-                     ends must know of a suspect before any code looks at it
-    grammar          its grammar is being compiled: one look into a dictionary, and no use in
-                     looking up a prefix before
-    beam rows        a row waits until its group has moved on: also without a look at the cache
+    pause            first, so that a paused request is held for this reason alone, and no later
+                     gate begins anything for it
+    crash isolation  next: while a suspect runs alone no other request may start, and front ends
+                     must know of a suspect before anything else is done for it
+    grammar          the grammar is being compiled: one look into a dictionary, and until it is
+                     ready a lookup of the prefix would be in vain
+    beam rows        a row waits until its group has advanced: also without a lookup
     sibling forks    offers the KV of a sibling's prompt, which may be longer than the cached
                      prefix that the next two compare with
-    prefix wait      looks up the cached prefix, and waits where a running request computes more
+    prefix wait      looks up the cached prefix, and waits if a running request is computing more
                      of it: cheaper than a load
-    KV transfer      last, because it asks the connector for the tokens after all of these, and
+    KV transfer      last, because it asks the connector for the tokens behind all of these, and
                      its answer holds only if the request is admitted or loaded for at once
 
 Listeners hold nothing back. They are notified of each admission and of each end, in the order of
-`SchedulerParts.listeners`: tenants' usage first among those without a gate, then sessions, then
-limits, and all gates after them. Sibling forks correct `num_cached_tokens` of a fork, so agents'
-sessions, which count a hit by the tokens that were found, are notified before.
+`SchedulerParts.listeners`: pause and crash isolation, then the parts that are no gates (tenant
+fairness, sessions, agents' sessions, queue limits, deadlines), then the other gates. Sibling forks
+correct `num_cached_tokens` of a fork, so agents' sessions, which need the number of tokens that
+were found in the cache, are notified before.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
@@ -42,6 +42,7 @@ from engine_core.scheduler.hooks import (
     TokenConstraints,
 )
 from engine_core.scheduler.kv_transfer import Connect, KVTransferManager
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import (
     ChunkRule,
     Deadlines,
@@ -59,28 +60,25 @@ from engine_core.scheduler.preemption import (
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.registry import make_policy
+from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
 from proto.kv_connector import LoadFailurePolicy
 
-if TYPE_CHECKING:
-    from engine_core.scheduler.scheduler import Scheduler
-
 
 class SchedulerParts:
-    """Everything that a scheduler decides with, built from one configuration.
+    """All parts of a scheduler, built from one configuration.
 
-    choices: unfinished choices by number, by request id; the scheduler changes it, others read.
-    gates: asked of each waiting request, in this order. listeners: notified, in this order.
+    gates, listeners: in the order that the module explains.
     """
 
     def __init__(
         self,
-        scheduler: "Scheduler",
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
+        next_seq_id: Callable[[], int],
         *,
         epoch: int,
         max_model_len: int,
@@ -95,7 +93,9 @@ class SchedulerParts:
         policy = make_policy(config.scheduling_policy, self.usage)
         self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
-        self.choices: dict[int, dict[int, Request]] = {}
+        self.lifecycle = RequestLifecycle(
+            self.waiting, self.running, kv_cache, observer, clock, max_model_len
+        )
 
         # What a step may compute
         self.chunks = ChunkRule.from_config(config)
@@ -117,7 +117,8 @@ class SchedulerParts:
 
         # Listeners that hold nothing back
         self.sessions = Sessions(
-            scheduler,
+            self.lifecycle,
+            next_seq_id,
             self.waiting,
             kv_cache,
             non_running_blocks,
@@ -132,14 +133,14 @@ class SchedulerParts:
         retains = config.scheduling_policy == "continuum" and kv_cache.enable_caching
         ttl_rule = make_ttl_rule(config.pin_policy, self.swap_rule) if retains else NoRetention()
         self.agent_sessions = AgentSessions(
-            self.retained_prefixes, ttl_rule, kv_cache, clock, retires=retains
+            self.retained_prefixes, ttl_rule, kv_cache, clock, evicts_last_turns=retains
         )
         capacity = queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size)
         self.queue_limits = QueueLimits(capacity, clock)
         self.deadlines = Deadlines(clock)
 
         # Gates
-        self.pause = Pause(self.choices)
+        self.pause = Pause(self.lifecycle.choices)
         self.crash_isolation = CrashIsolation(
             self.running, self.waiting, self.pause, self.preemption, config.crashes_until_isolated
         )
@@ -159,7 +160,7 @@ class SchedulerParts:
             *gates,
             *([] if constraints is None else [constraints]),
             self.beams,
-            SiblingForks(kv_cache, self.choices),
+            SiblingForks(kv_cache, self.lifecycle.choices),
             PrefixWait(kv_cache.block_size, self.chunks.longest_chunk),
             self.kv_transfer,
         ]
@@ -178,7 +179,7 @@ class SchedulerParts:
             gate.attach(self._unblock)
         self.sessions.attach(self._unblock)
 
-        # The passes of a step
+        # The passes of a step, and of its result
         self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption)
         self.admission_pass = AdmissionPass(
             self.waiting,
@@ -194,10 +195,27 @@ class SchedulerParts:
             self.kv_transfer,
         )
         self.output_builder = OutputBuilder(kv_cache, forced_tokens, constraints, epoch)
+        self.result_pass = ResultPass(
+            self.lifecycle,
+            kv_cache,
+            self.beams,
+            self.kv_transfer,
+            self.agent_sessions,
+            max_model_len,
+        )
+        self.lifecycle.attach(
+            sessions=self.sessions,
+            agent_sessions=self.agent_sessions,
+            beams=self.beams,
+            crash_isolation=self.crash_isolation,
+            kv_transfer=self.kv_transfer,
+            output_builder=self.output_builder,
+            listeners=self.listeners,
+        )
 
     def _unblock(self, request: Request) -> None:
         """Make a parked request ready again, in its old place in the queue."""
         if request.status.is_blocked:
             preempted = request.num_preemptions > 0
             request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
-            self.waiting.unpark(request)
+            self.waiting.unpark_request(request)

@@ -1,4 +1,4 @@
-"""What one call of schedule() has decided so far."""
+"""The plan of one step, and how many positions of a row the step samples."""
 
 from collections.abc import Collection
 
@@ -6,16 +6,36 @@ from engine_core.kv_cache.block import BlockIds
 from engine_core.request import Request
 
 
-class StepPlan:
-    """The passes fill it, the output builder reads it; it lives for one call.
+def num_sampled_positions(num_known_tokens: int, num_computed_tokens: int) -> int:
+    """Return how many positions of a row a step samples.
 
-    budget: tokens that may still be given out in this step.
-    prompt_budget: of these, how many to sequences that miss more than one.
-    continued, continued_tokens, continued_blocks: parallel; running requests with
-        the tokens to compute and the new block ids per group.
-    admitted, admitted_tokens: parallel; requests that came from the queue. Their
-        num_computed_tokens already counts what the prefix cache holds.
+    num_known_tokens: verified tokens and placeholders; without drafts, which are only proposed.
+    num_computed_tokens: of the row, after the step.
+
+        known tokens       |-- prompt --|- outputs -|
+        computed after     |-------|                      0: a chunk of the prompt
+                           |------------------------|     1: the last known token gives the next one
+                           |------------------------|d|d| 3: so does each of two drafts
+
+    This is the only place that knows: the placeholders of a step in flight, the rows that need a
+    grammar mask and the check of a worker's result all use it. A row that samples k positions may
+    bring 1 to k tokens.
+    """
+    num_positions = num_computed_tokens + 1 - num_known_tokens
+    return num_positions if num_positions > 0 else 0
+
+
+class StepPlan:
+    """What one call of schedule() has decided so far; the passes fill it.
+
+    budget: tokens that are left in this step.
+    prompt_budget: how many of them requests may have whose prompt is being computed.
+    continued, continued_tokens, continued_blocks: parallel; running requests with the number of
+        tokens to compute and the new block ids per group.
+    admitted, admitted_tokens: parallel; requests from the queue. Their num_computed_tokens already
+        counts cached tokens.
     preempted: running requests that lost their blocks in this step.
+    num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     """
 
     __slots__ = (
@@ -26,13 +46,15 @@ class StepPlan:
         "continued_blocks",
         "continued_tokens",
         "now",
+        "num_prefilling",
+        "num_prompt_tokens",
         "preempted",
         "prompt_budget",
     )
 
-    def __init__(self, budget: int, now: float, prompt_budget: int) -> None:
+    def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
-        self.prompt_budget = prompt_budget
+        self.prompt_budget = budget
         self.now = now
         self.continued: list[Request] = []
         self.continued_tokens: list[int] = []
@@ -40,11 +62,18 @@ class StepPlan:
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
         self.preempted: list[Request] = []
+        self.num_prefilling = 0
+        self.num_prompt_tokens = 0
+
+    def count_prefilling(self, num_requests: int, num_tokens: int) -> None:
+        """Count planned requests that do not decode, and their tokens; negative to subtract."""
+        self.num_prefilling += num_requests
+        self.num_prompt_tokens += num_tokens
 
     def num_new_tokens(self, seq_ids: Collection[int]) -> dict[int, int]:
-        """Tokens planned, by seq_id, for those that ran before this step; others are left out.
+        """Return the planned tokens by seq_id, for those of these sequences that are continued.
 
-        One look through the plan, from the end, where those are that were admitted last.
+        Searches from the end, where the requests are that were admitted last.
         """
         found: dict[int, int] = {}
         for request, num_tokens in zip(
@@ -57,20 +86,21 @@ class StepPlan:
         return found
 
     def resend_full(self, request: Request) -> None:
-        """Tell the workers of a continued request as of one that came from the queue."""
+        """Describe a continued request to the workers in full, like one from the queue."""
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]
         self.admitted.append(request)
         self.admitted_tokens.append(self.continued_tokens.pop(index))
 
-    def withdraw(self, request: Request) -> bool:
-        """Take a running request out again and its tokens back; False if it was not planned."""
+    def remove_request(self, request: Request) -> bool:
+        """Take a running request out and its tokens back; False if it was not planned."""
         if request not in self.continued:
             return False
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]
         num_tokens = self.continued_tokens.pop(index)
         self.budget += num_tokens
-        if num_tokens > 1:
+        if request.is_prefilling:
             self.prompt_budget += num_tokens
+            self.count_prefilling(-1, -num_tokens)
         return True

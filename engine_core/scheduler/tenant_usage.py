@@ -1,19 +1,16 @@
-"""How much each tenant has been served.
+"""How much each tenant has been served: counters that queue, policy and fairness compare.
 
-Owns a counter for each tenant and which requests compute their prompts. It decides
-nothing: queue, policy and courtesy compare the counters.
+The counters are those of the virtual token counter (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024): input tokens when a request is admitted for the first time, and
+OUTPUT_WEIGHT for each step of a decoding request. Recomputation after a preemption or a crash is
+charged to no tenant. So a counter moves only with work that is never undone, and two tenants cannot
+preempt each other for ever.
 
-The counters are those of the virtual token counter (Sheng et al., "Fairness in Serving
-Large Language Models", OSDI 2024): input tokens when a request is admitted for the first
-time, and OUTPUT_WEIGHT for each step of a request that decodes. What a
-preemption or a crash makes the engine compute again is charged to nobody. So a counter
-moves only where something is done for good, and comparing them cannot go on for ever.
-
-Who asked for nothing has no claim on all that others were given meanwhile: when it begins
-to wait again it is lifted to a bounded distance behind them.
+A tenant that was absent gets no credit for all that others were served meanwhile: when it begins to
+wait again, its counter is raised to a bounded distance behind them.
 
     counter ──────────┬──────────────────────┬───▶
-              clock - credit               clock   at least what was served to anyone who runs
+              clock - credit               clock   at least what any running tenant was served
 """
 
 import math
@@ -22,13 +19,13 @@ from typing import Final
 from engine_core.request import Request
 
 OUTPUT_WEIGHT: Final = 2
-"""An output token costs as much as so many input tokens; the paper's experiments say two."""
-MAX_DEBTS: Final = 1024
-"""So many tenants that are not here are remembered."""
+"""Cost of an output token in input tokens; two in the paper's experiments."""
+MAX_ABSENT_TENANTS: Final = 1024
+"""Maximum number of tenants without requests whose counters are remembered."""
 
 
 class _Account:
-    """served: in input tokens, up to the step `since`; each decoding request adds to it."""
+    """The counter of a tenant: served, in input tokens, up to the step `since`."""
 
     __slots__ = ("num_decoding", "num_running", "num_unfinished", "served", "since")
 
@@ -42,22 +39,22 @@ class _Account:
     def served_by(self, step: int) -> float:
         return self.served + OUTPUT_WEIGHT * self.num_decoding * (step - self.since)
 
-    def settle(self, step: int) -> None:
-        """To be called before num_decoding changes."""
+    def charge_until(self, step: int) -> None:
+        """Charge the decodes up to a step; called before num_decoding changes."""
         self.served = self.served_by(step)
         self.since = step
 
 
 class TenantUsage:
-    """Counters by tenant. Between two changes nothing is done for a request that decodes.
+    """Counters by tenant. A decoding request costs no update per step.
 
-    credit: tokens, the distance behind the others that a tenant keeps while it is away. With
-    the length of the longest request, one of any length has its turn before all others.
-    prefills: running requests, by seq_id, that have more than one token to compute, in the
-    order in which they were admitted; read only.
+    credit: tokens by which a tenant may be behind the others after an absence. With the length of
+    the longest request, a returning tenant's first request of any length goes first.
+    prefills: running requests, by seq_id, with more than one token to compute, in the order of
+    admission; other parts only read it.
 
-    The clock never goes back, and what is admitted beside others moves it as well, by the
-    share of each: so new tenants, however many come, are at some time behind each that waits.
+    The clock never goes back. Requests admitted beside other tenants move it too, by the share of
+    each, so that even with ever more new tenants each waiting tenant comes first at some time.
     """
 
     def __init__(self, credit: int) -> None:
@@ -66,50 +63,50 @@ class TenantUsage:
         self._step = 0
         self._accounts: dict[int, _Account] = {}
         self._running: dict[int, _Account] = {}
-        self._debts: dict[int, float] = {}
+        self._absent: dict[int, float] = {}
         self.prefills: dict[int, Request] = {}
         self._decoding: set[int] = set()
 
     @property
     def num_tenants(self) -> int:
-        """Those with requests that are not over."""
+        """Number of tenants with unfinished requests."""
         return len(self._accounts)
 
     def served(self, tenant: int) -> float:
-        """Weighted tokens; says something only beside that of another tenant. It never falls."""
+        """Return weighted tokens, to be compared with those of other tenants. They never fall."""
         return self._accounts[tenant].served_by(self._step)
 
     def most_served(self) -> float:
-        """Of the tenants of which a request runs; minus infinity where none does."""
+        """Return the maximum over tenants with running requests; minus infinity without any."""
         step = self._step
         return max((each.served_by(step) for each in self._running.values()), default=-math.inf)
 
     def begin_step(self) -> None:
-        """A step is about to be planned: whose prompt is computed begins to decode."""
+        """Count a step; requests whose prompt is computed begin to decode."""
         self._step += 1
         if self.prefills:
             for request in list(self.prefills.values()):
-                if request.num_computed_tokens + 1 >= request.num_tokens:
+                if not request.is_prefilling:
                     del self.prefills[request.seq_id]
-                    self._decode(request)
+                    self._begin_decoding(request)
 
-    def enter(self, request: Request) -> None:
-        """A request that was not here before."""
+    def register_request(self, request: Request) -> None:
+        """Count a new request of its tenant."""
         account = self._accounts.get(request.tenant)
         if account is None:
-            served = self._debts.pop(request.tenant, self._clock - self._credit)
+            served = self._absent.pop(request.tenant, self._clock - self._credit)
             account = self._accounts[request.tenant] = _Account(served, self._step)
         account.num_unfinished += 1
 
-    def line_up(self, tenant: int) -> None:
-        """A tenant of which nothing waited begins to wait."""
+    def begin_waiting(self, tenant: int) -> None:
+        """Raise the counter of a tenant that had no ready request and gets one."""
         account = self._accounts[tenant]
-        account.settle(self._step)
+        account.charge_until(self._step)
         self._clock = max(self._clock, self.most_served())
         account.served = max(account.served, self._clock - self._credit)
 
-    def admit(self, request: Request, num_new_tokens: int) -> None:
-        """A request begins to run; its num_computed_tokens are those it did not have to compute."""
+    def begin_running(self, request: Request, num_new_tokens: int) -> None:
+        """Charge an admitted request for the tokens that it has to compute."""
         account = self._running[request.tenant] = self._accounts[request.tenant]
         account.num_running += 1
         num_missing = request.num_tokens - request.num_computed_tokens
@@ -120,14 +117,14 @@ class TenantUsage:
         if num_new_tokens < num_missing:
             self.prefills[request.seq_id] = request
         else:
-            self._decode(request)
+            self._begin_decoding(request)
 
-    def stop(self, request: Request) -> None:
-        """A request does not run any more."""
+    def end_running(self, request: Request) -> None:
+        """Stop charging for a request that does not run any more."""
         account = self._accounts[request.tenant]
         if request.seq_id in self._decoding:
             self._decoding.remove(request.seq_id)
-            account.settle(self._step)
+            account.charge_until(self._step)
             account.num_decoding -= 1
         else:
             del self.prefills[request.seq_id]
@@ -136,33 +133,33 @@ class TenantUsage:
             del self._running[request.tenant]
         self._clock = max(self._clock, account.served)
 
-    def runs(self, request: Request) -> bool:
-        """It was admitted and has not stopped since."""
+    def is_running(self, request: Request) -> bool:
+        """Return whether a request is charged for."""
         return request.seq_id in self._decoding or request.seq_id in self.prefills
 
-    def leave(self, request: Request) -> None:
-        """A request is over, wherever it was."""
-        if self.runs(request):
-            self.stop(request)
+    def unregister_request(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        if self.is_running(request):
+            self.end_running(request)
         account = self._accounts[request.tenant]
         account.num_unfinished -= 1
         if not account.num_unfinished:
             del self._accounts[request.tenant]
-            self._remember(request.tenant, account.served)
+            self._remember_absent(request.tenant, account.served)
 
-    def _decode(self, request: Request) -> None:
+    def _begin_decoding(self, request: Request) -> None:
         account = self._accounts[request.tenant]
-        account.settle(self._step)
+        account.charge_until(self._step)
         account.num_decoding += 1
         self._decoding.add(request.seq_id)
 
-    def _remember(self, tenant: int, served: float) -> None:
-        """Who is no more than the credit behind comes back as a new one would."""
+    def _remember_absent(self, tenant: int, served: float) -> None:
+        """Remember the counter of a tenant that leaves, if it is above that of a new tenant."""
         floor = self._clock - self._credit
         if served > floor:
-            self._debts[tenant] = served
-        while self._debts:
-            oldest = next(iter(self._debts))
-            if self._debts[oldest] > floor and len(self._debts) <= MAX_DEBTS:
+            self._absent[tenant] = served
+        while self._absent:
+            oldest = next(iter(self._absent))
+            if self._absent[oldest] > floor and len(self._absent) <= MAX_ABSENT_TENANTS:
                 break
-            del self._debts[oldest]
+            del self._absent[oldest]

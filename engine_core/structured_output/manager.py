@@ -28,7 +28,7 @@ import numpy as np
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
-from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
 from engine_core.structured_output.matchers import (
@@ -253,7 +253,8 @@ class StructuredOutputManager:
             row = self._rows.get(request.seq_id)
             if row is not None:
                 known = len(request.all_token_ids) + request.num_output_placeholders
-                if request.num_computed_tokens + number >= known and row.needs_mask(
+                end = request.num_computed_tokens + number
+                if num_sampled_positions(known, end) and row.needs_mask(
                     known - request.num_prompt_tokens
                 ):
                     yield request.seq_id

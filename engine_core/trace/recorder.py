@@ -76,12 +76,12 @@ class TraceRecorder:
         self._snapshot: Snapshot | None = None
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
-    def watch(
+    def on_attached(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None:
         self._queue, self._running, self._kv_cache = waiting, running, kv_cache
 
-    def added(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         self._waiting[request.seq_id] = request
         self._tokenless.add(request.seq_id)
         self._write_line(
@@ -104,7 +104,7 @@ class TraceRecorder:
             )
         )
 
-    def step_begins(self, plan: StepPlan) -> None:
+    def on_step_begin(self, plan: StepPlan) -> None:
         kv_cache, queue = self._kv_cache, self._queue
         if self._queue_has_changed:
             self._count_waiting()
@@ -138,7 +138,7 @@ class TraceRecorder:
             seats=self._num_seats,
         )
 
-    def step_decided(self, step: int, plan: StepPlan) -> None:
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         assert self._snapshot is not None, "a step begins before it is decided"
         self._write_line(
             Step(
@@ -149,12 +149,12 @@ class TraceRecorder:
             )
         )
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None:
         self._external_hits[request.seq_id] = num_tokens, connector, is_async
 
-    def step_done(self, result: ModelRunnerOutput) -> None:
+    def on_step_result(self, result: ModelRunnerOutput) -> None:
         first: list[int] = []
         if self._tokenless:
             first = [
@@ -173,7 +173,7 @@ class TraceRecorder:
             )
         )
 
-    def finished(self, request: Request) -> None:
+    def on_request_finished(self, request: Request) -> None:
         self._remove_waiting(request)
         self._tokenless.discard(request.seq_id)
         self._external_hits.pop(request.seq_id, None)
@@ -189,10 +189,10 @@ class TraceRecorder:
             )
         )
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None:
         self._write_line(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
 
-    def pinned(self, pin: RetainedPrefix, ttl: float) -> None:
+    def on_prefix_retained(self, pin: RetainedPrefix, ttl: float) -> None:
         self._retained_prefixes.pop(pin.job, None)
         self._retained_prefixes[pin.job] = pin  # the newest is last
         self._write_line(
@@ -205,11 +205,11 @@ class TraceRecorder:
             )
         )
 
-    def unpinned(self, pin: RetainedPrefix, reason: str) -> None:
+    def on_prefix_released(self, pin: RetainedPrefix, reason: str) -> None:
         self._retained_prefixes.pop(pin.job, None)
         self._write_line(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
 
-    def happened(self, what: str, detail: str) -> None:
+    def on_event(self, what: str, detail: str) -> None:
         self._queue_has_changed = True
         self._write_line(Event(time_us=self._now(), what=what, detail=detail))
 

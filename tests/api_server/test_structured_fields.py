@@ -16,7 +16,8 @@ TEXT = json.dumps(SCHEMA)
 
 def source_of(**fields) -> GrammarSource | None:
     body = {"prompt": "x", **fields}
-    return parse(CompletionRequest, body, COMPLETION_NEUTRAL, IgnoredFields()).grammar_source
+    ignored = IgnoredFields()
+    return parse(CompletionRequest, body, COMPLETION_NEUTRAL, ignored).grammar_source(ignored)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags, field_helps, markdown_table
 from engine_core.scheduler.limits import (
-    FEWEST_REQUESTS,
-    FEWEST_TOKENS,
-    LONGEST_RETRY_SECONDS,
-    TURNS,
+    DEFAULT_QUEUED_PER_RUNNING,
+    MAX_RETRY_SECONDS,
+    MIN_DEFAULT_REQUESTS,
+    MIN_DEFAULT_TOKENS,
 )
 from proto.engine_io import MAX_CHOICES
 from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
@@ -130,7 +130,8 @@ def test_the_limits_are_those_of_the_code(what: str, limit: str) -> None:
 
 def test_the_defaults_of_the_queue_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    for flag, fewest in (("reqs", FEWEST_REQUESTS), ("tokens", FEWEST_TOKENS)):
-        row = rf"\| `--max-num-queued-{flag}` \| {TURNS} × .*, at least {fewest:,} \|"
+    times = DEFAULT_QUEUED_PER_RUNNING
+    for flag, fewest in (("reqs", MIN_DEFAULT_REQUESTS), ("tokens", MIN_DEFAULT_TOKENS)):
+        row = rf"\| `--max-num-queued-{flag}` \| {times} × .*, at least {fewest:,} \|"
         assert re.search(row, text)
-    assert f"(1 to {LONGEST_RETRY_SECONDS:g})" in text
+    assert f"(1 to {MAX_RETRY_SECONDS:g})" in text

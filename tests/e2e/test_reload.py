@@ -105,7 +105,7 @@ def test_in_place(expected: list[Stream]) -> None:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
             async with half_way(client, before["worker"]) as streams:
                 daemon.process.send_signal(signal.SIGHUP)
-                await printed(daemon, "makes room for another one", 1)
+                await printed(daemon, "is replaced by another one", 1)
                 late = asyncio.create_task(Stream(BODIES[0]).run(client))
             await printed(daemon, "tokend: reloaded after", 1)
             return [*streams, await late]

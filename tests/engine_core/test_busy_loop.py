@@ -146,7 +146,7 @@ def test_a_token_that_comes_after_the_end_is_counted_and_dropped(depth):
     request = loop.engine.add_one([1, 2], max_tokens=9, stop_token_ids=(wanted[1],))
     loop.busy_loop.run_until_shutdown()
     assert loop.tokens_of(request) == wanted
-    stats = loop.engine.scheduler.take_stats()
+    stats = loop.engine.scheduler.pop_stats()
     assert stats.num_discarded_tokens == (1 if depth == OVERLAPPED else 0)
     assert stats.request_preemptions == [0]
 
@@ -349,7 +349,9 @@ def test_workers_nearly_always_have_the_next_step_before_they_answer_the_last(po
                 prompt = [(number * 7 + each) % 900 for each in range(20 + number % 30)]
                 loop.requests.append(loop.engine.add_one(prompt, 40, priority=number % 5))
             if number % 31 == 0 and scheduler.running:
-                scheduler.abort(scheduler.running[number % len(scheduler.running)].request_id)
+                scheduler.abort_request(
+                    scheduler.running[number % len(scheduler.running)].request_id
+                )
             if io.waits[-1] != 0:
                 io.workers.compute()
 

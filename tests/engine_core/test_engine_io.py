@@ -57,7 +57,7 @@ def test_an_idle_engine_gives_pins_up_when_their_time_is_over_and_says_so():
     desk.engine.add_one(list(range(20)), 4, agent=AgentHint("a"))
     desk.engine.run()
     scheduler = desk.engine.scheduler
-    assert scheduler.take_stats().num_pinned_blocks == 5
+    assert scheduler.pop_stats().num_pinned_blocks == 5
     front_ends = FrontEnds([], log)
 
     def wait(timeout):

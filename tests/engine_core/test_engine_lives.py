@@ -77,7 +77,7 @@ class FrontEnd:
         ]
         self.errors = {}
 
-    def begins(self, request, *, alone):
+    def report_begun(self, request, *, alone):
         entry = self.open[request.request_id]
         entry.alone = entry.alone or alone
         entry.record_progress(RequestProgress(request.request_id, 0, 0))

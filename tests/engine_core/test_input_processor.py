@@ -187,7 +187,7 @@ def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_othe
     assert (pin.job, pin.request_id) == ("job", 1)
     desk.take(TurnEnded(1, 1, "job", "shell"))
     desk.take(TurnEnded(1, 7, "nobody's", "shell"))
-    assert desk.engine.scheduler.agent_sessions._jobs["job"].tool == "shell"
+    assert desk.engine.scheduler.agent_sessions._sessions["job"].tool == "shell"
 
 
 def test_calls_are_answered():

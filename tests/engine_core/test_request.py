@@ -150,12 +150,12 @@ def test_input_makes_the_prompt_longer_and_replaces_the_parameters():
     """STR-02, STR-03: max_tokens is that of the turn, not a sum."""
     request = make_request(3, sampling_params=SamplingParams(max_tokens=2))
     before = request.prompt_token_ids
-    request.take_input([3, 4, 5], SamplingParams(max_tokens=10, stop_token_ids=(7,)))
+    request.append_input([3, 4, 5], SamplingParams(max_tokens=10, stop_token_ids=(7,)))
     assert request.prompt_token_ids == request.all_token_ids == [0, 1, 2, 3, 4, 5]
     assert (request.num_prompt_tokens, request.num_output_tokens) == (6, 0)
     assert (request.max_tokens, request.stop_ids) == (10, {7})
     assert before == [0, 1, 2]
-    request.take_input([6], SamplingParams(max_tokens=4))
+    request.append_input([6], SamplingParams(max_tokens=4))
     assert request.max_tokens == 4
 
 
@@ -164,7 +164,7 @@ def test_the_next_turn_keeps_all_outputs_but_the_last():
     request = make_request(3, priority=2, seed=9, client_index=1, cache_salt="s")
     request.all_token_ids += [10, 11]
     following = request.next_turn(50)
-    following.take_input([4, 5], SamplingParams(max_tokens=3))
+    following.append_input([4, 5], SamplingParams(max_tokens=3))
     assert following.all_token_ids == [0, 1, 2, 10, 4, 5]
     assert following.output_token_ids == []
     assert following.seq_id == 50
@@ -179,6 +179,6 @@ def test_the_hashes_of_a_turn_are_those_of_a_request_with_the_same_prompt():
     request.all_token_ids += [100, 101]
     assert len(request.block_hashes) == 2
     following = request.next_turn(2)
-    following.take_input([7] * 20, SamplingParams(max_tokens=1))
+    following.append_input([7] * 20, SamplingParams(max_tokens=1))
     alone = make_request(prompt_token_ids=[*range(30), 100, *[7] * 20])
     assert following.block_hashes == alone.block_hashes

@@ -81,7 +81,7 @@ def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
     desk.take(request(1, resumable=True))
     desk.take(request(2))
     sessions = desk.engine.scheduler.sessions
-    monkeypatch.setattr(sessions, "take", lambda message: 1 // 0)
+    monkeypatch.setattr(sessions, "add_input", lambda message: 1 // 0)
     desk.take(give())
     ((_, output),) = desk.outputs.outputs
     assert (output.request_id, output.error.kind) == (1, "internal")

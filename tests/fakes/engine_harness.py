@@ -133,7 +133,7 @@ class EngineHarness:
         requests = choices_of(message, self.scheduler.next_seq_id, client, self.kv_cache.hasher)
         for request in requests:
             if message.resumable:
-                self.scheduler.sessions.open(request)
+                self.scheduler.sessions.open_session(request)
             self.scheduler.add_request(request)
         return requests
 
@@ -154,7 +154,7 @@ class EngineHarness:
         params = SamplingParams(
             max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=stop_token_ids
         )
-        outputs = self.scheduler.sessions.take(
+        outputs = self.scheduler.sessions.add_input(
             SessionInput(1, request.request_id, tokens, params if tokens else None, last)
         )
         self.note({request.client_index: outputs})

@@ -28,8 +28,8 @@ def close_gate(gates: Path, direction: str) -> None:
 
 
 def waiting(gates: Path, direction: str) -> list[int]:
-    """Return the number of processes with a copy that waits at the gate."""
-    return [int(each.name.split(".")[1]) for each in gates.glob(f"{direction}.*")]
+    """Return the ids of processes with a copy that waits at the gate."""
+    return [int(path.name.split(".")[1]) for path in gates.glob(f"{direction}.*")]
 
 
 def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
@@ -57,16 +57,16 @@ def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
             raise MediumError("too slow")
 
     class GatedDisk(DiskMedium):
-        def fetch(self, labels: Any, image: memoryview, seconds_left: Any) -> Iterator[bool]:
+        def read_blocks(self, labels: Any, image: memoryview, seconds_left: Any) -> Iterator[bool]:
             _pass(gates, LOAD)
-            for complete in super().fetch(labels, image, seconds_left):
+            for complete in super().read_blocks(labels, image, seconds_left):
                 take_time(len(image), seconds_left)
                 yield complete
 
-        def keep(self, label: Any, image: memoryview, seconds_left: Any) -> None:
+        def write_block(self, label: Any, image: memoryview, seconds_left: Any) -> None:
             _pass(gates, STORE)
             take_time(len(image), seconds_left)
-            super().keep(label, image, seconds_left)
+            super().write_block(label, image, seconds_left)
 
     settings = disk_settings(open_for(extra))
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)

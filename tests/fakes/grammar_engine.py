@@ -155,7 +155,7 @@ class GrammarEngine:
         """Process a result, as the busy loop does."""
         output = self.harness.in_flight.popleft()
         errors = self.manager.find_violations(output, result)
-        self.harness.note(self.harness.scheduler.end_with_errors(errors))
+        self.harness.note(self.harness.scheduler.fail_requests(errors))
         self.harness.note(self.harness.scheduler.update_from_output(output, result))
 
     def step(self) -> None:

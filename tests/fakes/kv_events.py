@@ -1,6 +1,6 @@
 """A subscriber of KV events that keeps what they say is cached."""
 
-from engine_core.kv_cache.hashing import parts
+from engine_core.kv_cache.hashing import split_key
 from engine_core.kv_cache.prefix_index import PrefixIndex
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
@@ -40,4 +40,4 @@ class CachedHashes:
 
 def indexed(index: PrefixIndex) -> set[GroupHash]:
     """What a prefix index holds, in the same form."""
-    return {parts(key)[::-1] for key, _ in index.items()}
+    return {split_key(key)[::-1] for key, _ in index.items()}

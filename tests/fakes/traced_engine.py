@@ -103,7 +103,7 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
                 arrival_time=engine.clock.now,
             )
         if rng.random() < 0.1 and requests:
-            engine.harness.scheduler.abort(rng.choice(requests).request_id)
+            engine.harness.scheduler.abort_request(rng.choice(requests).request_id)
         for _ in range(rng.randrange(6)):
             engine.step()
     engine.finish()
@@ -125,7 +125,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
     under_way: dict[str, Request] = {}
     while num_left or under_way:
         clock.now += 0.01
-        harness.scheduler.agent_sessions.end_overdue()
+        harness.scheduler.agent_sessions.release_expired()
         for name in [each for each in num_left if each not in under_way and due[each] <= clock.now]:
             num_left[name] -= 1
             is_last = not num_left[name]
@@ -144,7 +144,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
             if request.status.is_finished:
                 del under_way[name]
                 jobs[name] = [*request.all_token_ids, *(rng.randrange(900) for _ in range(9))]
-                harness.scheduler.end_turn(
+                harness.scheduler.report_tool(
                     request.request_id, name, rng.choice(["read", "shell", ""])
                 )
                 due[name] = clock.now + rng.choice([0.02, 0.1, 2.0])

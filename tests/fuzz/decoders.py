@@ -171,6 +171,6 @@ def _into_engine(message: Any) -> str:
         dispatcher.flush()
         num_steps += 1
     assert check(engine.kv_cache) == []
-    scheduler.abort_client(0)
+    scheduler.abort_client_requests(0)
     assert engine.kv_cache.usage == 0
     return f"{type(message).__name__} {num_steps} {len(scheduler.running)}"

@@ -177,16 +177,16 @@ SCHEDULER = (
     Fault(
         "deadline_ignored",
         "engine_core/scheduler/limits.py",
-        "for moment in {queue_deadline, message.deadline} - {inf}:",
-        "for moment in {queue_deadline} - {inf}:",
+        "for deadline in {queue_deadline, message.deadline} - {inf}:",
+        "for deadline in {queue_deadline} - {inf}:",
         "A request with a time limit runs on after it.",
         ("tests/engine_core/scheduler/test_deadlines.py",),
     ),
     Fault(
         "queue_limit_ignored",
         "engine_core/scheduler/limits.py",
-        "if not self.limit or self.waiting + self.more <= self.limit:",
-        "if not self.limit or self.waiting <= self.limit + self.more:",
+        "if not self.limit or self.num_waiting + self.num_new <= self.limit:",
+        "if not self.limit or self.num_waiting <= self.limit + self.num_new:",
         "An overloaded server queues requests beyond --max-num-queued-reqs instead of refusing.",
         ("tests/engine_core/scheduler/test_queue_limits.py",),
     ),
@@ -217,7 +217,7 @@ SCHEDULER = (
     Fault(
         "nonfinite_kv_stays_findable",
         "engine_core/scheduler/result.py",
-        "                self._scheduler.withdraw(request)\n"
+        "                self._discard_kv(request)\n"
         "                request.num_computed_tokens = 0\n",
         "                request.num_computed_tokens = 0\n",
         "After one request with NaN logits others fail that share its prompt.",
@@ -226,14 +226,14 @@ SCHEDULER = (
     Fault(
         "failed_load_taken_for_loaded",
         "engine_core/scheduler/kv_transfer.py",
-        "                load.num_tokens = min(load.num_tokens, num_sound)\n",
+        "                load.num_tokens = min(load.num_tokens, num_valid)\n",
         "",
         "A request computes on KV that a connector failed to load, and answers nonsense.",
         ("tests/engine_core/scheduler/test_kv_transfer_failures.py",),
     ),
     Fault(
         "stop_token_ends_before_min_tokens",
-        "engine_core/scheduler/result.py",
+        "engine_core/scheduler/lifecycle.py",
         "        and num_output_tokens >= request.sampling_params.min_tokens\n    ):\n"
         "        return RequestStatus.FINISHED_STOPPED\n",
         "    ):\n        return RequestStatus.FINISHED_STOPPED\n",
@@ -259,9 +259,10 @@ SCHEDULER = (
     Fault(
         "least_urgent_admitted_first",
         "engine_core/scheduler/queues/priority.py",
-        "def add(self, request: Request) -> None:\n        self.put(request, request.order)",
-        "def add(self, request: Request) -> None:\n"
-        "        self.put(request, (-request.priority, *request.order[1:]))",
+        "def add_request(self, request: Request) -> None:\n"
+        "        self.insert(request, request.order)",
+        "def add_request(self, request: Request) -> None:\n"
+        "        self.insert(request, (-request.priority, *request.order[1:]))",
         "With --scheduling-policy priority urgent requests wait longest.",
         ("tests/engine_core/scheduler/queues/test_priority.py",),
     ),
@@ -279,16 +280,16 @@ SCHEDULER = (
     Fault(
         "preempted_request_goes_to_the_end",
         "engine_core/scheduler/queues/fcfs.py",
-        "        self._first -= 1\n        self.put(request, self._first)",
-        "        self.add(request)",
+        "        self._first -= 1\n        self.insert(request, self._first)",
+        "        self.add_request(request)",
         "A request that was preempted waits behind all that came after it.",
         ("tests/engine_core/scheduler/queues/test_fcfs.py",),
     ),
     Fault(
         "one_request_more_than_max_num_seqs",
         "engine_core/scheduler/admission.py",
-        "        return len(self._running) < self._num_seats\n",
-        "        return len(self._running) <= self._num_seats\n",
+        "        return len(self._running) < self._max_running\n",
+        "        return len(self._running) <= self._max_running\n",
         "--max-num-seqs is exceeded.",
         ("tests/engine_core/scheduler/test_passes.py",),
     ),
@@ -296,7 +297,7 @@ SCHEDULER = (
         "followers_never_woken",
         "engine_core/scheduler/prefix_sharing.py",
         "        for _, ticket in leader.waiters:\n"
-        "            self._release(ticket, leader.num_lost + 1)",
+        "            self._end_wait(ticket, leader.num_lost + 1)",
         "        leader.waiters.clear()",
         "Requests that wait for a prefix another one computes wait for ever when that one ends.",
         ("tests/engine_core/scheduler/test_prefix_wait.py",),

@@ -128,8 +128,11 @@ def quoted(text: str) -> str:
 # JSON schemas of arguments, in the form that grammars take.
 
 
-_SPACING: Final = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
-"""The whitespace that structured output admits."""
+_JSON_OPTIONS: Final = {
+    "whitespace_pattern": r"[ ]|\n[ ]{0,24}",
+    "json_allowed_escapes": r'"\bfnrt',
+}
+"""The whitespace and escapes that structured output admits."""
 _ANNOTATIONS: Final = frozenset(
     {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title"}
     | {"readOnly", "writeOnly", "strict"}
@@ -185,7 +188,7 @@ def _are_named(required: Any, properties: Mapping[str, Any]) -> bool:
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """Return the body of a Lark rule for JSON that conforms to a schema."""
-    options = {"x-guidance": _SPACING}
+    options = {"x-guidance": _JSON_OPTIONS}
     whole = {**schema, **options} if isinstance(schema, Mapping) else {**options}
     if schema is False:
         raise InvalidRequestError("no text satisfies the schema false")

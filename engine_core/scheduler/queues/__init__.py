@@ -1,1 +1,1 @@
-"""SupervisorCommands in which waiting requests are admitted."""
+"""Scheduling policies: in which order requests are admitted and preempted."""

@@ -1,11 +1,12 @@
-"""First come, first served, by jobs: a turn has the arrival of its job's first one.
+"""The policy continuum: first come, first served, by agents' sessions.
 
-    preempted │ turns whose prefix is kept, by job │ all others, by job
+    preempted │ turns whose prefix is retained, by session │ all others, by session
 
-So a job that has begun gets done before younger ones, and finds its KV. A turn whose prefix is
-kept goes before jobs that came up to LEAD_SECONDS earlier: in practice before all others. A job's
-age counts for OLDEST_SECONDS at most, so that a client that puts all it asks for into one job
-does not overtake everybody for ever. What belongs to no job is a job of one turn.
+A turn has the arrival time of its session's first turn. So a session that has begun is completed
+before younger ones, and finds its KV. A turn whose prefix is retained goes before sessions that
+arrived up to LEAD_SECONDS earlier, in practice before all others. A session's age counts for
+OLDEST_SECONDS at most, so a client that sends all requests in one session does not overtake others
+for ever. A request without a session is a session of one turn.
 """
 
 from typing import Any, Final
@@ -23,24 +24,24 @@ OLDEST_SECONDS: Final = 3600.0
 
 
 class ContinuumQueue(OrderedQueue):
-    """Requests by job; a preempted one goes back to the head.
+    """Requests by session; a preempted one goes back to the head.
 
-    Preemption takes the youngest first, so several victims stand in their old order again.
+    Preemption takes the youngest first, so several preempted requests are in their old order again.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_restored = 0
+        self._num_requeued = 0
 
-    def add(self, request: Request) -> None:
-        self.put(request, self._key(request))
+    def add_request(self, request: Request) -> None:
+        self.insert(request, self._key(request))
 
-    def restore(self, request: Request) -> None:
-        self._num_restored += 1
-        self.put(request, (0, -self._num_restored))
+    def requeue_preempted(self, request: Request) -> None:
+        self._num_requeued += 1
+        self.insert(request, (0, -self._num_requeued))
 
-    def reorder(self, request: Request) -> None:
-        """The lead of a turn that has not run follows its session's retained prefix."""
+    def reorder_request(self, request: Request) -> None:
+        """Move a waiting turn whose session has gained or lost its retained prefix."""
         self.replace_key(request, self._key(request))
 
     @staticmethod
@@ -50,26 +51,26 @@ class ContinuumQueue(OrderedQueue):
         return 1, came, request.arrival_time, request.request_id, request.choice
 
 
-class ByJobs:
-    """Turns in the order of their jobs; a turn that continues a job is preempted last.
+class BySession:
+    """Turns in the order of their sessions; a turn that continues a session is preempted last.
 
-    Its KV was retained, or would have been: the next turn of the job wants it as well.
+    The next turn of the session can use its KV as well.
     """
 
     def make_queue(self) -> RequestQueue:
         return ContinuumQueue()
 
     def make_preemption_queue(self) -> PreemptionQueue:
-        return LowestKeyFirst(_from_last_job)
+        return LowestKeyFirst(_from_last_session)
 
     def preemption_key(self, request: Request) -> Any:
-        continues, arrival, request_id, choice = _from_last_job(request)
+        continues, arrival, request_id, choice = _from_last_session(request)
         return not continues, -arrival, -request_id, -choice
 
     def priority_key(self, request: Request) -> int:
         return 0
 
 
-def _from_last_job(request: Request) -> tuple[bool, float, int, int]:
+def _from_last_session(request: Request) -> tuple[bool, float, int, int]:
     _, _, request_id, choice = request.order
     return request.continues_job, -request.job_arrival, -request_id, -choice

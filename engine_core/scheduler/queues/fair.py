@@ -1,12 +1,12 @@
-"""The tenant that was served least goes first; its own requests keep the order of a policy.
+"""Fairness among tenants: the tenant that was served least goes first.
 
     tenant 7   served 120   ▸ ▸ ▸
     tenant 0   served 900   ▸ ▸ ▸ ▸ ▸ ▸ ▸ ▸ ▸
-    tenant 3   served 340   ▸              next: the first of 7, then, when that is charged, …
+    tenant 3   served 340   ▸              next: the first request of tenant 7
 
-Owns a line for each tenant that waits, and the order among them. Where the policy knows
-priority_key, the more urgent head goes before the tenant that was served less; among tenants
-that were served the same, the head that arrived first.
+Requests of one tenant keep the order of the scheduling policy. A policy with priorities puts a more
+urgent head before the tenant that was served less; among tenants that were served the same, the
+head that arrived first goes first.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,101 +18,101 @@ from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
 from engine_core.scheduler.tenant_usage import TenantUsage
 
 _SLACK: Final = 64
-"""So many void entries are never worth a clean-up."""
+"""Number of stale entries of the heap that are never worth a clean-up."""
 
 Rank = tuple[int, float, Any]
-"""Urgency of the head, what its tenant was served, and the order of the head."""
+"""Priority key of the head, what its tenant was served, and the order of the head."""
 Entry = tuple[Rank, int]
 """Rank and tenant."""
 
 
 class TenantStats(Protocol):
-    """What the queue asks about tenants, and tells of them."""
+    """Service that tenants have received, as the queue reads and updates it: `TenantUsage`."""
 
     def served(self, tenant: int) -> float:
-        """The lower goes first; it never falls while the tenant has requests here."""
+        """Return what a tenant was served; it never falls while the tenant has requests."""
         ...
 
-    def enter(self, request: Request) -> None:
-        """A new request."""
+    def register_request(self, request: Request) -> None:
+        """Count a new request."""
         ...
 
-    def line_up(self, tenant: int) -> None:
-        """A tenant of which nothing waited begins to wait."""
+    def begin_waiting(self, tenant: int) -> None:
+        """Update the counter of a tenant that had no ready request and gets one."""
         ...
 
-    def stop(self, request: Request) -> None:
-        """A request ran and waits again."""
+    def end_running(self, request: Request) -> None:
+        """Stop charging for a request that was running."""
         ...
 
 
 class FairQueue:
-    """Lines by tenant; with a single tenant it is that tenant's line.
+    """A queue for each tenant, and a heap of their heads.
 
-    make_line: an empty queue for one tenant. priority_key: of a request, the lower goes first;
-    in a line the heads become less urgent, but for what is put in.
+    make_queue: returns an empty queue for one tenant. priority_key: of a request, the lower goes
+    first.
 
-    Each tenant with a request that is ready has one entry in the heap that counts. What a
-    tenant was served only grows, so an entry may promise too much, never too little: it is
-    looked at again when it comes to the top, and nothing else moves while others are served.
-    Entries are compared by value: compiled, a tuple has no identity.
+    Each tenant with a ready request has one valid entry in the heap. What a tenant was served only
+    grows, so an entry may be too early and never too late: it is checked when it comes to the top,
+    and no other entry moves when tenants are served. Entries are compared by value, because
+    compiled tuples have no identity.
     """
 
     def __init__(
         self,
-        make_line: Callable[[], RequestQueue],
+        make_queue: Callable[[], RequestQueue],
         priority_key: Callable[[Request], int],
         stats: TenantStats,
     ) -> None:
-        self._make_line = make_line
-        self._urgency = priority_key
+        self._make_queue = make_queue
+        self._priority_key = priority_key
         self._stats = stats
-        self._lines: dict[int, RequestQueue] = {}
+        self._queues: dict[int, RequestQueue] = {}
         self._heap: list[Entry] = []
-        self._counting: dict[int, Entry] = {}
+        self._valid: dict[int, Entry] = {}
         self._num_ready = 0
         self._len = 0
 
-    def add(self, request: Request) -> None:
-        self._stats.enter(request)
-        self._line_for(request).add(request)
-        self._came(request.tenant)
+    def add_request(self, request: Request) -> None:
+        self._stats.register_request(request)
+        self._queue_for(request).add_request(request)
+        self._count_ready(request.tenant)
         self._len += 1
 
-    def restore(self, request: Request) -> None:
-        self._stats.stop(request)
-        self._line_for(request).restore(request)
-        self._came(request.tenant)
+    def requeue_preempted(self, request: Request) -> None:
+        self._stats.end_running(request)
+        self._queue_for(request).requeue_preempted(request)
+        self._count_ready(request.tenant)
         self._len += 1
 
-    def peek(self) -> Request:
-        return self._first().peek()
+    def peek_request(self) -> Request:
+        return self._first_queue().peek_request()
 
-    def pop(self) -> Request:
-        request = self._first().pop()
+    def pop_request(self) -> Request:
+        request = self._first_queue().pop_request()
         self._num_ready -= 1
-        self._went(request.tenant)
+        self._count_removed(request.tenant)
         return request
 
-    def remove(self, request: Request) -> None:
-        line = self._lines[request.tenant]
-        num_ready = line.num_ready
-        line.remove(request)
-        self._num_ready += line.num_ready - num_ready
-        self._went(request.tenant)
+    def remove_request(self, request: Request) -> None:
+        queue = self._queues[request.tenant]
+        num_ready = queue.num_ready
+        queue.remove_request(request)
+        self._num_ready += queue.num_ready - num_ready
+        self._count_removed(request.tenant)
 
-    def park(self, request: Request) -> None:
-        self._lines[request.tenant].park(request)
+    def park_request(self, request: Request) -> None:
+        self._queues[request.tenant].park_request(request)
         self._num_ready -= 1
 
-    def unpark(self, request: Request) -> None:
-        self._line_for(request).unpark(request)
-        self._came(request.tenant)
+    def unpark_request(self, request: Request) -> None:
+        self._queue_for(request).unpark_request(request)
+        self._count_ready(request.tenant)
 
-    def reorder(self, request: Request) -> None:
-        line = self._lines[request.tenant]
-        line.reorder(request)
-        if line.num_ready:
+    def reorder_request(self, request: Request) -> None:
+        queue = self._queues[request.tenant]
+        queue.reorder_request(request)
+        if queue.num_ready:
             self._note_head(request.tenant)
 
     @property
@@ -123,75 +123,77 @@ class FairQueue:
         return self._len
 
     def __iter__(self) -> Iterator[Request]:
-        """As things stand: every admission changes what its tenant was served."""
-        served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._lines}
-        everyone = [request for line in self._lines.values() for request in line]
-        return iter(sorted(everyone, key=lambda each: (self._urgency(each), served[each.tenant])))
+        """Return the order of now; every admission changes what its tenant was served."""
+        served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._queues}
+        requests = [request for queue in self._queues.values() for request in queue]
+        return iter(
+            sorted(requests, key=lambda each: (self._priority_key(each), served[each.tenant]))
+        )
 
-    def _line_for(self, request: Request) -> RequestQueue:
-        line = self._lines.get(request.tenant)
-        if line is None:
-            line = self._lines[request.tenant] = self._make_line()
-        if not line.num_ready:
-            self._stats.line_up(request.tenant)
-        return line
+    def _queue_for(self, request: Request) -> RequestQueue:
+        queue = self._queues.get(request.tenant)
+        if queue is None:
+            queue = self._queues[request.tenant] = self._make_queue()
+        if not queue.num_ready:
+            self._stats.begin_waiting(request.tenant)
+        return queue
 
-    def _came(self, tenant: int) -> None:
-        """One more request of a tenant is ready."""
+    def _count_ready(self, tenant: int) -> None:
+        """Count one more ready request of a tenant."""
         self._num_ready += 1
         self._note_head(tenant)
 
     def _note_head(self, tenant: int) -> None:
-        """The tenant's head may go earlier than its entry in the heap says."""
+        """Push a new entry if the tenant's head goes earlier than its entry in the heap says."""
         rank = self._rank(tenant)
-        counting = self._counting.get(tenant)
-        if counting is None or rank < counting[0]:
-            heappush(self._heap, self._enter(rank, tenant))
+        valid = self._valid.get(tenant)
+        if valid is None or rank < valid[0]:
+            heappush(self._heap, self._new_entry(rank, tenant))
             self._clean_up()
 
-    def _went(self, tenant: int) -> None:
-        """One less of a tenant is here."""
+    def _count_removed(self, tenant: int) -> None:
+        """Count one request of a tenant less."""
         self._len -= 1
-        if not len(self._lines[tenant]):
-            del self._lines[tenant]
-            self._counting.pop(tenant, None)
+        if not len(self._queues[tenant]):
+            del self._queues[tenant]
+            self._valid.pop(tenant, None)
 
     def _rank(self, tenant: int) -> Rank:
-        head = self._lines[tenant].peek()
-        return self._urgency(head), self._stats.served(tenant), head.order
+        head = self._queues[tenant].peek_request()
+        return self._priority_key(head), self._stats.served(tenant), head.order
 
-    def _enter(self, rank: Rank, tenant: int) -> Entry:
-        entry = self._counting[tenant] = (rank, tenant)
+    def _new_entry(self, rank: Rank, tenant: int) -> Entry:
+        entry = self._valid[tenant] = (rank, tenant)
         return entry
 
-    def _first(self) -> RequestQueue:
-        """The line whose head is next; there must be one."""
-        if len(self._lines) == 1:
-            return next(iter(self._lines.values()))
-        heap, counting = self._heap, self._counting
+    def _first_queue(self) -> RequestQueue:
+        """Return the queue whose head is next; there must be one."""
+        if len(self._queues) == 1:
+            return next(iter(self._queues.values()))
+        heap, valid = self._heap, self._valid
         while True:
             tenant = heap[0][1]
-            if counting.get(tenant) != heap[0]:
+            if valid.get(tenant) != heap[0]:
                 heappop(heap)
                 continue
-            line = self._lines[tenant]
-            if not line.num_ready:
+            queue = self._queues[tenant]
+            if not queue.num_ready:
                 heappop(heap)
-                del counting[tenant]
+                del valid[tenant]
                 continue
             rank = self._rank(tenant)
             if rank == heap[0][0]:
-                return line
-            heapreplace(heap, self._enter(rank, tenant))
+                return queue
+            heapreplace(heap, self._new_entry(rank, tenant))
 
     def _clean_up(self) -> None:
-        if len(self._heap) > 2 * len(self._counting) + _SLACK:
-            self._heap = list(self._counting.values())
+        if len(self._heap) > 2 * len(self._valid) + _SLACK:
+            self._heap = list(self._valid.values())
             heapify(self._heap)
 
 
 class FairShares:
-    """Admits requests of the tenant that was served least first, and preempts them last.
+    """A scheduling policy with fairness: requests of the least served tenant are preempted last.
 
     inner: orders the requests of one tenant; its priority key counts before fairness.
     """
@@ -206,14 +208,14 @@ class FairShares:
         return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
 
     def rank(self, request: Request) -> tuple[int, float]:
-        """Of a request; the lower is admitted first."""
+        """Return the rank of a request; the lower is admitted first."""
         return self.priority_key(request), self._usage.served(request.tenant)
 
     def served(self, tenant: int) -> float:
-        """Weighted tokens that a tenant was served."""
+        """Return the weighted tokens that a tenant was served."""
         return self._usage.served(tenant)
 
     def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
-        """Of a request; the higher is preempted first."""
+        """Return the rank of a request; the higher is preempted first."""
         priority_key, served = self.rank(request)
         return priority_key, served, self._inner.preemption_key(request)

@@ -1,4 +1,4 @@
-"""First come, first served."""
+"""The policy fcfs: first come, first served."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from engine_core.scheduler.queues.base import (
 
 
 class FCFSQueue(OrderedQueue):
-    """Requests in order of arrival; a preempted one goes back to the head.
+    """Requests in the order of arrival; a preempted one goes back to the head.
 
-    Preemption takes the youngest running request first, so several victims put
-    back one after the other stand in their old order again.
+    Preemption takes the youngest running request first, so several preempted requests are in their
+    old order again.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,17 @@ class FCFSQueue(OrderedQueue):
         self._last = 0
         self._first = 0
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         self._last += 1
-        self.put(request, self._last)
+        self.insert(request, self._last)
 
-    def restore(self, request: Request) -> None:
+    def requeue_preempted(self, request: Request) -> None:
         self._first -= 1
-        self.put(request, self._first)
+        self.insert(request, self._first)
 
 
 class FirstComeFirstServed:
-    """Preempts the request admitted last, so that no victim has been planned in the same step."""
+    """Preempts the request that was admitted last, which the current step has not planned yet."""
 
     def make_queue(self) -> RequestQueue:
         return FCFSQueue()
@@ -42,7 +42,7 @@ class FirstComeFirstServed:
         return LastAdmittedFirst()
 
     def preemption_key(self, request: Request) -> Any:
-        return request.place
+        return request.running_index
 
     def priority_key(self, request: Request) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""The lowest priority number first; among equals the one that arrived first."""
+"""The policy priority: the lowest number first; among equals the request that arrived first."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from engine_core.scheduler.queues.base import (
 class PriorityQueue(OrderedQueue):
     """Requests by (priority, arrival, request id, choice), whether new or preempted."""
 
-    def add(self, request: Request) -> None:
-        self.put(request, request.order)
+    def add_request(self, request: Request) -> None:
+        self.insert(request, request.order)
 
-    def restore(self, request: Request) -> None:
-        self.put(request, request.order)
+    def requeue_preempted(self, request: Request) -> None:
+        self.insert(request, request.order)
 
 
 class ByPriority:
-    """Preempts the request that would be admitted last, wherever it stands."""
+    """Preempts the request that would be admitted last, wherever it is in the running list."""
 
     def make_queue(self) -> RequestQueue:
         return PriorityQueue()

@@ -67,7 +67,7 @@ def grammar(name, own=None, tools=TOOLS, **fields) -> GrammarSource | None:
     body = {"tools": [{"type": "function", "function": tool} for tool in tools], **fields}
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     caller = ModelToolCalls(name, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
-    return caller.plan(asked, own).grammar
+    return caller.plan(asked, own, IgnoredFields()).grammar
 
 
 def walk(backend, source, seed, first="") -> str:
@@ -215,11 +215,11 @@ def test_marks_that_are_special_tokens():
     }
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     facts = TemplateFacts(frozenset({"tools"}))
-    plan = ModelToolCalls("mistral", "", facts, MarkTokens()).plan(asked, None)
+    plan = ModelToolCalls("mistral", "", facts, MarkTokens()).plan(asked, None, IgnoredFields())
     assert plan.markers == {5: "[TOOL_CALLS]"}
     assert plan.grammar.trigger_token_id == 5
     assert "<[5]>" in plan.grammar.source
-    plan = ModelToolCalls("llama3_json", "", facts, MarkTokens()).plan(asked, None)
+    plan = ModelToolCalls("llama3_json", "", facts, MarkTokens()).plan(asked, None, IgnoredFields())
     assert plan.markers == {6: "<|python_tag|>"}
     assert plan.grammar.trigger_token_id is None
     assert "<[6]>" in plan.grammar.source

@@ -78,11 +78,11 @@ class Follower:
                 return self._result(line)
             case Finish() if line.reason in CUT_SHORT:
                 arrival = self._recording.sequences[line.seq_id].arrival
-                scheduler.abort(arrival.request_id, arrival.choice)
+                scheduler.abort_request(arrival.request_id, arrival.choice)
             case TurnEnd():
-                scheduler.end_turn(line.request_id, line.job, line.tool)
+                scheduler.report_tool(line.request_id, line.job, line.tool)
             case PinEnd() if line.reason == EXPIRED:
-                scheduler.agent_sessions.end_overdue()  # while no step did it, perhaps
+                scheduler.agent_sessions.release_expired()  # while no step did it, perhaps
             case Event():
                 self._event(line)
             case Dropped():

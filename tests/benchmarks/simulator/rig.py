@@ -265,7 +265,7 @@ class Rig:
     def _add(self, request: Request) -> None:
         """As the engine's intake does."""
         self.scheduler.add_request(request)
-        self.scheduler.queue_limits.enter(request)
+        self.scheduler.queue_limits.count_request(request)
 
 
 def _end(sequence: RecordedRequest, aborts: bool) -> int:
@@ -366,50 +366,50 @@ class Both:
     def __init__(self, first: SchedulerObserver, second: SchedulerObserver) -> None:
         self._observers = (first, second)
 
-    def watch(
+    def on_attached(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None:
         for each in self._observers:
-            each.watch(waiting, running, kv_cache)
+            each.on_attached(waiting, running, kv_cache)
 
-    def added(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         for each in self._observers:
-            each.added(request)
+            each.on_request_added(request)
 
-    def step_begins(self, plan: StepPlan) -> None:
+    def on_step_begin(self, plan: StepPlan) -> None:
         for each in self._observers:
-            each.step_begins(plan)
+            each.on_step_begin(plan)
 
-    def step_decided(self, step: int, plan: StepPlan) -> None:
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         for each in self._observers:
-            each.step_decided(step, plan)
+            each.on_step_scheduled(step, plan)
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None:
         for each in self._observers:
-            each.found_elsewhere(request, num_tokens, connector, is_async=is_async)
+            each.on_external_hit(request, num_tokens, connector, is_async=is_async)
 
-    def step_done(self, result: ModelRunnerOutput) -> None:
+    def on_step_result(self, result: ModelRunnerOutput) -> None:
         for each in self._observers:
-            each.step_done(result)
+            each.on_step_result(result)
 
-    def finished(self, request: Request) -> None:
+    def on_request_finished(self, request: Request) -> None:
         for each in self._observers:
-            each.finished(request)
+            each.on_request_finished(request)
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None:
         for each in self._observers:
-            each.turn_ended(request_id, job, tool)
+            each.on_turn_ended(request_id, job, tool)
 
-    def pinned(self, pin: RetainedPrefix, ttl: float) -> None:
+    def on_prefix_retained(self, pin: RetainedPrefix, ttl: float) -> None:
         for each in self._observers:
-            each.pinned(pin, ttl)
+            each.on_prefix_retained(pin, ttl)
 
-    def unpinned(self, pin: RetainedPrefix, reason: str) -> None:
+    def on_prefix_released(self, pin: RetainedPrefix, reason: str) -> None:
         for each in self._observers:
-            each.unpinned(pin, reason)
+            each.on_prefix_released(pin, reason)
 
-    def happened(self, what: str, detail: str) -> None:
+    def on_event(self, what: str, detail: str) -> None:
         for each in self._observers:
-            each.happened(what, detail)
+            each.on_event(what, detail)

@@ -207,7 +207,7 @@ class Simulation:
             self._tape.close()
         scheduler = self._rig.scheduler
         assert not scheduler.num_unfinished, "somebody waits for ever"
-        outcome, stats = self.outcome, scheduler.take_stats()
+        outcome, stats = self.outcome, scheduler.pop_stats()
         outcome.num_queried, outcome.num_hit = stats.prefix_cache_queries, stats.prefix_cache_hits
         outcome.pins = (
             stats.num_pins_taken,
@@ -238,7 +238,7 @@ class Simulation:
                 heapq.heappush(self._leaving, (self.now + patience, arrival.seq_id))
         while self._leaving and self._leaving[0][0] <= self.now:
             arrival = self.outcome.courses[heapq.heappop(self._leaving)[1]].sequence.arrival
-            scheduler.abort(arrival.request_id, arrival.choice)
+            scheduler.abort_request(arrival.request_id, arrival.choice)
 
     def _copied(self) -> None:
         """Copies that are over: they are reported before the step that comes after them."""
@@ -258,7 +258,7 @@ class Simulation:
         """Front ends read the answers of turns that are over as soon as they have them."""
         for sequence in self._read:
             arrival = sequence.arrival
-            self._rig.scheduler.end_turn(arrival.request_id, arrival.job, sequence.tool)
+            self._rig.scheduler.report_tool(arrival.request_id, arrival.job, sequence.tool)
         self._read.clear()
 
     def _send(self) -> bool:
@@ -304,26 +304,26 @@ class _Meter:
         self._simulation = simulation
         self.shape = (0, 0, 0)
 
-    def watch(
+    def on_attached(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None: ...
 
-    def added(self, request: Request) -> None: ...
+    def on_request_added(self, request: Request) -> None: ...
 
-    def step_begins(self, plan: StepPlan) -> None: ...
+    def on_step_begin(self, plan: StepPlan) -> None: ...
 
-    def step_decided(self, step: int, plan: StepPlan) -> None:
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
         rows = plan.continued + plan.admitted
         context = num_tokens + sum([each.num_computed_tokens for each in rows])
         self.shape = (num_tokens, len(rows), context)
         self._simulation.outcome.num_preemptions += len(plan.preempted)
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None: ...
 
-    def step_done(self, result: ModelRunnerOutput) -> None:
+    def on_step_result(self, result: ModelRunnerOutput) -> None:
         courses, now = self._simulation.outcome.courses, self._simulation.now
         for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
             if tokens:
@@ -331,16 +331,16 @@ class _Meter:
                 if course.first is None:
                     course.first = now
 
-    def finished(self, request: Request) -> None:
+    def on_request_finished(self, request: Request) -> None:
         self._simulation.ended(request)
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
 
-    def pinned(self, pin: RetainedPrefix, ttl: float) -> None: ...
+    def on_prefix_retained(self, pin: RetainedPrefix, ttl: float) -> None: ...
 
-    def unpinned(self, pin: RetainedPrefix, reason: str) -> None: ...
+    def on_prefix_released(self, pin: RetainedPrefix, reason: str) -> None: ...
 
-    def happened(self, what: str, detail: str) -> None: ...
+    def on_event(self, what: str, detail: str) -> None: ...
 
 
 # From the courses of a simulation to its figures.

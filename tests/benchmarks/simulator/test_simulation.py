@@ -107,8 +107,8 @@ def test_who_left_without_a_token_leaves_again_and_who_had_some_stops_there() ->
     second = engine.harness.add_one([2] * 20, 40)
     for _ in range(10):
         engine.step()
-    engine.harness.scheduler.abort(first.request_id)
-    engine.harness.scheduler.abort(second.request_id)
+    engine.harness.scheduler.abort_request(first.request_id)
+    engine.harness.scheduler.abort_request(second.request_id)
     engine.finish()
     figures = simulate(engine.recording, ReplayOrder(step_model=EVEN))
     assert figures.output_tokens == 10

@@ -167,7 +167,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if request is source or request.cache_salt != source.cache_salt:
             return
         self._release(request)
-        request.take_over(source)
+        request.copy_tokens(source)
         request.num_computed_tokens = 0
         computed = source.num_computed_tokens
         pairs: list[tuple[int, int]] = []

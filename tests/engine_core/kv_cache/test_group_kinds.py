@@ -15,7 +15,7 @@ import pytest
 from engine_core.kv_cache import integrity
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.coordinator import HybridCoordinator, max_blocks_of_request
-from engine_core.kv_cache.groups import GROUP_KINDS
+from engine_core.kv_cache.groups import GROUP_KINDS, CacheGroup
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, KVCacheManager
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
@@ -23,17 +23,19 @@ from proto.lifecycle import KVGroup
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.kv_requests import Requests
 
+pytestmark = pytest.mark.interpreted
+
 SIZE = 4
 GROUPS = (KVGroup(), KVGroup(kind="recurrent_state"))
 
 
-class StateSlots:
+class StateSlots(CacheGroup):
     """One slot for the running state of a sequence; nothing is kept of earlier states."""
 
     is_downward_closed = False
 
     def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroup) -> None:
-        self.block_size = keys.block_size
+        super().__init__(pool, keys, spec)
         self._pool = pool
         self._keys = keys
         self._tables: dict[int, list[int]] = {}
@@ -194,7 +196,7 @@ def test_a_step_carries_the_slots_beside_the_kv():
     kv, state = new.block_ids
     assert (len(kv), len(state)) == (2, 2), "eight tokens fill two blocks and two checkpoints"
     tables = [list(kv), list(state)]
-    while request.seq_id in engine.scheduler._requests:
+    while request.seq_id in engine.scheduler._lifecycle.requests:
         output = engine.step()
         for grown in output.cached_requests.new_block_ids:
             for table, blocks in zip(tables, grown or (), strict=False):

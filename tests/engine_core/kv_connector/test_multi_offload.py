@@ -116,7 +116,7 @@ def test_who_is_aborted_while_one_medium_loads_is_not_stored_on_the_other(
     engine: TwoMedia,
 ) -> None:
     request = engine.begin_loading()
-    engine.scheduler.abort(request.request_id)
+    engine.scheduler.abort_request(request.request_id)
     engine.assert_nothing_is_stored()
 
 

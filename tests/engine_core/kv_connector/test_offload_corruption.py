@@ -67,7 +67,7 @@ def test_of_one_that_is_over_when_it_is_found(
         rig.step()
     assert bool(rig.half.under_way) is not copies_end
     rig.send()
-    rig.scheduler.abort(request.request_id)
+    rig.scheduler.abort_request(request.request_id)
     while len(rig.in_flight) > 1:
         rig.receive()
     assert rig.offloading._manager.usage > 0.0

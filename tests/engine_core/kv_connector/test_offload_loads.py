@@ -151,7 +151,7 @@ def test_abort_while_loading_keeps_blocks_until_the_copy_ends() -> None:
     request = rig.add_one(PROMPT)
     rig.step()
     (load,) = rig.loads
-    rig.scheduler.abort(request.request_id)
+    rig.scheduler.abort_request(request.request_id)
     assert rig.kv_cache.usage > 0
     held = set(rig.kv_cache.pool.free_queue)
     assert held.isdisjoint(device_of(load))

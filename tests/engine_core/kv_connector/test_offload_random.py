@@ -63,7 +63,7 @@ class Machine:
             self.add()
         elif action < 0.35 and self.requests:
             request, _, _ = self.rng.choice(self.requests)
-            if self.rig.scheduler.abort(request.request_id):
+            if self.rig.scheduler.abort_request(request.request_id):
                 self.aborted.add(request.seq_id)
         elif action < 0.37:
             self.rig.scheduler.reset_prefix_cache(preempting=True)

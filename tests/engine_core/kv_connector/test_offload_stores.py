@@ -106,7 +106,7 @@ def test_abort_while_storing_keeps_blocks_until_the_copy_ends() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT)
     rig.step()
-    rig.scheduler.abort(request.request_id)
+    rig.scheduler.abort_request(request.request_id)
     (store,) = rig.stores
     assert not set(device_of(store)) & set(rig.kv_cache.pool.free_queue)
     rig.finishes = lambda job: True

@@ -240,16 +240,16 @@ class Watch:
         self._running: list[Request] = []
         self._is_closed = False
 
-    def watch(self, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
+    def on_attached(self, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
         self._waiting, self._now_running, self._kv_cache = waiting, running, kv_cache
 
-    def added(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         self._num_ranks += 1
         self._rank[request.seq_id] = self._num_ranks
         self._tenants.add(request.tenant)
         self._engine.known[request.seq_id] = request
 
-    def step_begins(self, plan: StepPlan) -> None:
+    def on_step_begin(self, plan: StepPlan) -> None:
         for request in reversed(self._running):
             if request.status is not RequestStatus.RUNNING and not request.is_finished:
                 self._restore(request)
@@ -257,7 +257,7 @@ class Watch:
         self._free = self._kv_cache.num_free_blocks
         self._follow_pressure()
 
-    def step_decided(self, step: int, plan: StepPlan) -> None:
+    def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         engine = self._engine
         described = list(zip(plan.admitted, plan.admitted_tokens, strict=True))
         continued = list(zip(plan.continued, plan.continued_tokens, strict=True))
@@ -444,18 +444,18 @@ class Watch:
 
     # What it does not look at
 
-    def found_elsewhere(
+    def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool
     ) -> None: ...
 
-    def step_done(self, result: Any) -> None: ...
+    def on_step_result(self, result: Any) -> None: ...
 
-    def finished(self, request: Request) -> None: ...
+    def on_request_finished(self, request: Request) -> None: ...
 
-    def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
 
-    def pinned(self, pin: Any, ttl: float) -> None: ...
+    def on_prefix_retained(self, pin: Any, ttl: float) -> None: ...
 
-    def unpinned(self, pin: Any, reason: str) -> None: ...
+    def on_prefix_released(self, pin: Any, reason: str) -> None: ...
 
-    def happened(self, what: str, detail: str) -> None: ...
+    def on_event(self, what: str, detail: str) -> None: ...

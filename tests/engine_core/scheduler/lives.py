@@ -338,7 +338,7 @@ class Life:
         talks = [each for each in self.talks if self._is_open(each)]
         if talks:
             talk = talks[index % len(talks)]
-            self.engine.scheduler.abort(talk.request_id, choice)
+            self.engine.scheduler.abort_request(talk.request_id, choice)
             talk.cut_short |= {0, 1, 2} if choice is None else {choice}
 
     def abort_in_flight(self, index: int) -> None:
@@ -351,7 +351,7 @@ class Life:
         talks = [each for each in self.talks if self._is_open(each)]
         if talks:
             talk = talks[index % len(talks)]
-            self.engine.scheduler.abort(talk.request_id, 0, stopped=True)
+            self.engine.scheduler.abort_request(talk.request_id, 0, stopped=True)
             talk.cut_short.add(0)
 
     def reset(self, in_flight: bool, preempting: bool) -> None:
@@ -383,7 +383,7 @@ class Life:
         self.engine.gate.open_for(*self.engine.gate.closed_for)
 
     def _is_open(self, talk: Talk) -> bool:
-        return self.engine.scheduler.knows(talk.request_id)
+        return self.engine.scheduler.has_request(talk.request_id)
 
     # Sessions
 
@@ -406,7 +406,7 @@ class Life:
         except InvalidRequestError as error:
             assert talk.expected(0)[1], "it would have fitted"
             talk.cut_short.add(0)
-            self.engine.scheduler.sessions.fail(talk.request_id, error)
+            self.engine.scheduler.sessions.fail_session(talk.request_id, error)
 
     def close(self, index: int) -> None:
         talk = self._session(index)
@@ -415,13 +415,13 @@ class Life:
 
     def _session(self, index: int) -> Talk | None:
         """One of those that take input."""
-        takes_input = self.engine.scheduler.sessions.takes_input
-        talks = [each for each in self.talks if takes_input(0, each.request_id)]
+        accepts_input = self.engine.scheduler.sessions.accepts_input
+        talks = [each for each in self.talks if accepts_input(0, each.request_id)]
         return talks[index % len(talks)] if talks else None
 
     def tick(self, seconds: float) -> None:
         self.clock.now += seconds
-        overdue = self.engine.scheduler.sessions.end_overdue()
+        overdue = self.engine.scheduler.sessions.end_idle_sessions()
         ended = {each.request_id for outputs in overdue.values() for each in outputs}
         for talk in self.talks:
             talk.is_ended |= talk.request_id in ended
@@ -432,7 +432,7 @@ class Life:
     def read(self, index: int, tool: str) -> None:
         if self.talks:
             request = self.talks[-1 - index % min(6, len(self.talks))].requests[0]
-            self.engine.scheduler.end_turn(request.request_id, request.agent.job, tool)
+            self.engine.scheduler.report_tool(request.request_id, request.agent.job, tool)
 
     def _limit_of_pins(self) -> tuple[int, int]:
         usable = self.engine.kv_cache.num_usable_blocks
@@ -533,7 +533,7 @@ class Life:
         while self.connector is not None and (self.connector.under_way or self.connector.sending):
             self.finish_load(0)
             self.end_copy(0)
-        stats = scheduler.take_stats()
+        stats = scheduler.pop_stats()
         self.num_of["pins"] += stats.num_pins_taken
         self.num_of["pins hit"] += stats.num_pins_hit
         self.num_of["pins given up"] += stats.num_pins_given_up
@@ -555,12 +555,12 @@ class Life:
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
-        for gate in scheduler._listeners:
+        for gate in scheduler._lifecycle._listeners:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)
                 assert left == ({}, {}, {}, {})
             elif isinstance(gate, SiblingForks):
-                assert (gate._waits, gate._over) == ({}, set())
+                assert (gate._waits, gate._with_ended_choice) == ({}, set())
 
     def _compare(self, talk: Talk, choice: int) -> None:
         key = (talk.request_id, choice)

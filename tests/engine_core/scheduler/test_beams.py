@@ -83,7 +83,7 @@ def test_rows_without_a_hypothesis_wait_for_the_first():
     rows = add(engine, PROMPT, 3)
     engine.step()
     assert [row.status for row in rows] == [RequestStatus.RUNNING, WAITS, WAITS]
-    assert engine.scheduler.take_stats().num_deferred == 2
+    assert engine.scheduler.pop_stats().num_deferred == 2
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 3)
 
@@ -166,7 +166,7 @@ def test_an_abort_frees_all(num_rounds, caching):
     rows = add(engine, PROMPT, 4, 20)
     for _ in range(num_rounds):
         engine.step()
-    assert engine.scheduler.abort(rows[0].request_id) == 4
+    assert engine.scheduler.abort_request(rows[0].request_id) == 4
     engine.run()
     engine.assert_at_rest()
     assert engine.final == {}
@@ -176,7 +176,7 @@ def test_an_abort_of_one_choice_is_one_of_all():
     engine = engine_of()
     rows = add(engine, PROMPT, 3)
     engine.step()
-    assert engine.scheduler.abort(rows[0].request_id, 1) == 3
+    assert engine.scheduler.abort_request(rows[0].request_id, 1) == 3
     engine.run()
     engine.assert_at_rest()
 
@@ -187,7 +187,7 @@ def test_an_abort_while_a_step_computes():
     for _ in range(3):
         engine.step()
     output = engine.scheduler.schedule()
-    engine.scheduler.abort(rows[0].request_id)
+    engine.scheduler.abort_request(rows[0].request_id)
     engine.collect(output)
     engine.run()
     engine.assert_at_rest()
@@ -265,7 +265,7 @@ def test_a_row_with_a_token_is_no_answer():
     output = engine.in_flight[0]
     result = engine.runner.execute(output)
     result.sampled_token_ids[:] = [[7]]
-    with pytest.raises(ProtocolError, match="has a token, and is to have candidates"):
+    with pytest.raises(ProtocolError, match="has a token instead of candidates"):
         engine.scheduler.update_from_output(output, result)
     engine.lose_workers()
     engine.run()
@@ -293,7 +293,7 @@ def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
         engine.send()
         engine.lose_workers()
     assert list(engine.final.values()) == [FinishReason.ERROR]
-    assert not engine.scheduler.knows(rows[0].request_id)
+    assert not engine.scheduler.has_request(rows[0].request_id)
     engine.run()
     engine.assert_at_rest()
 
@@ -359,7 +359,7 @@ def test_random_lives(seed, overlapped):
             wanted.update(zip(rows, results, strict=True))
         if draw.random() < 0.05 and wanted:
             request = draw.choice(list(wanted))
-            engine.scheduler.abort(request.request_id)
+            engine.scheduler.abort_request(request.request_id)
             aborted.add(request.request_id)
         if draw.random() < 0.02:
             assert engine.scheduler.reset_prefix_cache(preempting=True)

@@ -4,6 +4,7 @@ import pytest
 
 from engine_core.scheduler.result import completion
 from proto.engine_io import FinishReason
+from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
 
@@ -104,15 +105,16 @@ def test_ends_at_the_usable_length():
 
 
 def test_tokens_after_the_one_that_ends_are_cut_off():
-    engine = EngineHarness(next_token=scripted([10]))
+    engine = EngineHarness(next_token=scripted([9]))
     request = engine.add_one([1, 2, 3], stop_token_ids=(42, 43))
+    engine.step()
+    request.spec_token_ids += [42, 12]
     output = engine.scheduler.schedule()
-    result = engine.runner.execute(output)
-    result.sampled_token_ids[0] = [10, 42, 12]
+    result = ModelRunnerOutput(1, output.step, [request.seq_id], [[10, 42, 12]])
     ((final,),) = engine.scheduler.update_from_output(output, result).values()
     assert final.new_token_ids == [10, 42]
     assert (final.finish_reason, final.stop_reason) == (FinishReason.STOP, 42)
-    assert request.output_token_ids == [10, 42]
+    assert request.output_token_ids == [9, 10, 42]
 
 
 def test_a_prompt_that_ends_with_eos_is_not_over():

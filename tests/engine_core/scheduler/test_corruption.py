@@ -36,7 +36,7 @@ def test_it_ends_with_one_error_output_and_the_others_go_on():
     assert (error.request_id, error.token_index, error.new_token_ids) == (bad.request_id, 1, [])
     assert error.finish_reason is FinishReason.ERROR
     assert isinstance(error.error.to_exception(), InternalRequestError)
-    assert "not numbers" in error.error.message
+    assert "NaN or infinity" in error.error.message
     assert bad.status is RequestStatus.FINISHED_ERROR
     assert [each.new_token_ids for each in outputs[0]] == [undisturbed(prompt(20, 5), 2)[1:]]
     assert engine.scheduler.running == [good]
@@ -44,8 +44,8 @@ def test_it_ends_with_one_error_output_and_the_others_go_on():
     while engine.scheduler.num_unfinished:
         engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
-    assert engine.scheduler.take_stats().num_corrupted == 1
-    assert engine.scheduler.take_stats().num_corrupted == 0
+    assert engine.scheduler.pop_stats().num_corrupted == 1
+    assert engine.scheduler.pop_stats().num_corrupted == 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8)])
@@ -94,7 +94,7 @@ def test_its_next_step_is_under_way_already():
     late = answer(engine, step_1, bad)
     assert [each.request_id for each in late[0]] == [good.request_id]
     assert good.num_output_placeholders == 0
-    assert engine.scheduler.take_stats().num_corrupted == 1
+    assert engine.scheduler.pop_stats().num_corrupted == 1
     while engine.scheduler.num_unfinished:
         engine.step()
     engine.step()
@@ -125,14 +125,14 @@ def test_it_was_aborted_while_the_step_was_under_way(overlapped):
     steps = [engine.scheduler.schedule()]
     if overlapped:
         steps.append(engine.scheduler.schedule())
-    engine.scheduler.abort(gone.request_id)
+    engine.scheduler.abort_request(gone.request_id)
     assert all(map(engine.kv_cache.is_cached, gone.block_hashes))
     for step in steps[:-1]:
         engine.collect(step)
     assert answer(engine, steps[-1], gone).keys() == {0}, "the other one's token"
     assert not any(map(engine.kv_cache.is_cached, gone.block_hashes))
     assert all(map(engine.kv_cache.is_cached, other.block_hashes))
-    assert engine.scheduler.take_stats().num_corrupted == 0, "no request ended because of it"
+    assert engine.scheduler.pop_stats().num_corrupted == 0, "no request ended because of it"
     engine.run()
     engine.assert_at_rest()
 

@@ -17,7 +17,7 @@ class CrashProgressSink:
         self.told = []
         engine.scheduler.report_crash_progress_to(self)
 
-    def begins(self, request, *, alone):
+    def report_begun(self, request, *, alone):
         self.told.append((request, alone))
 
     @property
@@ -223,7 +223,7 @@ def test_an_abort_ends_the_wait(which):
     other = engine.add_one([9], 5)
     engine.step()
     leaving = suspects[which != "the one on trial"]
-    engine.scheduler.abort(leaving.request_id)
+    engine.scheduler.abort_request(leaving.request_id)
     engine.run()
     assert engine.tokens_of(other) == undisturbed([9], 5)
     engine.assert_at_rest()

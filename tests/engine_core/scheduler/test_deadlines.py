@@ -20,13 +20,13 @@ class Watch:
 
     def enter(self, request_id, choice=0, **fields):
         each = make_request(10 * request_id + choice, [1, 2], request_id=request_id, choice=choice)
-        self.deadlines.enter(each, request(request_id, arrival_time=100.0, **fields))
+        self.deadlines.track_request(each, request(request_id, arrival_time=100.0, **fields))
         return each
 
     def overdue(self, now):
         """Who, and by which limit."""
         self.clock.now = now
-        return [(each.request_id, each.error.kind) for each in self.deadlines.take_overdue()]
+        return [(each.request_id, each.error.kind) for each in self.deadlines.pop_overdue()]
 
 
 def test_each_at_its_time():
@@ -91,7 +91,7 @@ def test_what_is_over_long_before_its_time_costs_no_memory():
     watch.enter(0, deadline=50_000.0)
     for request_id in range(1, 2_000):
         watch.deadlines.on_released(watch.enter(request_id, deadline=1e6, queue_deadline=1e5))
-    assert len(watch.deadlines._moments) < 100
+    assert len(watch.deadlines._heap) < 100
     assert watch.overdue(inf) == [(0, "time_limit")]
 
 
@@ -100,7 +100,7 @@ def test_the_message_says_how_long():
     watch.enter(1, deadline=102.5)
     watch.enter(2, queue_deadline=100.25)
     watch.clock.now = 103.0
-    texts = [each.error.message for each in watch.deadlines.take_overdue()]
+    texts = [each.error.message for each in watch.deadlines.pop_overdue()]
     assert "0.25 s" in texts[0]
     assert "2.5 s" in texts[1]
 
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_it_whatever_it_was_doing(state, overlapped):
         engine.step()
     choices = engine.add([1, 2, 3], n=2, max_tokens=50)
     for each in choices:
-        engine.scheduler.deadlines.enter(each, message)
+        engine.scheduler.deadlines.track_request(each, message)
     if state in ("running", "preempted", "frozen"):
         engine.step()
         engine.step()
@@ -128,8 +128,8 @@ def test_nothing_is_left_of_it_whatever_it_was_doing(state, overlapped):
     if state == "in flight":
         engine.send()
     clock.now = 111.0
-    (overdue,) = engine.scheduler.deadlines.take_overdue()
-    assert engine.scheduler.abort(choices[0].request_id) == 2
+    (overdue,) = engine.scheduler.deadlines.pop_overdue()
+    assert engine.scheduler.abort_request(choices[0].request_id) == 2
     assert overdue.error.kind == "time_limit"
     engine.scheduler.resume()
     if engine.in_flight:

@@ -18,7 +18,7 @@ def test_who_is_held_does_not_hold_up_the_others():
     assert scheduled(engine.step()) == {requests[2].seq_id: 1}
     assert list(engine.scheduler.waiting) == [requests[0], requests[1], requests[3]]
     assert [each.status for each in requests[:2]] == [gate.status] * 2
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_waiting, stats.num_deferred) == (3, 2)
 
 
@@ -87,7 +87,7 @@ def test_a_blocked_request_can_be_aborted(wake_first):
     engine.step()
     if wake_first:
         gate.open_for(request)
-    engine.scheduler.abort(request.request_id)
+    engine.scheduler.abort_request(request.request_id)
     gate.open_for(request)  # too late, and harmless
     assert request.status is RequestStatus.FINISHED_ABORTED
     assert gate.forgotten == [request]

@@ -52,7 +52,7 @@ def test_cached_tokens_of_a_request_are_those_that_all_groups_hold():
     assert info.num_cached_tokens == 976
     assert engine.tokens_of(first) == undisturbed(prompt, 4)
     assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 4)
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (1000 + 1020, 976)
 
 

@@ -137,11 +137,11 @@ class TestGetNumNewMatchedTokens:
         for seed in (1, 2):
             engine.add_one(prompt(8, seed), max_tokens=1)
         engine.step()
-        stats = engine.scheduler.take_stats()
+        stats = engine.scheduler.pop_stats()
         assert stats.external_prefix_cache_queries == 16
         assert stats.external_prefix_cache_hits == 8
         assert stats.num_preemptions == 0
-        again = engine.scheduler.take_stats()
+        again = engine.scheduler.pop_stats()
         assert again.external_prefix_cache_queries == again.external_prefix_cache_hits == 0
 
     @pytest.mark.parametrize("is_async", [False, True])
@@ -259,7 +259,7 @@ class TestAborts:
         free = num_free(engine)
         request = engine.add_one(prompt(40))
         engine.step()
-        engine.scheduler.abort(request.request_id)
+        engine.scheduler.abort_request(request.request_id)
         assert engine.scheduler.num_unfinished == 0
         assert num_free(engine) == free - 2
         assert check(engine.kv_cache) == []
@@ -277,7 +277,7 @@ class TestAborts:
         request = engine.add_one(prompt(40))
         engine.step()
         engine.finish_load(request)
-        engine.scheduler.abort(request.request_id)
+        engine.scheduler.abort_request(request.request_id)
         assert num_free(engine) == free
         assert engine.kv_cache.transfer_refs.num_blocks == 0
 
@@ -298,7 +298,7 @@ class TestAborts:
         engine = engine_with(lambda request, num_local: NOT_KNOWN_YET)
         request = engine.add_one(prompt(40))
         engine.step()
-        engine.scheduler.abort(request.request_id)
+        engine.scheduler.abort_request(request.request_id)
         engine.wake(request)
         engine.assert_at_rest()
 
@@ -308,7 +308,7 @@ class TestRequestFinished:
         engine = engine_with(always(16, is_async=False))
         ended = engine.add_one(prompt(40, 1), max_tokens=2)
         waits = engine.add_one(prompt(40, 2))
-        engine.scheduler.abort(waits.request_id)
+        engine.scheduler.abort_request(waits.request_id)
         finish(engine)
         assert sorted(engine.connector.finished) == sorted([ended.seq_id, waits.seq_id])
 
@@ -382,7 +382,7 @@ class TestStartOver:
         engine.step()
         loading, gone = engine.add_one(prompt(40, 2), max_tokens=2), engine.add_one(prompt(40, 3))
         engine.step()
-        engine.scheduler.abort(gone.request_id)
+        engine.scheduler.abort_request(gone.request_id)
         assert engine.kv_cache.transfer_refs.num_blocks > 0
         engine.lose_workers()
         assert engine.connector.num_epochs == 2

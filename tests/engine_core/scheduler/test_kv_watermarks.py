@@ -29,7 +29,7 @@ def test_the_watermark_stays_free_at_admission():
     assert scheduled(engine.step()).keys() == {first.seq_id}, "5 and 4 leave less than 2"
     assert list(engine.scheduler.waiting) == [second, third], "nobody overtakes"
     engine.run()
-    assert engine.scheduler.take_stats().num_preemptions == 0
+    assert engine.scheduler.pop_stats().num_preemptions == 0
     engine.assert_at_rest()
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
     second = engine.add_one(prompt(36, 1), max_tokens=1)
     assert scheduled(engine.step()).keys() == {first.seq_id}
     engine.run()
-    assert engine.scheduler.take_stats().num_preemptions == 0
+    assert engine.scheduler.pop_stats().num_preemptions == 0
     assert engine.tokens_of(second) == undisturbed(prompt(36, 1), 1)
     engine.assert_at_rest()
 
@@ -92,24 +92,20 @@ def test_admission_stops_above_one_occupancy_and_resumes_below_another():
     assert scheduled(engine.step()).keys() == {each.seq_id for each in first}
     assert blocks_in_use(engine) == 8
     for request in first[1:]:
-        engine.scheduler.abort(request.request_id)
+        engine.scheduler.abort_request(request.request_id)
     assert blocks_in_use(engine) == 3
     grows = engine.step()
     assert scheduled(grows) == {first[0].seq_id: 1, late.seq_id: 4}, "below 0.4 it goes on"
 
 
-def test_between_the_thresholds_the_doors_stay_as_they_were():
+def test_admission_that_has_not_stopped_goes_on_between_the_thresholds():
+    """Six of ten blocks are neither above 0.7 nor below 0.4."""
     engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
-    first = [engine.add_one(prompt(12, each), max_tokens=20) for each in range(2)]
-    engine.add_one(prompt(8, 2), max_tokens=1)
-    late = engine.add_one(prompt(4, 7), max_tokens=1)
-    assert len(scheduled(engine.step())) == 3
+    first = [engine.add_one(prompt(11, each), 20, ignore_eos=True) for each in range(2)]
+    engine.step()
     assert blocks_in_use(engine) == 6
-    assert scheduled(engine.step()).keys() == {each.seq_id for each in first}
-    assert list(engine.scheduler.waiting) == [late]
-    engine.scheduler.abort(first[1].request_id)
-    engine.scheduler.abort(first[0].request_id)
-    assert scheduled(engine.step()) == {late.seq_id: 4}
+    late = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert scheduled(engine.step()) == {first[0].seq_id: 1, first[1].seq_id: 1, late.seq_id: 4}
 
 
 def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
@@ -121,11 +117,11 @@ def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
     assert blocks_in_use(engine) == 8
     late = engine.add_one(prompt(4, 7), max_tokens=1)
     assert scheduled(engine.step()) == {stays.seq_id: 1, leaves.seq_id: 1}
-    engine.scheduler.abort(leaves.request_id)
+    engine.scheduler.abort_request(leaves.request_id)
     assert blocks_in_use(engine) == 5
     assert scheduled(engine.step()) == {stays.seq_id: 1}
     assert blocks_in_use(engine) == 6
-    engine.scheduler.abort(stays.request_id)
+    engine.scheduler.abort_request(stays.request_id)
     assert scheduled(engine.step()) == {late.seq_id: 4}
 
 
@@ -137,7 +133,7 @@ def test_the_doors_open_in_a_step_in_which_nobody_asks():
     engine.step()
     assert blocks_in_use(engine) == 8
     engine.step()  # the doors close
-    engine.scheduler.abort(leaves.request_id)
+    engine.scheduler.abort_request(leaves.request_id)
     while blocks_in_use(engine) < 5:
         engine.step()
     late = engine.add_one(prompt(4, 7), max_tokens=1)
@@ -152,7 +148,7 @@ def test_the_doors_open_when_nobody_is_left():
     engine.step()
     assert list(engine.scheduler.waiting), "the doors are closed"
     for each in (full, *engine.scheduler.waiting):
-        engine.scheduler.abort(each.request_id)
+        engine.scheduler.abort_request(each.request_id)
     first = engine.add_one(prompt(20, 1), max_tokens=2)
     second = engine.add_one(prompt(4, 7), max_tokens=1)
     assert scheduled(engine.step()) == {first.seq_id: 20, second.seq_id: 4}
@@ -187,7 +183,7 @@ def test_nobody_is_admitted_to_be_preempted_for_pressure():
     for _ in range(3):
         assert late.seq_id not in scheduled(engine.step())
     engine.run()
-    assert engine.scheduler.take_stats().num_preemptions == 0
+    assert engine.scheduler.pop_stats().num_preemptions == 0
     engine.assert_at_rest()
 
 
@@ -198,7 +194,7 @@ def test_admission_goes_on_a_little_below_where_it_stopped():
     late = engine.add_one(prompt(3, 7), max_tokens=1)
     assert blocks_in_use(engine) == 6, "more than 0.5: the doors close"
     assert late.seq_id not in scheduled(engine.step())
-    engine.scheduler.abort(first[1].request_id)  # four blocks are less than 0.45
+    engine.scheduler.abort_request(first[1].request_id)  # four blocks are less than 0.45
     assert late.seq_id in scheduled(engine.step())
 
 
@@ -212,7 +208,7 @@ def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
     engine.step()
     head = engine.add_one(prompt(24, 2), max_tokens=1)
     assert head.seq_id not in scheduled(engine.step())
-    engine.scheduler.abort(long.request_id)
+    engine.scheduler.abort_request(long.request_id)
     assert head.seq_id in scheduled(engine.step())
     engine.run()
     assert engine.tokens_of(stays) == undisturbed(prompt(4, 0), 12)
@@ -244,7 +240,7 @@ def test_a_request_without_room_is_looked_up_once(policy, monkeypatch):
     for _ in range(6):
         assert scheduled(engine.step()) == {first.seq_id: 1}
     assert lookups == [second]
-    engine.scheduler.abort(first.request_id)
+    engine.scheduler.abort_request(first.request_id)
     assert scheduled(engine.step()) == {second.seq_id: 32}
 
 

@@ -40,12 +40,12 @@ def test_jobs_that_never_return(num_jobs: int, ttl_ms: float | None) -> None:
         engine.run()
         for number, turn in enumerate(turns):
             tool = rng.choice(LIES)
-            scheduler.end_turn(turn.request_id, turn.agent.job, tool)
+            scheduler.report_tool(turn.request_id, turn.agent.job, tool)
             if number == 0 and not first % 100:
                 again = [*turn.all_token_ids, 7]
                 engine.add_one(again, 2, agent=turn.agent, arrival_time=clock())
         engine.run()
-        stats = scheduler.take_stats()
+        stats = scheduler.pop_stats()
         most_pinned = max(most_pinned, stats.num_pinned_blocks)
         num_taken += stats.num_pins_taken
         preempted += stats.num_preemptions
@@ -57,7 +57,7 @@ def test_jobs_that_never_return(num_jobs: int, ttl_ms: float | None) -> None:
     clock.now += LONG_MS / 500
     engine.add_one([1, 2, 3], 1)
     engine.run()
-    assert scheduler.take_stats().num_pinned_blocks == 0
+    assert scheduler.pop_stats().num_pinned_blocks == 0
     engine.assert_at_rest()
 
 
@@ -71,13 +71,13 @@ def test_a_pool_full_of_pins_serves_as_if_it_were_empty() -> None:
             hint = AgentHint(f"job {number}", False, LONG_MS)
             engine.add_one([number, *rng.choices(range(1, 900), k=60)], 2, agent=hint)
             engine.run()
-        before = engine.scheduler.take_stats().num_pinned_blocks
+        before = engine.scheduler.pop_stats().num_pinned_blocks
         assert (before > USABLE // 4) == bool(num_jobs)
         for number in range(4):
             prompt = [950 + number, *random.Random(number).choices(range(1, 900), k=98 * 16)]
             engine.add_one(prompt, 8)
         steps.append(engine.run())
-        stats = engine.scheduler.take_stats()
+        stats = engine.scheduler.pop_stats()
         assert stats.num_preemptions == 0
         assert bool(stats.num_pins_given_up) == bool(num_jobs)
     assert steps[0] == steps[1]

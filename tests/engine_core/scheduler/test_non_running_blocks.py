@@ -60,7 +60,7 @@ def test_who_has_none_or_is_forgotten_is_not_asked(idle, manager, four):
     idle.move_to_queued(nothing)
     assert len(idle) == 4
     for each in four:
-        idle.forget(each)
+        idle.forget_request(each)
     assert len(idle) == 0
     assert not idle.free_resting()
     assert not idle.free_queued(nothing)

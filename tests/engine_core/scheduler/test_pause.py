@@ -17,7 +17,7 @@ def test_running_requests_finish_and_none_begins():
     assert [engine.reason_of(each) for each in requests[:2]] == [FinishReason.LENGTH] * 2
     assert engine.scheduler.num_unfinished == 3
     assert {each.status for each in (*requests[2:], late)} == {RequestStatus.WAITING_FOR_RESUME}
-    assert engine.scheduler.take_stats().num_deferred == 3
+    assert engine.scheduler.pop_stats().num_deferred == 3
     engine.scheduler.resume()
     assert list(engine.scheduler.waiting) == [*requests[2:], late]
     engine.run()
@@ -66,8 +66,8 @@ def test_frozen_requests_can_be_aborted_and_the_worker_hears_of_it():
     engine.scheduler.resume()
     engine.step()
     engine.scheduler.pause("freeze")
-    engine.scheduler.abort(running.request_id)
-    engine.scheduler.abort(waiting.request_id)
+    engine.scheduler.abort_request(running.request_id)
+    engine.scheduler.abort_request(waiting.request_id)
     assert engine.scheduler.has_work
     assert set(engine.step().finished_seq_ids) == {running.seq_id, waiting.seq_id}
     engine.assert_at_rest()
@@ -95,6 +95,6 @@ def test_a_paused_request_that_is_aborted_is_not_let_back_in():
     request = engine.add_one([1])
     engine.scheduler.pause("finish_running")
     engine.step()
-    engine.scheduler.abort(request.request_id)
+    engine.scheduler.abort_request(request.request_id)
     engine.scheduler.resume()
     engine.assert_at_rest()

@@ -100,7 +100,7 @@ def test_aborted_in_every_order_they_have_the_tokens_they_had():
     engine.send()
     for each in order:
         engine.send()
-        engine.scheduler.abort(requests[each].request_id)
+        engine.scheduler.abort_request(requests[each].request_id)
         engine.receive()
     assert [len(engine.tokens_of(requests[each])) for each in order] == list(range(10))
     assert all(each.status is RequestStatus.FINISHED_ABORTED for each in requests)
@@ -114,7 +114,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     gone = engine.add_one(prompt(30))
     engine.send()
     engine.send()
-    engine.scheduler.abort(gone.request_id)
+    engine.scheduler.abort_request(gone.request_id)
     taker = engine.add_one(prompt(30, 9), max_tokens=2)
     engine.receive()
     assert scheduled(engine.step()) == {taker.seq_id: 30}
@@ -185,7 +185,7 @@ def test_a_preempted_request_does_not_come_back_before_its_token_and_nobody_over
     engine, first, second = crowded()
     engine.in_flight += [engine.scheduler.schedule(), engine.scheduler.schedule()]
     late = engine.add_one([7], max_tokens=1)
-    engine.scheduler.abort(first.request_id)
+    engine.scheduler.abort_request(first.request_id)
     assert scheduled(engine.send()) == {}
     assert list(engine.scheduler.waiting) == [second, late]
     engine.collect(engine.in_flight.popleft())

@@ -22,16 +22,16 @@ class Book:
 
     def admit(self, tenant, priority, num_tokens):
         request = self.engine.add_one(list(range(num_tokens)), tenant=tenant, priority=priority)
-        self.ledger.enter(request)
+        self.ledger.register_request(request)
         self.running.append(request)
-        self.victims.admit(request)
-        self.ledger.admit(request, num_tokens)
+        self.victims.add_running(request)
+        self.ledger.begin_running(request, num_tokens)
         return request
 
     def remove(self, request):
         del self.running[index_of(self.running, request)]
-        self.victims.leave(request)
-        self.ledger.leave(request)
+        self.victims.remove_running(request)
+        self.ledger.unregister_request(request)
 
     def to_the_end(self, requests):
         self.running[:] = [each for each in self.running if each not in requests] + requests
@@ -65,12 +65,12 @@ def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants)
         elif kind < 0.8:
             book.to_the_end(draw.sample(book.running, draw.randint(1, len(book.running))))
         elif kind < 0.9:
-            book.remove(book.victims.first())
+            book.remove(book.victims.next_victim())
         else:
             book.ledger.begin_step()
-        assert book.victims.first() is book.searched(policy == "priority")
+        assert book.victims.next_victim() is book.searched(policy == "priority")
         level = book.ledger.most_served() - draw.choice([0, 1, 3, 10])
-        found = book.victims.first(served_above=level)
+        found = book.victims.next_victim(served_above=level)
         assert found is book.searched(policy == "priority", level)
         num_found += found is not None
         for each in draw.sample(book.running, min(3, len(book.running))):
@@ -91,7 +91,7 @@ def test_a_victim_costs_a_look_at_each_tenant(monkeypatch):
         return book.ledger.served(tenant)
 
     monkeypatch.setattr(book.policy, "served", served)
-    assert book.victims.first() is book.running[-1]
+    assert book.victims.next_victim() is book.running[-1]
     assert len(looks) == 3
 
 
@@ -100,4 +100,4 @@ def test_who_left_leaves_nothing():
     for number in range(1000):
         book.remove(book.admit(0, number % 5, 1))
     survivor = book.admit(0, 0, 1)
-    assert book.victims.first() is survivor
+    assert book.victims.next_victim() is survivor

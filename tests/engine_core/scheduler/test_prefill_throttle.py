@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.scheduler.limits import (
-    PATIENCE_STEPS,
+    MAX_PREFILL_STEPS,
     SHORT_SECONDS,
     PrefillThrottle,
     make_prefill_throttle,
@@ -27,8 +27,8 @@ def seconds_of_step(output: SchedulerOutput) -> float:
 
 def learnt(stretch: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
     pace = PrefillThrottle(step_budget, stretch)
-    pace.learn(16, 0, seconds_of(16, 0))
-    pace.learn(15, 200, seconds_of(15, 200))
+    pace.learn_step(16, 0, seconds_of(16, 0))
+    pace.learn_step(15, 200, seconds_of(15, 200))
     return pace
 
 
@@ -47,9 +47,9 @@ def test_a_number_that_was_never_seen_lies_between_those_that_were(
 ) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
     pace = PrefillThrottle(256, 2.0)
-    pace.learn(16, 0, 0.08)
-    pace.learn(2, 0, 0.04)
-    pace.learn(9, 100, 0.06 + 100 * TOKEN)
+    pace.learn_step(16, 0, 0.08)
+    pace.learn_step(2, 0, 0.04)
+    pace.learn_step(9, 100, 0.06 + 100 * TOKEN)
     assert pace.prompt_tokens(num_decoding, 0) == expected
 
 
@@ -59,31 +59,31 @@ def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:
 
 def test_until_both_times_are_known_a_step_is_full() -> None:
     pace = PrefillThrottle(256, 2.0)
-    pace.learn(3, 200, 0.3)  # what of it is the prompt's nobody knows
+    pace.learn_step(3, 200, 0.3)  # what of it is the prompt's nobody knows
     assert pace.prompt_tokens(16, 0) == 256
-    pace.learn(16, 0, DECODE)
+    pace.learn_step(16, 0, DECODE)
     assert pace.prompt_tokens(16, 0) == 256
-    pace.learn(15, 200, seconds_of(15, 200))
+    pace.learn_step(15, 200, seconds_of(15, 200))
     assert pace.prompt_tokens(16, 0) == 96
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_workers_that_say_nothing_teach_nothing(seconds: float) -> None:
     pace = learnt()
-    pace.learn(16, 0, seconds)
-    pace.learn(15, 200, seconds)
+    pace.learn_step(16, 0, seconds)
+    pace.learn_step(15, 200, seconds)
     assert pace.prompt_tokens(16, 0) == 96
 
 
 def test_a_short_step_is_not_cut() -> None:
     pace = PrefillThrottle(256, 2.0)
-    pace.learn(1, 0, 0.005)
-    pace.learn(1, 100, 0.005 + 100 * 0.00025)
+    pace.learn_step(1, 0, 0.005)
+    pace.learn_step(1, 100, 0.005 + 100 * 0.00025)
     assert pace.prompt_tokens(1, 0) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
 
 
 @pytest.mark.parametrize(
-    ("num_missing", "expected"), [(96 * PATIENCE_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
+    ("num_missing", "expected"), [(96 * MAX_PREFILL_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
 )
 def test_what_piles_up_is_done_within_some_steps(num_missing: int, expected: int) -> None:
     assert learnt().prompt_tokens(16, num_missing) == expected
@@ -91,25 +91,25 @@ def test_what_piles_up_is_done_within_some_steps(num_missing: int, expected: int
 
 def test_one_slow_step_is_soon_forgotten() -> None:
     pace = learnt()
-    pace.learn(16, 0, 100 * DECODE)
+    pace.learn_step(16, 0, 100 * DECODE)
     assert pace.prompt_tokens(16, 0) <= 128
     for _ in range(30):
-        pace.learn(16, 0, DECODE)
+        pace.learn_step(16, 0, DECODE)
     assert pace.prompt_tokens(16, 0) == 96
 
 
 @pytest.mark.parametrize(("stretch", "chunked"), [(0.0, True), (2.0, False)])
 def test_without_the_setting_or_chunks_nothing_is_throttled(stretch: float, chunked: bool) -> None:
     throttle = make_prefill_throttle(256, stretch, chunked=chunked)
-    throttle.learn(16, 0, seconds_of(16, 0))
-    throttle.learn(15, 200, seconds_of(15, 200))
+    throttle.learn_step(16, 0, seconds_of(16, 0))
+    throttle.learn_step(15, 200, seconds_of(15, 200))
     assert throttle.prompt_tokens(16, 0) == 256
 
 
 def test_the_setting_throttles() -> None:
     throttle = make_prefill_throttle(256, 2.0, chunked=True)
-    throttle.learn(16, 0, seconds_of(16, 0))
-    throttle.learn(15, 200, seconds_of(15, 200))
+    throttle.learn_step(16, 0, seconds_of(16, 0))
+    throttle.learn_step(15, 200, seconds_of(15, 200))
     assert throttle.prompt_tokens(16, 0) == 96
 
 

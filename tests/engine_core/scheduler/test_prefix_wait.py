@@ -90,7 +90,7 @@ def test_when_the_leader_is_aborted_the_next_one_leads():
     first, second, third = (engine.add_one(prompt, max_tokens=2) for _ in range(3))
     engine.step()
     assert {second.status, third.status} == {WAITS}
-    engine.scheduler.abort(first.request_id)
+    engine.scheduler.abort_request(first.request_id)
     assert engine.scheduler.has_work
     assert scheduled(engine.step()) == {second.seq_id: 8}
     assert second.num_cached_tokens == 8
@@ -119,7 +119,7 @@ def test_a_waiting_request_can_be_aborted():
     engine = chunked()
     first, second = (engine.add_one(list(range(30)), max_tokens=1) for _ in range(2))
     engine.step()
-    engine.scheduler.abort(second.request_id)
+    engine.scheduler.abort_request(second.request_id)
     engine.run()
     assert engine.tokens_of(first) == undisturbed(list(range(30)), 1)
     engine.assert_at_rest()
@@ -148,7 +148,7 @@ def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
     while waiter.scheduled_at is None:
         step = scheduled(engine.step())
         num_lost += waiter.status is WAITS and leader.seq_id not in step
-    assert 1 < num_lost <= prefix_wait.PATIENCE
+    assert 1 < num_lost <= prefix_wait.MAX_LOST_STEPS
     assert leader.num_computed_tokens < 800
     engine.run()
     engine.assert_at_rest()
@@ -178,11 +178,11 @@ def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
     engine = chunked()
     prompt = list(range(400))
     requests = [engine.add_one(prompt, max_tokens=1) for _ in range(12)]
-    for number in range(prefix_wait.PATIENCE):
+    for number in range(prefix_wait.MAX_LOST_STEPS):
         assert scheduled(engine.step()) == {requests[number].seq_id: 8}
         assert all(each.status is WAITS for each in requests[number + 1 :])
-        engine.scheduler.abort(requests[number].request_id)
-    rest = requests[prefix_wait.PATIENCE :]
+        engine.scheduler.abort_request(requests[number].request_id)
+    rest = requests[prefix_wait.MAX_LOST_STEPS :]
     assert scheduled(engine.step()) == {each.seq_id: 8 for each in rest}
     engine.run()
     engine.assert_at_rest()
@@ -296,7 +296,7 @@ def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
         once = 4 * len(blocks) + sum((len(each) - 1) % 4 + 1 for each in prompts)
         # A little may be computed twice rather than waited for.
         chunk = settings["long_prefill_token_threshold"] or settings["max_num_batched_tokens"]
-        spared = min(chunk, settings["max_num_batched_tokens"]) // prefix_wait.CROWD
+        spared = min(chunk, settings["max_num_batched_tokens"]) // prefix_wait.MIN_SHARED_FRACTION
         assert num_computed <= once + len(prompts) * spared
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)

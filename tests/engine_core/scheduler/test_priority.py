@@ -105,7 +105,7 @@ def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
     assert output.preempted_seq_ids == [low.seq_id]
     assert scheduled(output) == {high.seq_id: 1}
     assert output.total_num_scheduled_tokens == 1
-    assert engine.scheduler.take_stats().num_scheduled_tokens == 33
+    assert engine.scheduler.pop_stats().num_scheduled_tokens == 33
     assert engine.scheduler.running == [high]
     assert list(engine.scheduler.waiting) == [other, low]
     engine.run()

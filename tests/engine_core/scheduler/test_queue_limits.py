@@ -15,13 +15,13 @@ def queue(engine: EngineHarness, *prompts: list[int], **fields: object) -> list:
     added = []
     for prompt in prompts:
         for each in engine.add(prompt, **fields):
-            engine.scheduler.queue_limits.enter(each)
+            engine.scheduler.queue_limits.count_request(each)
             added.append(each)
     return added
 
 
 def counts(engine: EngineHarness) -> tuple[int, int]:
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     return stats.num_queued_reqs, stats.num_queued_tokens
 
 
@@ -40,7 +40,7 @@ def test_who_has_begun_or_is_over_counts_no_more():
     assert counts(engine) == (3, 60)
     engine.step()
     assert counts(engine) == (2, 50)
-    engine.scheduler.abort(third.request_id)
+    engine.scheduler.abort_request(third.request_id)
     assert counts(engine) == (1, 20)
     engine.run_until_over(first)
     engine.step()
@@ -90,9 +90,9 @@ def test_choices_count_one_by_one_and_their_prompt_once():
 def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
     backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
     for seq_id in range(6):
-        backlog.enter(make_request(seq_id, list(range(10))))
+        backlog.count_request(make_request(seq_id, list(range(10))))
     with pytest.raises(QueueFullError) as caught:
-        backlog.check(message)
+        backlog.check_message(message)
     assert caught.value.param == param
     assert all(each in caught.value.message for each in words)
     assert caught.value.retry_after_seconds >= 1
@@ -102,29 +102,29 @@ def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
 def test_what_just_fits_and_what_was_accepted_before_may_wait():
     backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
     for seq_id in range(6):
-        backlog.enter(make_request(seq_id, list(range(10))))
-    backlog.check(request(n=3, prompt=[1] * 40))
-    backlog.check(request(n=128, prompt=[1] * 1000, accepted=True))
+        backlog.count_request(make_request(seq_id, list(range(10))))
+    backlog.check_message(request(n=3, prompt=[1] * 40))
+    backlog.check_message(request(n=128, prompt=[1] * 1000, accepted=True))
 
 
 def test_an_empty_queue_takes_anything():
-    QueueLimits(QueueCapacity(1, 1), FakeClock()).check(request(n=128, prompt=[1] * 1000))
+    QueueLimits(QueueCapacity(1, 1), FakeClock()).check_message(request(n=128, prompt=[1] * 1000))
 
 
 def test_no_limits():
     backlog = QueueLimits(QueueCapacity(), FakeClock())
-    backlog.enter(make_request(1, [1] * 10))
-    backlog.check(request(n=128, prompt=[1] * 1000))
+    backlog.count_request(make_request(1, [1] * 10))
+    backlog.check_message(request(n=128, prompt=[1] * 1000))
 
 
 def fill(backlog, tenant, number, first_seq_id):
     for seq_id in range(first_seq_id, first_seq_id + number):
-        backlog.enter(make_request(seq_id, [1] * 10, tenant=tenant))
+        backlog.count_request(make_request(seq_id, [1] * 10, tenant=tenant))
 
 
 def is_full_for(backlog, tenant, **fields):
     try:
-        backlog.check(request(tenant=tenant, **fields))
+        backlog.check_message(request(tenant=tenant, **fields))
     except QueueFullError:
         return True
     return False
@@ -162,9 +162,9 @@ def test_a_tenant_that_has_left_has_no_share():
     backlog = engine.scheduler.queue_limits
     queue(engine, [1, 2], tenant=7)
     queue(engine, [3, 4], tenant=8)
-    assert len(backlog._shares) == 2
+    assert len(backlog._by_tenant) == 2
     engine.step()
-    assert not backlog._shares
+    assert not backlog._by_tenant
 
 
 class TestPace:
@@ -173,13 +173,13 @@ class TestPace:
     def setup_method(self):
         self.clock = FakeClock()
         self.pace = QueueDrainRate(self.clock)
-        self.pace.begin()
+        self.pace.on_first_waiting()
 
     def leave(self, number: int, seconds: float) -> None:
         """One after the other, so many seconds apart."""
         for _ in range(number):
             self.clock.now += seconds
-            self.pace.note()
+            self.pace.on_request_left()
 
     def test_a_guess_before_anyone_has_left(self):
         assert self.pace.seconds_for(1000) == 5
@@ -197,10 +197,10 @@ class TestPace:
 
     def test_time_without_a_queue_does_not_count(self):
         self.leave(10, 0.5)
-        self.pace.end()
+        self.pace.on_empty()
         self.clock.now += 3600
         assert self.pace.seconds_for(10) == 5
-        self.pace.begin()
+        self.pace.on_first_waiting()
         assert self.pace.seconds_for(10) == 5
 
     def test_what_is_long_past_is_forgotten(self):

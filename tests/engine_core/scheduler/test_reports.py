@@ -66,19 +66,19 @@ def test_statistics_are_gauges_and_deltas():
     engine.add_one(list(range(100, 130)), max_tokens=3)
     engine.add_one([5], max_tokens=1)
     engine.step()
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_running, stats.num_waiting) == (2, 1)
     assert stats.kv_cache_usage == 1.0
     assert stats.num_scheduled_tokens == 62
     assert stats.prefix_cache_queries == 62
     engine.step()
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert stats.num_preemptions == 1
     assert stats.num_scheduled_tokens == 1
     engine.run()
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    idle = engine.scheduler.take_stats()
+    idle = engine.scheduler.pop_stats()
     assert (idle.num_preemptions, idle.num_scheduled_tokens, idle.prefix_cache_hits) == (0, 0, 0)
 
 

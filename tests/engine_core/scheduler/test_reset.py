@@ -28,13 +28,13 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
     assert list(engine.scheduler.waiting) == requests
     assert {each.status for each in requests} == {RequestStatus.PREEMPTED}
     assert engine.kv_cache.usage == 0
-    assert engine.scheduler.take_stats().num_preemptions == 10
+    assert engine.scheduler.pop_stats().num_preemptions == 10
     assert sum(scheduled(engine.step()).values()) == 10 * 21, "nothing of it was in the cache"
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
-    assert engine.scheduler.take_stats().request_preemptions == [1] * 10
-    assert engine.scheduler.take_stats().request_preemptions == []
+    assert engine.scheduler.pop_stats().request_preemptions == [1] * 10
+    assert engine.scheduler.pop_stats().request_preemptions == []
     engine.assert_at_rest()
 
 

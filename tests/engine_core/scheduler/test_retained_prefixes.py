@@ -9,7 +9,7 @@ import pytest
 
 from engine_core.kv_cache.integrity import check
 from engine_core.retention import agent_sessions as jobs_module
-from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
+from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, TTLDecision, by_client
 from engine_core.scheduler.preemption import SwapRule
 from engine_core.trace.recorder import TraceRecorder
 from proto.engine_io import AgentHint
@@ -59,7 +59,7 @@ def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them()
     second = engine.turn("a", tokens(0, 20) + engine.tokens_of(first) + tokens(500, 8), last=True)
     assert second.num_cached_tokens == 20
     assert engine.pinned() == {}
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_pins_taken, stats.num_pins_hit) == (1, 1)
     engine.assert_at_rest()
 
@@ -88,7 +88,7 @@ def test_a_newer_turn_supersedes_the_pin_of_its_job():
     both = engine.add([*tokens(0, 20), *engine.tokens_of(first)], 8, agent=AgentHint("a"))
     engine.run()
     assert engine.pinned() == {"a": 7}
-    assert engine.pins.of("a").request_id == both[0].request_id
+    assert engine.pins.prefix_of("a").request_id == both[0].request_id
     assert engine.pins.num_blocks == 7
     assert check(engine.kv_cache) == []
 
@@ -100,7 +100,7 @@ def test_pins_are_swept_before_anything_is_allocated():
     engine.add_one(tokens(200, 100), 4)
     engine.send()
     assert engine.pinned() == {}
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_pins_expired, stats.num_pins_given_up) == (1, 0)
 
 
@@ -111,7 +111,7 @@ def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
     late = engine.add_one(tokens(0, 24), 4, agent=AgentHint("a"))
     assert not late.finds_retained_prefix
     engine.run()
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_pins_hit, stats.num_pins_expired) == (0, 1)
 
 
@@ -127,14 +127,14 @@ def test_a_waiting_turn_loses_its_lead_with_its_retained_prefix(parked):
     waiting = engine.scheduler.waiting
     assert list(waiting) == [turn, older]
     if parked:
-        waiting.park(turn)
-    engine.pins.drop("young", "room")
+        waiting.park_request(turn)
+    engine.pins.release_prefix("young", "room")
     engine.step()
     assert list(waiting) == [older, turn]
     assert not turn.finds_retained_prefix
     if parked:
-        waiting.unpark(turn)
-    assert waiting.peek() is older
+        waiting.unpark_request(turn)
+    assert waiting.peek_request() is older
 
 
 def test_a_waiting_turn_gets_the_lead_when_its_prefix_is_retained():
@@ -160,7 +160,7 @@ def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
     engine.step()
     output = engine.scheduler.schedule()
     for each in turns:
-        engine.scheduler.abort(each.request_id, stopped=True)
+        engine.scheduler.abort_request(each.request_id, stopped=True)
     assert engine.pinned() == {"0": 5, "100": 5}
     result = engine.runner.execute(output)
     sampled = list(result.sampled_token_ids)
@@ -178,7 +178,7 @@ def test_the_trace_tells_of_pins_and_counts_their_blocks():
     recorder = TraceRecorder(lines.append, started_at=0.0, num_seats=8, clock=clock)
     engine = Engine(clock=clock, observer=recorder, observers=(recorder.block_counter,))
     first = engine.turn("a", tokens(0, 20))
-    engine.scheduler.end_turn(first.request_id, "a", "shell")
+    engine.scheduler.report_tool(first.request_id, "a", "shell")
     engine.turn("a", tokens(0, 20) + tokens(300, 4), last=True)
     arrivals = [each for each in lines if isinstance(each, Arrival)]
     assert [each.job for each in arrivals] == ["a", "a"]
@@ -243,18 +243,18 @@ def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
     seen = []
     engine.scheduler.agent_sessions._rule = rule = Notes(seen)
     first = engine.turn("a", tokens(0, 20))
-    engine.scheduler.end_turn(first.request_id, "a", "shell")
+    engine.scheduler.report_tool(first.request_id, "a", "shell")
     engine.clock.now += 1.5
     second = engine.turn("a", tokens(0, 24))
     engine.clock.now += 0.25
     third = engine.add_one(tokens(0, 28), 4, agent=AgentHint("a"))
     engine.clock.now += 7.0
     engine.run()
-    engine.scheduler.end_turn(second.request_id, "a", "search")
-    engine.scheduler.end_turn(first.request_id, "a", "stale")
-    engine.scheduler.end_turn(third.request_id, "b", "unknown")
+    engine.scheduler.report_tool(second.request_id, "a", "search")
+    engine.scheduler.report_tool(first.request_id, "a", "stale")
+    engine.scheduler.report_tool(third.request_id, "b", "unknown")
     assert seen == [("shell", 1.5), ("search", 0.25)]
-    assert engine.scheduler.take_stats().tool_seconds == [1.5, 0.25]
+    assert engine.scheduler.pop_stats().tool_seconds == [1.5, 0.25]
     assert rule is engine.scheduler.agent_sessions._rule
 
 
@@ -265,18 +265,18 @@ class Notes:
         self.seen = seen
 
     def provisional(self, num_tokens):
-        return Worth(1.0, 1.0)
+        return TTLDecision(1.0, 1.0)
 
     def decide(self, tool, num_tokens):
-        return Worth(1.0, 1.0)
+        return TTLDecision(1.0, 1.0)
 
-    def observe(self, tool, seconds):
+    def learn_duration(self, tool, seconds):
         self.seen.append((tool, seconds))
 
-    def learn_delay(self, seconds):
+    def learn_queueing_delay(self, seconds):
         pass
 
-    def learn_turns(self, num_turns):
+    def learn_num_turns(self, num_turns):
         pass
 
 
@@ -313,7 +313,7 @@ def test_a_shared_block_counts_once_and_frees_nothing_by_one_unpin():
     assert engine.pinned() == {"a": 10, "b": 11}
     assert engine.pins.num_blocks == 11
     assert engine.kv_cache.num_free_blocks == 40
-    engine.pins.drop("a", "test")
+    engine.pins.release_prefix("a", "test")
     assert engine.kv_cache.pool.num_free == 29
     assert engine.kv_cache.num_free_blocks == 40
 
@@ -347,7 +347,7 @@ def test_aborted_turns_pin_nothing_and_those_that_a_stop_string_ended_do():
         request = engine.add_one(tokens(0, 20), 9, agent=AgentHint("a"))
         engine.step()
         engine.step()
-        engine.scheduler.abort(request.request_id, stopped=stopped)
+        engine.scheduler.abort_request(request.request_id, stopped=stopped)
         assert engine.pinned() == pinned
 
 
@@ -359,7 +359,7 @@ def test_a_pin_whose_turn_has_come_is_kept_until_it_runs_or_ends():
     engine.clock.now += 100.0
     engine.send()
     assert engine.pinned() == {"a": 5}
-    engine.scheduler.abort(turn.request_id)
+    engine.scheduler.abort_request(turn.request_id)
     engine.clock.now += 2.1
     engine.scheduler.resume()
     engine.send()
@@ -374,7 +374,7 @@ def test_a_pin_whose_turn_has_left_expires_while_an_older_turn_still_runs():
     engine.scheduler.pause("finish_running")
     next_ones = [engine.add_one(tokens(0, 24), 4, agent=AgentHint("a")) for _ in range(2)]
     for left, each in zip(({"a": 5}, {}), next_ones, strict=True):
-        engine.scheduler.abort(each.request_id)
+        engine.scheduler.abort_request(each.request_id)
         engine.clock.now += 2.1
         engine.step()
         assert engine.pinned() == left
@@ -398,7 +398,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
     engine.clock.now += jobs_module.FORGET_SECONDS
     engine.add_one(tokens(600, 8), 4, agent=AgentHint("c"))
     assert seen == [("", math.inf)]
-    assert "a" not in engine.scheduler.agent_sessions._jobs
+    assert "a" not in engine.scheduler.agent_sessions._sessions
 
 
 @pytest.mark.parametrize(
@@ -410,10 +410,10 @@ def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_
     engine = Engine(windows=windows)
     asked = []
     engine.scheduler.agent_sessions._rule = rule = Notes([])
-    rule.decide = lambda tool, num_tokens: asked.append(num_tokens) or Worth(1.0, 1.0)
+    rule.decide = lambda tool, num_tokens: asked.append(num_tokens) or TTLDecision(1.0, 1.0)
     turn = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": num_blocks}
-    engine.scheduler.end_turn(turn.request_id, "a", "shell")
+    engine.scheduler.report_tool(turn.request_id, "a", "shell")
     assert asked == [20]  # 23 computed tokens in blocks of 4
 
 
@@ -425,12 +425,23 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
         engine.turn(f"job {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
     assert engine.pins.num_blocks <= 200
-    assert len(engine.scheduler.agent_sessions) <= jobs_module.MAX_JOBS
     assert len(engine.pins._deadlines._heap) <= 2 * len(engine.pins) + 64
     assert len(engine.pins._values._heap) <= 2 * len(engine.pins) + 64
     engine.clock.now += 1e9
     engine.turn("again", tokens(0, 8), 1, last=True)
     engine.assert_at_rest()
+
+
+@pytest.mark.interpreted
+def test_the_session_that_was_seen_longest_ago_is_forgotten_if_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(jobs_module, "MAX_SESSIONS", 20)
+    engine = Engine()
+    for number in range(50):
+        engine.turn(f"job {number}", tokens(number, 8), 1)
+        engine.clock.now += 0.001
+    sessions = engine.scheduler.agent_sessions
+    assert len(sessions) == 20
+    assert list(sessions._sessions) == [f"job {number}" for number in range(30, 50)]
 
 
 def test_row_39_nobody_reads_a_clock_that_can_be_set():
@@ -461,10 +472,10 @@ def test_row_39_a_client_that_lies_about_its_tools_loses_its_pins_first():
     honest = engine.turn("honest", tokens(100, 60))
     rule = engine.scheduler.agent_sessions._rule
     for _ in range(101):
-        rule.observe("slow", 1000.0)
-        rule.observe("quick", 0.1)
-    engine.scheduler.end_turn(liar.request_id, "liar", "slow")
-    engine.scheduler.end_turn(honest.request_id, "honest", "quick")
+        rule.learn_duration("slow", 1000.0)
+        rule.learn_duration("quick", 0.1)
+    engine.scheduler.report_tool(liar.request_id, "liar", "slow")
+    engine.scheduler.report_tool(honest.request_id, "honest", "quick")
     engine.add_one(tokens(300, 80), 1)
     engine.send()
     assert engine.pinned() == {"liar": 5, "honest": 15}
@@ -478,11 +489,11 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
     engine = Engine()
     engine.scheduler.agent_sessions._rule = GuardedTTL(Broken([]))
     first = engine.turn("a", tokens(0, 20))
-    engine.scheduler.end_turn(first.request_id, "a", "shell")
+    engine.scheduler.report_tool(first.request_id, "a", "shell")
     assert engine.pinned() == {}
     engine.turn("a", tokens(0, 24))
     assert engine.pinned() == {}
-    assert [each.message for each in caplog.records] == ["no KV is kept between turns any more"]
+    assert [each.message for each in caplog.records] == ["no KV is retained between turns any more"]
     engine.assert_at_rest()
 
 
@@ -491,20 +502,20 @@ def test_what_is_gained_is_the_delay_and_the_context():
     costs.learn_step(100, 1.0)
     rule = ExpectedBenefitTTL(costs)
     assert rule.decide("x", 50).seconds == 0.0  # B = 0.5: the cold start says no
-    rule.learn_delay(2.0)
+    rule.learn_queueing_delay(2.0)
     assert rule.decide("x", 50).seconds == pytest.approx(0.9162907)  # ln 2.5
     for _ in range(101):
-        rule.observe("quick", 0.2)
+        rule.learn_duration("quick", 0.2)
     worth = rule.decide("quick", 50)
-    assert (worth.seconds, worth.gain) == (0.2, pytest.approx(2.3))
+    assert (worth.seconds, worth.value) == (0.2, pytest.approx(2.3))
 
 
 def test_who_lost_its_kv_says_what_a_place_in_the_queue_costs():
     engine = Engine()
     heard = []
     engine.scheduler.agent_sessions._rule = rule = Notes([])
-    rule.learn_delay = heard.append
-    rule.provisional = lambda num_tokens: Worth(0.0, 0.0)
+    rule.learn_queueing_delay = heard.append
+    rule.provisional = lambda num_tokens: TTLDecision(0.0, 0.0)
     engine.turn("a", tokens(0, 20))
     engine.add_one(tokens(0, 24), 4, agent=AgentHint("a"))
     engine.clock.now += 3.0
@@ -517,5 +528,5 @@ def test_a_job_is_as_long_as_from_its_first_arrival_to_the_end_of_its_last_step(
     engine.turn("a", tokens(0, 20), arrival_time=engine.clock())
     engine.clock.now += 5.0
     engine.turn("a", tokens(0, 24), last=True, arrival_time=engine.clock())
-    assert engine.scheduler.take_stats().job_seconds == [5.0]
+    assert engine.scheduler.pop_stats().job_seconds == [5.0]
     assert len(engine.scheduler.agent_sessions) == 0

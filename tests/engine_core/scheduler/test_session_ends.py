@@ -44,11 +44,11 @@ def test_a_closed_session_takes_no_more():
     engine = EngineHarness()
     session = open_session(engine, [1, 2], 3, client=2)
     sessions = engine.scheduler.sessions
-    assert sessions.takes_input(2, session.request_id)
-    assert not sessions.takes_input(1, session.request_id), "it is another front end's"
-    assert not sessions.takes_input(2, session.request_id + 1)
+    assert sessions.accepts_input(2, session.request_id)
+    assert not sessions.accepts_input(1, session.request_id), "it is another front end's"
+    assert not sessions.accepts_input(2, session.request_id + 1)
     engine.give(session, [3], last=True)
-    assert not sessions.takes_input(2, session.request_id)
+    assert not sessions.accepts_input(2, session.request_id)
 
 
 @pytest.mark.parametrize("when", ["during a turn", "at rest", "in line"])
@@ -59,10 +59,10 @@ def test_it_can_be_aborted_and_leaves_nothing(when):
         engine.give(session, [1, 2], 5)
     if when == "during a turn":
         engine.step()
-    assert engine.scheduler.abort(session.request_id) == 1
+    assert engine.scheduler.abort_request(session.request_id) == 1
     if engine.scheduler.has_work:
         engine.step()
-    assert not engine.scheduler.sessions.takes_input(0, session.request_id)
+    assert not engine.scheduler.sessions.accepts_input(0, session.request_id)
     assert engine.reason_of(session) is None
     engine.assert_at_rest()
 
@@ -70,8 +70,8 @@ def test_it_can_be_aborted_and_leaves_nothing(when):
 def test_sessions_of_a_front_end_that_is_gone_are_over():
     engine = EngineHarness()
     mine, theirs = rest(engine, [1, 2], client=1), rest(engine, [3, 4], client=2)
-    assert engine.scheduler.abort_client(1) == 1
-    assert not engine.scheduler.sessions.takes_input(1, mine.request_id)
+    assert engine.scheduler.abort_client_requests(1) == 1
+    assert not engine.scheduler.sessions.accepts_input(1, mine.request_id)
     engine.give(theirs, [5], 1, last=True)
     engine.run()
     engine.assert_at_rest()
@@ -81,7 +81,7 @@ def test_tokens_under_way_when_it_is_aborted_are_dropped():
     engine = EngineHarness()
     session = open_session(engine, [1, 2], 1)
     output = engine.scheduler.schedule()
-    engine.scheduler.abort(session.request_id)
+    engine.scheduler.abort_request(session.request_id)
     assert engine.collect(output) == {}
     engine.step()
     engine.assert_at_rest()
@@ -136,9 +136,9 @@ def test_a_session_at_rest_for_too_long_ends_with_an_error():
     clock.now += 20.0
     young = rest(engine, [3, 4], client=2)
     clock.now += 9.9
-    assert sessions.end_overdue() == {}
+    assert sessions.end_idle_sessions() == {}
     clock.now += 0.1
-    overdue = sessions.end_overdue()
+    overdue = sessions.end_idle_sessions()
     engine.note(overdue)
     ((client, (final,)),) = overdue.items()
     assert (client, final.request_id) == (1, old.request_id)
@@ -146,7 +146,7 @@ def test_a_session_at_rest_for_too_long_ends_with_an_error():
     assert "30 seconds" in final.error.message
     assert "--session-timeout" in final.error.message
     clock.now += 20.0
-    engine.note(sessions.end_overdue())
+    engine.note(sessions.end_idle_sessions())
     assert engine.reason_of(young) is FinishReason.ERROR
     engine.assert_at_rest()
 
@@ -159,12 +159,14 @@ def test_time_counts_only_at_rest_and_anew_each_time():
     engine.give(session, [3], 2)
     clock.now += 50.0
     engine.step()
-    assert engine.scheduler.sessions.end_overdue() == {}, "a turn may take as long as it takes"
+    assert engine.scheduler.sessions.end_idle_sessions() == {}, (
+        "a turn may take as long as it takes"
+    )
     engine.step()
     clock.now += 29.0
-    assert engine.scheduler.sessions.end_overdue() == {}
+    assert engine.scheduler.sessions.end_idle_sessions() == {}
     clock.now += 1.0
-    assert len(engine.scheduler.sessions.end_overdue()[0]) == 1
+    assert len(engine.scheduler.sessions.end_idle_sessions()[0]) == 1
 
 
 def test_a_session_ends_on_a_closing_input_also_while_all_is_frozen():

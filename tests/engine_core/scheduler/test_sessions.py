@@ -33,7 +33,7 @@ def test_a_turn_ends_and_the_next_one_computes_only_what_is_new():
     assert engine.kv_cache.block_ids(following.seq_id) == [[1]]
     params = SamplingParams(max_tokens=8, stop_token_ids=(21,))
     message = SessionInput(1, session.request_id, [4, 5], params)
-    assert engine.scheduler.sessions.take(message) == []
+    assert engine.scheduler.sessions.add_input(message) == []
     assert following.status is RequestStatus.WAITING
     output = engine.step()
     assert following.status is RequestStatus.RUNNING
@@ -95,10 +95,10 @@ def test_at_rest_there_is_no_work_but_an_unfinished_request():
     assert engine.scheduler.num_unfinished == 1
     assert engine.scheduler.running == []
     assert engine.runner.rows == {}, "the worker was told to forget the turn"
-    stats = engine.scheduler.take_stats()
+    stats = engine.scheduler.pop_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 1, 1)
     assert stats.kv_cache_usage > 0
-    assert engine.scheduler.knows(session.request_id)
+    assert engine.scheduler.has_request(session.request_id)
     assert check(engine.kv_cache) == []
 
 
@@ -135,7 +135,7 @@ def test_parameters_are_those_of_the_turn_whatever_has_come_meanwhile():
     params = SamplingParams(max_tokens=1, temperature=0.0)
     for tokens, given in ([5], params), ([6], None):
         message = SessionInput(1, session.request_id, tokens, given)
-        engine.scheduler.sessions.take(message)
+        engine.scheduler.sessions.add_input(message)
     while engine.scheduler.has_work:
         engine.step()
     sent = [new for step in engine.runner.steps for new in step.new_requests]

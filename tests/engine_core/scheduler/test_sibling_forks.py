@@ -112,7 +112,7 @@ def test_when_the_first_is_aborted_the_next_computes_the_prompt(caching):
     engine = engine_of(caching, long_prefill_token_threshold=8)
     requests = engine.add(PROMPT, max_tokens=2, n=3)
     engine.step()
-    engine.scheduler.abort(requests[0].request_id, 0)
+    engine.scheduler.abort_request(requests[0].request_id, 0)
     assert engine.scheduler.has_work
     assert scheduled(engine.step()) == {requests[1].seq_id: 8}
     assert requests[2].status is WAITS
@@ -137,7 +137,7 @@ def test_the_whole_request_can_be_aborted_while_some_wait():
     engine = engine_of(max_num_batched_tokens=8)
     requests = engine.add(PROMPT, n=3)
     engine.step()
-    assert engine.scheduler.abort(requests[0].request_id) == 3
+    assert engine.scheduler.abort_request(requests[0].request_id) == 3
     engine.step()
     engine.assert_at_rest()
 
@@ -146,7 +146,7 @@ def test_one_that_waits_can_be_aborted():
     engine = engine_of(max_num_batched_tokens=8)
     requests = engine.add(PROMPT, max_tokens=2, n=3)
     engine.step()
-    engine.scheduler.abort(requests[0].request_id, 1)
+    engine.scheduler.abort_request(requests[0].request_id, 1)
     engine.run()
     assert_right(engine, [requests[0], requests[2]], 2)
 
@@ -320,10 +320,10 @@ def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
         assert gate.is_blocked(Candidate(each, engine.kv_cache))
     choices.num_looks = 0
     for _ in range(10):
-        gate.begin_admission(StepPlan(100, 0.0, 100))
+        gate.begin_admission(StepPlan(100, 0.0))
     assert (choices.num_looks, woken) == (0, [])
     first.num_computed_tokens = len(PROMPT)
-    gate.begin_admission(StepPlan(100, 0.0, 100))
+    gate.begin_admission(StepPlan(100, 0.0))
     assert woken == requests[1:]
     assert choices.num_looks == 0
 

@@ -121,7 +121,7 @@ def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
     leaving, staying = engine.add_one([1], 5), engine.add_one([2], 5)
     engine.step()
     engine.lose_workers()
-    engine.scheduler.abort(leaving.request_id)
+    engine.scheduler.abort_request(leaving.request_id)
     late = engine.add_one([3], 5)
     engine.run()
     assert engine.tokens_of(staying) == undisturbed([2], 5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.tenant_usage import MAX_DEBTS, OUTPUT_WEIGHT, TenantUsage
+from engine_core.scheduler.tenant_usage import MAX_ABSENT_TENANTS, OUTPUT_WEIGHT, TenantUsage
 from tests.fakes.engine_harness import EngineHarness
 
 CREDIT = 100
@@ -17,13 +17,13 @@ class Book:
 
     def waiting(self, tenant, length=10):
         request = self.engine.add_one(list(range(length)), tenant=tenant)
-        self.ledger.enter(request)
-        self.ledger.line_up(tenant)
+        self.ledger.register_request(request)
+        self.ledger.begin_waiting(tenant)
         return request
 
     def running(self, tenant, length=10, chunk=None):
         request = self.waiting(tenant, length)
-        self.ledger.admit(request, chunk or length)
+        self.ledger.begin_running(request, chunk or length)
         return request
 
     def steps(self, number):
@@ -43,7 +43,7 @@ def book():
 def test_input_is_charged_when_it_is_admitted_and_output_step_by_step(book):
     request = book.waiting(1, length=30)
     before = book.ledger.served(1)
-    book.ledger.admit(request, 30)
+    book.ledger.begin_running(request, 30)
     assert book.ledger.served(1) - before == 30
     book.steps(5)
     assert book.ledger.served(1) - before == 30 + 5 * OUTPUT_WEIGHT
@@ -53,7 +53,7 @@ def test_what_the_cache_holds_costs_nothing(book):
     request = book.waiting(1, length=30)
     before = book.ledger.served(1)
     request.num_computed_tokens = 24
-    book.ledger.admit(request, 6)
+    book.ledger.begin_running(request, 6)
     assert book.ledger.served(1) - before == 6
 
 
@@ -76,10 +76,10 @@ def test_a_preemption_is_charged_to_nobody(book):
     request = book.running(1, length=30)
     book.steps(3)
     served = book.ledger.served(1)
-    book.ledger.stop(request)
+    book.ledger.end_running(request)
     request.num_preemptions = 1
     book.steps(3)
-    book.ledger.admit(request, 30)
+    book.ledger.begin_running(request, 30)
     assert book.ledger.served(1) == served
     assert book.ledger.num_tenants == 1
 
@@ -89,7 +89,7 @@ def test_who_returns_is_behind_by_the_credit_and_no_more(book):
     book.waiting(2)
     assert book.ahead(1, 2) == CREDIT
     book.steps(1000)
-    book.ledger.line_up(2)  # nothing of it waited meanwhile, as it seems
+    book.ledger.begin_waiting(2)  # nothing of it waited meanwhile, as it seems
     assert book.ahead(1, 2) == CREDIT
 
 
@@ -98,7 +98,7 @@ def test_who_is_behind_by_less_than_the_credit_stays_there(book):
     book.running(2, length=10)
     ahead = book.ahead(1, 2)
     assert 0 < ahead < CREDIT
-    book.ledger.line_up(2)
+    book.ledger.begin_waiting(2)
     assert book.ahead(1, 2) == ahead
 
 
@@ -112,19 +112,19 @@ def test_a_debt_is_remembered_while_its_tenant_is_away(book):
     heavy = book.running(1, length=80)
     book.running(2, length=1)
     ahead = book.ahead(1, 2)
-    book.ledger.leave(heavy)
+    book.ledger.unregister_request(heavy)
     assert book.ledger.num_tenants == 1
     book.waiting(1)
     assert book.ahead(1, 2) == ahead
 
 
 def test_only_so_many_tenants_that_are_away_are_remembered(book):
-    for tenant in range(MAX_DEBTS + 1):
-        book.ledger.leave(book.running(tenant, length=5))
+    for tenant in range(MAX_ABSENT_TENANTS + 1):
+        book.ledger.unregister_request(book.running(tenant, length=5))
     assert book.ledger.num_tenants == 0
-    for tenant in (0, 1, MAX_DEBTS, -1):
+    for tenant in (0, 1, MAX_ABSENT_TENANTS, -1):
         book.waiting(tenant)
-    assert [book.ahead(tenant, -1) for tenant in (0, 1, MAX_DEBTS)] == [0, 5, 5]
+    assert [book.ahead(tenant, -1) for tenant in (0, 1, MAX_ABSENT_TENANTS)] == [0, 5, 5]
 
 
 def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
@@ -137,8 +137,8 @@ def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
         newcomer = book.waiting(number + 10, length=50)
         if book.ahead(waits.tenant, newcomer.tenant) <= 0:
             break
-        book.ledger.admit(newcomer, 50)
-        book.ledger.leave(newcomer)
+        book.ledger.begin_running(newcomer, 50)
+        book.ledger.unregister_request(newcomer)
         served += 50
         assert served < 10 * CREDIT
 
@@ -148,5 +148,5 @@ def test_most_served_speaks_of_those_that_run(book):
     heavy = book.running(1, length=90)
     book.running(2, length=20)
     assert book.ledger.most_served() == book.ledger.served(1)
-    book.ledger.stop(heavy)
+    book.ledger.end_running(heavy)
     assert book.ledger.most_served() == book.ledger.served(2)

@@ -7,13 +7,13 @@ from statistics import correlation
 import pytest
 
 from engine_core.retention.ttl_rule import (
-    FEW,
-    FEWEST,
     MAX_TOOLS,
     MAX_TOOLS_OF_TENANT,
+    MIN_SAMPLES,
+    MIN_TOOL_SAMPLES,
     WINDOW,
     Durations,
-    ToolTimes,
+    ToolDurations,
     TurnCounts,
 )
 
@@ -24,7 +24,7 @@ def test_the_best_time_is_that_of_a_search(seed):
     durations, kept = Durations(), []
     for _ in range(rng.choice([1, 5, WINDOW + 200])):
         seconds = rng.choice([rng.expovariate(1.0), rng.uniform(0, 50), math.inf])
-        durations.add(seconds)
+        durations.add_sample(seconds)
         kept = [*kept, seconds][-WINDOW:]
     benefit = rng.choice([0.0, 0.3, 2.0, 20.0])
 
@@ -33,45 +33,45 @@ def test_the_best_time_is_that_of_a_search(seed):
 
     candidates = [0.0, *(each for each in kept if each < math.inf)]
     best = max(candidates, key=gain)
-    tau, gained = durations.best(benefit)
+    tau, gained = durations.best_ttl(benefit)
     assert gained == pytest.approx(max(0.0, gain(best)))
     assert gain(tau) == pytest.approx(max(gain(0.0), gain(best))) or tau == 0.0
     assert len(durations) == len(kept)
 
 
 def test_a_tool_speaks_for_itself_once_there_is_enough_of_it():
-    times = ToolTimes()
-    assert times.best("a", math.e) == (pytest.approx(1.0), pytest.approx(math.e - 2.0))
-    assert times.best("a", 0.9) == (0.0, 0.0)
-    for _ in range(FEWEST):
-        times.observe("b", 3.0)
-    assert times.best("a", 10.0)[0] == 3.0
-    for _ in range(FEW + 1):
-        times.observe("a", 0.5)
-    assert times.best("a", 10.0)[0] == 0.5
-    for _ in range(FEW + 1):
-        times.observe("never", math.inf)
-    assert times.best("never", 1000.0) == (0.0, 0.0)
+    times = ToolDurations()
+    assert times.best_ttl("a", math.e) == (pytest.approx(1.0), pytest.approx(math.e - 2.0))
+    assert times.best_ttl("a", 0.9) == (0.0, 0.0)
+    for _ in range(MIN_SAMPLES):
+        times.add_sample("b", 3.0)
+    assert times.best_ttl("a", 10.0)[0] == 3.0
+    for _ in range(MIN_TOOL_SAMPLES + 1):
+        times.add_sample("a", 0.5)
+    assert times.best_ttl("a", 10.0)[0] == 0.5
+    for _ in range(MIN_TOOL_SAMPLES + 1):
+        times.add_sample("never", math.inf)
+    assert times.best_ttl("never", 1000.0) == (0.0, 0.0)
 
 
 def test_tools_are_forgotten_when_there_are_too_many():
-    times = ToolTimes()
+    times = ToolDurations()
     for each in range(10 * MAX_TOOLS):
-        times.observe(f"{each % 300:016x}/tool {each}", 1.0)
+        times.add_sample(f"{each % 300:016x}/tool {each}", 1.0)
     assert len(times) == MAX_TOOLS
 
 
 def test_invented_names_of_one_tenant_do_not_make_the_tools_of_another_forgotten():
-    times = ToolTimes()
+    times = ToolDurations()
     own = f"{1:016x}/shell"
-    for _ in range(FEW + 1):
-        times.observe(own, 0.5)
+    for _ in range(MIN_TOOL_SAMPLES + 1):
+        times.add_sample(own, 0.5)
     for tenant in range(2, 7):
         for each in range(2 * MAX_TOOLS_OF_TENANT):
-            times.observe(f"{tenant:016x}/tool {each}", 3.0)
+            times.add_sample(f"{tenant:016x}/tool {each}", 3.0)
     for each in range(2 * MAX_TOOLS):
-        times.observe(f"tool/{each}", 3.0)
-    assert times.typical(own) == 0.5
+        times.add_sample(f"tool/{each}", 3.0)
+    assert times.median(own) == 0.5
     assert len(times) <= MAX_TOOLS
 
 
@@ -81,7 +81,7 @@ def test_eta_is_the_correlation_of_turns_behind_and_before(seed):
     counts, behind, before = TurnCounts(), [], []
     for _ in range(50):
         number = rng.randint(1, 20)
-        counts.learn(number)
+        counts.add_session(number)
         behind += range(1, number + 1)
         before += [number - k for k in range(1, number + 1)]
     assert counts.eta == pytest.approx(min(1.0, max(0.0, -correlation(behind, before))))
@@ -90,7 +90,7 @@ def test_eta_is_the_correlation_of_turns_behind_and_before(seed):
 def test_eta_is_one_until_something_is_known():
     counts = TurnCounts()
     assert counts.eta == 1.0
-    counts.learn(1)
+    counts.add_session(1)
     assert counts.eta == 1.0
-    counts.learn(8)
+    counts.add_session(8)
     assert 0.0 <= counts.eta <= 1.0

@@ -114,11 +114,11 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
 
 def test_one_that_leaves_while_it_waits_is_forgotten(engine):
     engine.ask(1, WORDS, wait=False)
-    engine.harness.scheduler.abort(1)
+    engine.harness.scheduler.abort_request(1)
     engine.ask(2, WORDS)
     assert engine.outputs.accepted == [(0, 2)]
     engine.step()
-    engine.harness.scheduler.abort(2)
+    engine.harness.scheduler.abort_request(2)
     engine.run()
     assert_nothing_is_left(engine)
 
@@ -158,7 +158,7 @@ def test_a_preempted_choice_goes_on_where_it_stood(tokenizer_folder):
             engine.ask(request_id, WORDS, max_tokens=20)
         engine.run()
         texts.append([engine.tokens(each) for each in (1, 2, 3)])
-        stats = engine.harness.scheduler.take_stats()
+        stats = engine.harness.scheduler.pop_stats()
         assert bool(stats.num_preemptions) is (num_blocks == 8)
         engine.close()
     assert texts[0] == texts[1]

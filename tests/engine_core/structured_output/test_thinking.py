@@ -254,7 +254,7 @@ def test_preempted_thoughts_go_on(tokenizer_folder):
             engine.ask(request_id, None, max_tokens=20, thinking=ruled(RULE, budget=6))
         engine.run()
         texts.append([engine.tokens(each) for each in (1, 2, 3)])
-        assert bool(engine.harness.scheduler.take_stats().num_preemptions) is (num_blocks == 8)
+        assert bool(engine.harness.scheduler.pop_stats().num_preemptions) is (num_blocks == 8)
         engine.close()
     assert texts[0] == texts[1]
     assert all(tuple(tokens[6 : 6 + len(END)]) == END for tokens in texts[0])

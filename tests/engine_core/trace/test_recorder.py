@@ -66,7 +66,7 @@ def test_what_a_connector_brings_is_told_apart_and_only_once() -> None:
     for number, is_async in enumerate((None, True, False)):
         request = engine.harness.add_one([5] * 40, 2)
         if is_async is not None:
-            engine.recorder.found_elsewhere(request, 16, "Disk", is_async=is_async)
+            engine.recorder.on_external_hit(request, 16, "Disk", is_async=is_async)
         engine.finish()
         assert len(engine.of(Finish)) == number + 1
     hits = [hit for each in engine.of(Step) for hit in each.decision.hits]

@@ -1,4 +1,4 @@
-"""Products with packed weights: one weight, several side by side, a head, a table; two formats."""
+"""Products over blocks: one weight, several side by side, a head, a table; and two forms."""
 
 import pytest
 import torch

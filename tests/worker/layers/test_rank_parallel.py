@@ -1,4 +1,4 @@
-"""Sums over ranks, and the head and table of a vocabulary divided among ranks."""
+"""What ranks add up and put side by side; a group whose other ranks are known beforehand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which format a model's weights get, on made-up machines."""
+"""Which form a model's weights get, on made-up machines."""
 
 from types import SimpleNamespace
 from typing import NoReturn, cast

@@ -16,13 +16,13 @@ def turns(*jobs):
 
 
 def order(queue, requests):
-    return [requests.index(queue.pop()) for _ in range(queue.num_ready)]
+    return [requests.index(queue.pop_request()) for _ in range(queue.num_ready)]
 
 
 def filled(requests):
     queue = ContinuumQueue()
     for each in reversed(requests):
-        queue.add(each)
+        queue.add_request(each)
     return queue
 
 
@@ -46,8 +46,8 @@ def test_nobody_waits_for_ever_for_turns_of_a_job_without_an_end():
 def test_the_preempted_stand_at_the_head_in_their_old_order():
     requests = turns((1, 1, True), (2, 2, False), (3, 3, False))
     queue = filled(requests[:1])
-    queue.restore(requests[2])
-    queue.restore(requests[1])
+    queue.requeue_preempted(requests[2])
+    queue.requeue_preempted(requests[1])
     assert order(queue, requests) == [1, 2, 0]
 
 
@@ -56,6 +56,6 @@ def test_a_turn_moves_when_its_prefix_is_retained_or_lost():
     queue = filled(requests)
     requests[0].finds_retained_prefix, requests[2].finds_retained_prefix = False, True
     for each in (requests[0], requests[2]):
-        queue.reorder(each)
+        queue.reorder_request(each)
     assert len(queue) == 3
     assert order(queue, requests) == [2, 0, 1]

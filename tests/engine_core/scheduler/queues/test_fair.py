@@ -20,13 +20,13 @@ class FakeTenantStats:
     def served(self, tenant):
         return self.counters.get(tenant, 0.0)
 
-    def enter(self, request):
+    def register_request(self, request):
         self.entered.append(request)
 
-    def line_up(self, tenant):
+    def begin_waiting(self, tenant):
         self.lined_up.append(tenant)
 
-    def stop(self, request):
+    def end_running(self, request):
         self.stopped.append(request)
 
 
@@ -49,7 +49,7 @@ def requests_of(tenants, priorities=None):
 
 def filled(queue, requests):
     for each in requests:
-        queue.add(each)
+        queue.add_request(each)
     return queue
 
 
@@ -57,12 +57,12 @@ def test_the_tenant_served_least_goes_first_and_charges_change_the_order():
     standings = FakeTenantStats(t1=10, t2=20, t3=5)
     one, other, two, three = requests = requests_of([1, 1, 2, 3])
     queue = filled(first_come(standings), requests)
-    assert queue.pop() is three
-    assert queue.peek() is one
-    assert queue.pop() is one
+    assert queue.pop_request() is three
+    assert queue.peek_request() is one
+    assert queue.pop_request() is one
     standings.counters[1] = 30
-    assert queue.pop() is two
-    assert queue.pop() is other
+    assert queue.pop_request() is two
+    assert queue.pop_request() is other
     assert len(queue) == queue.num_ready == 0
 
 
@@ -70,7 +70,7 @@ def test_one_tenant_has_the_order_of_its_line():
     requests = requests_of([4] * 4, priorities=[2, 0, 1, 0])
     assert list(filled(first_come(FakeTenantStats()), requests)) == requests
     queue = filled(by_priority(FakeTenantStats()), requests)
-    assert [queue.pop() for _ in requests] == [requests[each] for each in (1, 3, 2, 0)]
+    assert [queue.pop_request() for _ in requests] == [requests[each] for each in (1, 3, 2, 0)]
 
 
 def test_urgency_goes_before_fairness_and_fairness_before_arrival():
@@ -78,22 +78,22 @@ def test_urgency_goes_before_fairness_and_fairness_before_arrival():
     requests = requests_of([1, 1, 2, 2], priorities=[0, 1, 1, 2])
     queue = filled(by_priority(standings), requests)
     assert list(queue) == [requests[each] for each in (0, 2, 1, 3)]
-    assert [queue.pop() for _ in requests] == [requests[each] for each in (0, 2, 1, 3)]
+    assert [queue.pop_request() for _ in requests] == [requests[each] for each in (0, 2, 1, 3)]
 
 
 def test_a_more_urgent_request_moves_its_tenant_up():
     standings = FakeTenantStats(t1=100, t2=0)
     slow, fast, urgent = requests_of([1, 2, 1], priorities=[3, 2, 1])
     queue = filled(by_priority(standings), [slow, fast])
-    assert queue.peek() is fast
-    queue.add(urgent)
-    assert [queue.pop() for _ in range(3)] == [urgent, fast, slow]
+    assert queue.peek_request() is fast
+    queue.add_request(urgent)
+    assert [queue.pop_request() for _ in range(3)] == [urgent, fast, slow]
 
 
 def test_at_equal_service_the_head_that_arrived_first_goes_first():
     requests = requests_of([9, 3, 5])
     queue = filled(first_come(FakeTenantStats()), requests)
-    assert [queue.pop() for _ in requests] == requests
+    assert [queue.pop_request() for _ in requests] == requests
 
 
 def test_it_tells_who_comes_and_whose_line_was_empty():
@@ -103,11 +103,11 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
     filled(queue, requests)
     assert standings.entered == requests
     assert standings.lined_up == [7]
-    queue.park(first)
-    queue.park(second)
-    queue.unpark(second)
+    queue.park_request(first)
+    queue.park_request(second)
+    queue.unpark_request(second)
     assert standings.lined_up == [7, 7]
-    queue.restore(queue.pop())
+    queue.requeue_preempted(queue.pop_request())
     assert standings.stopped == [second]
     assert standings.lined_up == [7, 7, 7]
 
@@ -115,27 +115,27 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
 def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
     held, other = requests_of([1, 2])
     queue = filled(first_come(FakeTenantStats(t2=50)), [held, other])
-    queue.park(held)
-    assert queue.peek() is other
+    queue.park_request(held)
+    assert queue.peek_request() is other
     assert (queue.num_ready, len(queue)) == (1, 2)
-    queue.unpark(held)
-    assert queue.peek() is held
-    queue.remove(held)
-    assert queue.pop() is other
+    queue.unpark_request(held)
+    assert queue.peek_request() is held
+    queue.remove_request(held)
+    assert queue.pop_request() is other
     with pytest.raises(KeyError):
-        queue.remove(held)
+        queue.remove_request(held)
 
 
 def test_tenants_that_give_up_by_the_thousand_leave_nothing():
     queue = first_come(FakeTenantStats())
     stays = requests_of([0])[0]
-    queue.add(stays)
+    queue.add_request(stays)
     for request in requests_of(range(1, 500)):
-        queue.add(request)
-        queue.remove(request)
+        queue.add_request(request)
+        queue.remove_request(request)
     assert len(queue._heap) < 100
-    assert len(queue._lines) == 1
-    assert queue.pop() is stays
+    assert len(queue._queues) == 1
+    assert queue.pop_request() is stays
 
 
 @pytest.mark.parametrize("make_queue", [first_come, by_priority])
@@ -149,34 +149,34 @@ def test_it_agrees_with_a_search_through_all_lines(make_queue, seed):
     ready, aside = [], []
 
     def rank(request):
-        return queue._urgency(request), standings.served(request.tenant)
+        return queue._priority_key(request), standings.served(request.tenant)
 
     for _ in range(600):
         kind = rng.randrange(6)
         if kind == 0 and spare:
             ready.append(spare.pop(rng.randrange(len(spare))))
-            queue.add(ready[-1])
+            queue.add_request(ready[-1])
         elif kind == 1 and ready:
             least = min(map(rank, ready))
-            first = queue.pop()
+            first = queue.pop_request()
             assert rank(first) == least
             ready.remove(first)
-            (queue.restore if rng.random() < 0.5 else queue.add)(first)
+            (queue.requeue_preempted if rng.random() < 0.5 else queue.add_request)(first)
             ready.append(first)
         elif kind == 2 and ready:
             aside.append(ready.pop(rng.randrange(len(ready))))
-            queue.park(aside[-1])
+            queue.park_request(aside[-1])
         elif kind == 3 and aside:
             ready.append(aside.pop(rng.randrange(len(aside))))
-            queue.unpark(ready[-1])
+            queue.unpark_request(ready[-1])
         elif kind == 4 and ready + aside:
             gone = rng.choice(ready + aside)
             (ready if gone in ready else aside).remove(gone)
-            queue.remove(gone)
+            queue.remove_request(gone)
             spare.append(gone)
         else:
             tenant = rng.randrange(6)
             standings.counters[tenant] = standings.served(tenant) + rng.random()
         assert (queue.num_ready, len(queue)) == (len(ready), len(ready) + len(aside))
         if ready:
-            assert rank(queue.peek()) == min(map(rank, ready))
+            assert rank(queue.peek_request()) == min(map(rank, ready))

@@ -15,29 +15,29 @@ def requests():
 def test_order_of_arrival(requests):
     queue = FCFSQueue()
     for each in requests:
-        queue.add(each)
+        queue.add_request(each)
     assert list(queue) == requests
-    assert queue.peek() is requests[0]
-    assert [queue.pop() for _ in requests] == requests
+    assert queue.peek_request() is requests[0]
+    assert [queue.pop_request() for _ in requests] == requests
     assert len(queue) == 0
 
 
 def test_victims_stand_in_their_old_order_at_the_head(requests):
     queue = FCFSQueue()
     for each in requests[3:]:
-        queue.add(each)
+        queue.add_request(each)
     for each in reversed(requests[:3]):  # the youngest is preempted first
-        queue.restore(each)
+        queue.requeue_preempted(each)
     assert list(queue) == requests
 
 
 def test_removal_from_anywhere(requests):
     queue = FCFSQueue()
     for each in requests:
-        queue.add(each)
+        queue.add_request(each)
     for index in (2, 0, 4):
-        queue.remove(requests[index])
+        queue.remove_request(requests[index])
     assert list(queue) == [requests[1], requests[3]]
-    assert queue.peek() is requests[1]
+    assert queue.peek_request() is requests[1]
     with pytest.raises(KeyError):
-        queue.remove(requests[0])
+        queue.remove_request(requests[0])

@@ -21,7 +21,7 @@ def requests_with(priorities, arrivals=None):
 
 
 def popped(queue):
-    return [queue.pop() for _ in range(queue.num_ready)]
+    return [queue.pop_request() for _ in range(queue.num_ready)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_order_by_priority_arrival_and_id(priorities, arrivals, order):
     requests = requests_with(priorities, arrivals)
     queue = PriorityQueue()
     for each in reversed(requests):
-        queue.add(each)
+        queue.add_request(each)
     expected = [requests[each] for each in order]
     assert list(queue) == expected
     assert popped(queue) == expected
@@ -47,8 +47,8 @@ def test_order_by_priority_arrival_and_id(priorities, arrivals, order):
 def test_a_preempted_request_has_no_precedence_by_priority():
     first, second = requests_with([0, 1])
     queue = PriorityQueue()
-    queue.add(first)
-    queue.restore(second)
+    queue.add_request(first)
+    queue.requeue_preempted(second)
     assert popped(queue) == [first, second]
 
 
@@ -57,15 +57,15 @@ def test_who_is_set_aside_keeps_the_place(queue_class):
     requests = requests_with([0] * 5)
     queue = queue_class()
     for each in requests:
-        queue.add(each)
-    queue.park(requests[0])
-    queue.park(requests[3])
-    assert queue.peek() is requests[1]
+        queue.add_request(each)
+    queue.park_request(requests[0])
+    queue.park_request(requests[3])
+    assert queue.peek_request() is requests[1]
     assert list(queue) == requests
     assert (len(queue), queue.num_ready) == (5, 3)
-    assert queue.pop() is requests[1]
-    queue.unpark(requests[3])
-    queue.unpark(requests[0])
+    assert queue.pop_request() is requests[1]
+    queue.unpark_request(requests[3])
+    queue.unpark_request(requests[0])
     assert popped(queue) == [requests[0], requests[2], requests[3], requests[4]]
     assert len(queue) == 0
 
@@ -74,10 +74,10 @@ def test_a_preempted_request_goes_before_one_that_was_set_aside():
     requests = requests_with([0] * 3)
     queue = FCFSQueue()
     for each in requests[1:]:
-        queue.add(each)
-    queue.park(requests[1])
-    queue.restore(requests[0])
-    queue.unpark(requests[1])
+        queue.add_request(each)
+    queue.park_request(requests[1])
+    queue.requeue_preempted(requests[0])
+    queue.unpark_request(requests[1])
     assert popped(queue) == requests
 
 
@@ -85,28 +85,28 @@ def test_a_preempted_request_goes_before_one_that_was_set_aside():
 def test_who_is_set_aside_can_leave(queue_class):
     first, second = requests_with([0, 0])
     queue = queue_class()
-    queue.add(first)
-    queue.add(second)
-    queue.park(first)
-    queue.remove(first)
+    queue.add_request(first)
+    queue.add_request(second)
+    queue.park_request(first)
+    queue.remove_request(first)
     assert list(queue) == [second]
     with pytest.raises(KeyError):
-        queue.unpark(first)
+        queue.unpark_request(first)
     with pytest.raises(KeyError):
-        queue.remove(first)
+        queue.remove_request(first)
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
 def test_who_comes_back_into_the_line_is_there_once(queue_class):
     first, second = requests_with([0, 0])
     queue = queue_class()
-    queue.add(first)
-    queue.add(second)
+    queue.add_request(first)
+    queue.add_request(second)
     for _ in range(3):
-        queue.park(first)
-        queue.unpark(first)
-        queue.remove(second)
-        queue.restore(second)
+        queue.park_request(first)
+        queue.unpark_request(first)
+        queue.remove_request(second)
+        queue.requeue_preempted(second)
     assert sorted(each.seq_id for each in popped(queue)) == [first.seq_id, second.seq_id]
 
 
@@ -114,12 +114,12 @@ def test_who_comes_back_into_the_line_is_there_once(queue_class):
 def test_left_overs_do_not_pile_up(queue_class):
     first, *others = requests_with([0] * 50)
     queue = queue_class()
-    queue.add(first)
+    queue.add_request(first)
     for _ in range(100):
         for each in others:
-            queue.add(each)
+            queue.add_request(each)
         for each in others:
-            queue.remove(each)
+            queue.remove_request(each)
     assert len(queue._heap) < 200
     assert popped(queue) == [first]
 
@@ -137,23 +137,23 @@ def test_any_sequence_of_operations_agrees_with_a_sorted_list(queue_class):
             each = rng.choice(outside)
             last = step + 1 if action == "add" else -step - 1
             key[each] = last if queue_class is FCFSQueue else each.order
-            getattr(queue, action)(each)
+            (queue.add_request if action == "add" else queue.requeue_preempted)(each)
             line.append(each)
         elif action == "pop" and line:
-            assert queue.peek() is min(line, key=key.get)
-            line.remove(queue.pop())
+            assert queue.peek_request() is min(line, key=key.get)
+            line.remove(queue.pop_request())
         elif action == "remove" and line + aside:
             each = rng.choice(line + aside)
-            queue.remove(each)
+            queue.remove_request(each)
             (line if each in line else aside).remove(each)
         elif action == "park" and line:
             each = rng.choice(line)
-            queue.park(each)
+            queue.park_request(each)
             line.remove(each)
             aside.append(each)
         elif action == "unpark" and aside:
             each = aside.pop(rng.randrange(len(aside)))
-            queue.unpark(each)
+            queue.unpark_request(each)
             line.append(each)
         assert list(queue) == sorted(line + aside, key=key.get)
         assert queue.num_ready == len(line)

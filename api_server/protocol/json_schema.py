@@ -1,0 +1,490 @@
+"""JSON schemas and regular expressions of requests, in the form that the grammar compiler takes.
+
+Start at `rewrite_schema`. The compiler (llguidance) implements most of JSON Schema 2020-12. This
+file translates older drafts, replaces constraints that the compiler would round or refuse by equal
+or stricter ones, and removes constraints that no grammar of it can express. Removed keywords are
+returned, so that the answer can name them; every other constraint holds for every answer.
+`ecmascript_regex` gives classes such as ``\\d`` the meaning that JSON Schema gives them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from proto.errors import InvalidRequestError
+
+JsonSchema = dict[str, Any] | bool
+
+SUPPORTED_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""Values of `format` that the compiler enforces; JSON Schema lets a validator ignore all others."""
+
+_ANNOTATIONS: Final = frozenset(
+    {"$comment", "default", "deprecated", "description", "example", "examples", "title"}
+    | {"readOnly", "writeOnly"}
+)
+_INEXPRESSIBLE: Final = frozenset(
+    {"if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems"}
+    | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
+)
+_SIZES: Final = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
+_COMPOSITION: Final = ("$ref", "allOf", "anyOf", "oneOf")
+_TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
+_MAX_INTEGER: Final = (1 << 63) - 1024
+"""The largest float64 below 2^63. The compiler keeps integers in 64 bits and bounds in float64."""
+_MAX_NUMBER: Final = 10**18
+"""The compiler builds no ranges of numbers beyond about 1e18."""
+_CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
+"""All but those with an escape of their own, which are the only escapes that answers use."""
+_UNBOUNDED: Final = 1e300
+"""A bound from here on excludes no number that a client could read."""
+_MAX_DEPENDENCIES: Final = 4
+"""Each doubles the alternatives of an object."""
+
+
+def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
+    """Return a schema for the compiler, and the keywords that it leaves out, sorted.
+
+    Raises InvalidRequestError for a schema that no text satisfies and for one whose constraints
+    the compiler would change, naming the keyword.
+    """
+    rewriter = _Rewriter(schema)
+    rewritten = rewriter.rewrite(schema)
+    if rewritten is False:
+        raise InvalidRequestError("no text satisfies the schema")
+    return ({} if rewritten is True else rewritten), sorted(rewriter.removed)
+
+
+class _Rewriter:
+    """One pass over a schema; `removed` collects the keywords that are left out."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.removed: set[str] = set()
+
+    def rewrite(self, schema: Any) -> JsonSchema:
+        """Rewrite a schema and all schemas in it."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                f"a JSON schema is an object or a boolean, not {_shown(schema)}"
+            )
+        schema = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        for key in _INEXPRESSIBLE & schema.keys():
+            del schema[key]
+            self.removed.add(key)
+        for apply in (
+            self._tuples,
+            self._dependencies,
+            self._negation,
+            self._property_names,
+            self._unevaluated,
+        ):
+            schema = apply(schema)
+            if isinstance(schema, bool):
+                return schema
+        rewritten: dict[str, Any] = {}
+        for key, value in schema.items():
+            rewritten[key] = self._rewrite_value(key, value)
+        self._one_of(rewritten)
+        self._formats(rewritten)
+        self._bounds(rewritten)
+        self._literals(rewritten)
+        _refuse_control_characters("required", rewritten.get("required"))
+        for key in _SIZES & rewritten.keys():
+            size = rewritten[key]
+            if isinstance(size, float) and size.is_integer():
+                rewritten[key] = int(size)
+        if rewritten.get("uniqueItems") is False:
+            del rewritten["uniqueItems"]
+        elif "uniqueItems" in rewritten:
+            del rewritten["uniqueItems"]
+            self.removed.add("uniqueItems")
+        return rewritten
+
+    def _rewrite_value(self, key: str, value: Any) -> Any:
+        """The value of one keyword; what is not a schema stays as it is."""
+        if key in ("additionalProperties", "items"):
+            return self.rewrite(value)
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            return [self.rewrite(part) for part in value]
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            return {name: self.rewrite(part) for name, part in value.items()}
+        if key == "patternProperties" and isinstance(value, dict):
+            return {ecmascript_regex(name): self.rewrite(part) for name, part in value.items()}
+        if key == "pattern" and isinstance(value, str):
+            return ecmascript_regex(value)
+        return value
+
+    def _tuples(self, schema: dict[str, Any]) -> JsonSchema:
+        """`items` with a list, of drafts before 2020-12, is `prefixItems`."""
+        if isinstance(schema.get("items"), list):
+            prefix, rest = schema.pop("items"), schema.pop("additionalItems", True)
+            schema |= {"prefixItems": prefix, "items": rest}
+        else:
+            schema.pop("additionalItems", None)
+        return schema
+
+    def _dependencies(self, schema: dict[str, Any]) -> JsonSchema:
+        """A property that requires others: either it is absent, or they apply.
+
+        Covers `dependentRequired`, `dependentSchemas` and `dependencies` of older drafts.
+        """
+        rules: list[tuple[str, JsonSchema]] = []
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            value = schema.pop(key, {})
+            if not isinstance(value, dict):
+                raise InvalidRequestError(f"{key} must be an object")
+            for name, rule in value.items():
+                rules.append((name, {"required": rule} if isinstance(rule, list) else rule))
+        rules = [(name, rule) for name, rule in rules if rule not in (True, {}, {"required": []})]
+        if len(rules) > _MAX_DEPENDENCIES:
+            self.removed.add("dependencies")
+            return schema
+        for name, rule in rules:
+            present = {"required": [name]}
+            if isinstance(rule, dict) and rule.keys() == {"required"}:
+                with_rule: JsonSchema = {"required": [name, *rule["required"]]}
+            else:
+                with_rule = {"allOf": [present, rule]}
+            choice = {"anyOf": [{"properties": {name: False}}, with_rule]}
+            schema["allOf"] = [*schema.get("allOf", []), choice]
+        return schema
+
+    def _negation(self, schema: dict[str, Any]) -> JsonSchema:
+        """`not` of types and of a required property; any other `not` is left out."""
+        if "not" not in schema:
+            return schema
+        negated = schema.pop("not")
+        if negated is True or negated == {}:
+            return False
+        if negated is False:
+            return schema
+        if isinstance(negated, dict) and negated.keys() == {"type"}:
+            excluded = _listed(negated["type"])
+            if "integer" not in excluded or "number" in excluded:
+                excluded = excluded | ({"integer"} if "number" in excluded else set())
+                allowed = _listed(schema.get("type", list(_TYPES[:-1])))
+                kept = [name for name in _TYPES if name in allowed - excluded]
+                if not kept:
+                    return False
+                schema["type"] = kept
+                return schema
+        if isinstance(negated, dict) and negated.keys() == {"required"}:
+            names = negated["required"]
+            if isinstance(names, list) and len(names) == 1:
+                properties = schema.get("properties", {})
+                if isinstance(properties, dict):
+                    schema["properties"] = {**properties, names[0]: False}
+                    return False if names[0] in schema.get("required", []) else schema
+        self.removed.add("not")
+        return schema
+
+    def _property_names(self, schema: dict[str, Any]) -> JsonSchema:
+        """`propertyNames` with a pattern or names, where the object has no other properties."""
+        if "propertyNames" not in schema:
+            return schema
+        names = schema.pop("propertyNames")
+        if names is True or names == {} or names == {"type": "string"}:
+            return schema
+        others = {"properties", "patternProperties", *_COMPOSITION} & schema.keys()
+        if isinstance(names, dict) and not others:
+            names = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+            names.pop("type", None)
+            value = schema.get("additionalProperties", True)
+            if names.keys() == {"pattern"}:
+                schema["patternProperties"] = {names["pattern"]: value}
+                schema["additionalProperties"] = False
+                return schema
+            if names.keys() == {"enum"} and isinstance(names["enum"], list):
+                schema["properties"] = {
+                    name: value for name in names["enum"] if isinstance(name, str)
+                }
+                schema["additionalProperties"] = False
+                return schema
+        self.removed.add("propertyNames")
+        return schema
+
+    def _unevaluated(self, schema: dict[str, Any]) -> JsonSchema:
+        """`unevaluatedProperties` of an object without composition is `additionalProperties`."""
+        if "unevaluatedProperties" not in schema:
+            return schema
+        value = schema.pop("unevaluatedProperties")
+        if value is True or "additionalProperties" in schema:
+            return schema
+        if set(_COMPOSITION) & schema.keys():
+            self.removed.add("unevaluatedProperties")
+        else:
+            schema["additionalProperties"] = value
+        return schema
+
+    def _one_of(self, schema: dict[str, Any]) -> None:
+        """`oneOf` is `anyOf`; reported unless no text satisfies two branches."""
+        branches = schema.get("oneOf")
+        if not isinstance(branches, list):
+            return
+        exclusive = all(
+            self._exclude(one, other, 8)
+            for at, one in enumerate(branches)
+            for other in branches[:at]
+        )
+        if not exclusive:
+            self.removed.add("oneOf")
+        del schema["oneOf"]
+        if "anyOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", []), {"anyOf": branches}]
+        else:
+            schema["anyOf"] = branches
+
+    def _exclude(self, one: JsonSchema, other: JsonSchema, depth: int) -> bool:
+        """Whether it is certain that no value satisfies both schemas."""
+        one, other = self._resolved(one), self._resolved(other)
+        if one is False or other is False:
+            return True
+        if depth == 0 or not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        if not _types_of(one) & _types_of(other):
+            return True
+        values, other_values = _values_of(one), _values_of(other)
+        if values is not None and other_values is not None and not values & other_values:
+            return True
+        if _types_of(one) & _types_of(other) != {"object"}:
+            return False
+        return (
+            any(
+                self._exclude(one["properties"][name], other["properties"][name], depth - 1)
+                for name in _required_properties(one) & _required_properties(other)
+            )
+            or _requires_absent(one, other)
+            or _requires_absent(other, one)
+        )
+
+    def _resolved(self, schema: JsonSchema) -> JsonSchema:
+        """The target of a schema that is only a reference within the document."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            path = schema["$ref"]
+            if not isinstance(path, str) or not path.startswith("#"):
+                return {}
+            target: Any = self._root
+            for part in path[1:].split("/")[1:]:
+                part = part.replace("~1", "/").replace("~0", "~")
+                if not isinstance(target, dict) or part not in target:
+                    return {}
+                target = target[part]
+            schema = target
+        return {}
+
+    def _formats(self, schema: dict[str, Any]) -> None:
+        if "format" in schema and schema["format"] not in SUPPORTED_FORMATS:
+            del schema["format"]
+            self.removed.add("format")
+
+    def _bounds(self, schema: dict[str, Any]) -> None:
+        """Bounds that the compiler would round are tightened to the next one that it keeps.
+
+        `exclusiveMinimum: true` of draft 4 makes `minimum` exclusive.
+        """
+        integers = schema.get("type") == "integer"
+        for name, exclusive_name, sign in (
+            ("minimum", "exclusiveMinimum", -1),
+            ("maximum", "exclusiveMaximum", 1),
+        ):
+            exclusive = schema.get(exclusive_name)
+            if isinstance(exclusive, bool):
+                del schema[exclusive_name]
+                if exclusive and name in schema:
+                    schema[exclusive_name] = schema.pop(name)
+            for key in (name, exclusive_name):
+                bound = schema.get(key)
+                if isinstance(bound, bool) or not isinstance(bound, int | float):
+                    continue
+                tightened = _tightened(bound, sign, integers=integers, key=key)
+                if tightened is None:
+                    del schema[key]
+                elif tightened != bound:
+                    del schema[key]
+                    schema[name] = tightened
+
+    def _literals(self, schema: dict[str, Any]) -> None:
+        """Refuse literals that the compiler would change: it keeps integers as float64."""
+        for key in ("enum", "const"):
+            if key not in schema:
+                continue
+            _refuse_control_characters(key, schema[key])
+            inexact = _first_inexact_integer(schema[key])
+            if inexact is not None:
+                raise InvalidRequestError(
+                    f"{key}: {inexact} is not supported, only integers below 2^63 that a float64 "
+                    "holds exactly (all up to 2^53)"
+                )
+
+
+def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> int | float | None:
+    """The bound nearest to `bound` that the compiler keeps and that allows no more; None for none.
+
+    sign: 1 for an upper bound, -1 for a lower one.
+    """
+    size = bound * sign  # of a lower bound too, large means far from zero on its own side
+    if size >= _UNBOUNDED:
+        return None
+    limit = _MAX_INTEGER if integers else _MAX_NUMBER
+    if size > limit:
+        return sign * limit
+    if size < -limit:
+        raise InvalidRequestError(f"{key}: bounds beyond {limit:.3g} are not supported")
+    if integers and isinstance(bound, int) and abs(bound) > 1 << 53:
+        nearest = int(float(bound))
+        if (nearest - bound) * sign > 0:
+            nearest = int(math.nextafter(float(bound), -sign * math.inf))
+        return nearest
+    return bound
+
+
+def _listed(types: Any) -> set[str]:
+    return set(types) if isinstance(types, list) else {types}
+
+
+def _types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema allows; "number" stands for both kinds of numbers."""
+    types = _listed(schema.get("type", list(_TYPES)))
+    values = _values_of(schema)
+    if values is not None:
+        types &= {_type_of(json.loads(value)) for value in values} | (
+            {"integer"}
+            if any(_type_of(json.loads(value)) == "number" for value in values)
+            else set()
+        )
+    return {"number" if name == "integer" else name for name in types}
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    kinds = ((str, "string"), (list, "array"), (dict, "object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "number")
+
+
+def _values_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """The values of `const` or `enum` as JSON; None for a schema without them."""
+    if "const" in schema:
+        return {_canonical(schema["const"])}
+    if isinstance(schema.get("enum"), list):
+        return {_canonical(value) for value in schema["enum"]}
+    return None
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
+
+
+def _required_properties(schema: Mapping[str, Any]) -> set[str]:
+    """Names of properties that an object must have and that the schema describes."""
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return set()
+    return {name for name in required if isinstance(name, str) and name in properties}
+
+
+def _requires_absent(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether an object of `one` must have a property that `other` does not allow."""
+    if other.get("additionalProperties") is not False or "patternProperties" in other:
+        return False
+    required = one.get("required", [])
+    return isinstance(required, list) and any(
+        name not in other.get("properties", {}) for name in required if isinstance(name, str)
+    )
+
+
+def _first_inexact_integer(value: Any) -> int | None:
+    """Return the first integer in a JSON value that changes as a float64 or exceeds 63 bits."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return None if abs(value) <= _MAX_INTEGER and int(float(value)) == value else value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((one for one in map(_first_inexact_integer, parts) if one is not None), None)
+
+
+def _refuse_control_characters(key: str, value: Any) -> None:
+    """Raise InvalidRequestError for strings in `value` that JSON can only spell with ``\\u``."""
+    if isinstance(value, str):
+        if _CONTROL.search(value):
+            raise InvalidRequestError(f"{key}: control characters are not supported")
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_control_characters(key, part)
+    elif isinstance(value, dict):
+        _refuse_control_characters(key, [*value.keys(), *value.values()])
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+# Regular expressions
+
+_SPACE: Final = (
+    r"\t\n\x0B\x0C\r \x{A0}\x{1680}\x{2000}-\x{200A}"
+    r"\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
+)
+_CLASSES: Final = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACE}
+
+
+def ecmascript_regex(pattern: str) -> str:
+    r"""Rewrite classes of ECMAScript, which JSON Schema uses, for the compiler's regex syntax.
+
+    ``\d`` and ``\w`` are ASCII, ``\s`` is ECMAScript's white space, ``.`` excludes all of its line
+    ends, and `[`, `&`, `~` and `-` in a class are characters (the compiler's syntax nests classes
+    and has set operators).
+    """
+    out: list[str] = []
+    at, in_class = 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\" and at + 1 < len(pattern):
+            letter = pattern[at + 1]
+            at += 2
+            if letter.lower() not in _CLASSES:
+                out.append(char + letter)
+                continue
+            members = _CLASSES[letter.lower()]
+            if in_class and letter.islower():
+                out.append(members)
+                if pattern[at : at + 1] == "-" and pattern[at + 1 : at + 2] != "]":
+                    out.append("\\-")
+                    at += 1
+            else:
+                out.append(f"[{'' if letter.islower() else '^'}{members}]")
+            continue
+        at += 1
+        if in_class:
+            in_class = char != "]"
+            out.append(f"\\{char}" if char in "[&~" else char)
+        elif char == "[":
+            if pattern.startswith("^]", at):
+                out.append(r"[\s\S]")
+                at += 2
+                continue
+            in_class = True
+            out.append(char)
+            if pattern[at : at + 1] == "^":
+                out.append("^")
+                at += 1
+        elif char == ".":
+            out.append(r"[^\n\r\x{2028}\x{2029}]")
+        else:
+            out.append(char)
+    return "".join(out)

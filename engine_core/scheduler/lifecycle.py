@@ -1,0 +1,193 @@
+"""How requests enter and leave the scheduler.
+
+`RequestLifecycle` owns every unfinished request, from add_request to its final output. The
+scheduler, the pass over a result and sessions end requests here, so none of them needs another.
+`completion` says whether a request has ended by its last token; front ends look for stop strings.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.beam_groups import BeamGroups
+from engine_core.scheduler.crash_isolation import CrashIsolation
+from engine_core.scheduler.hooks import RequestListener, SchedulerObserver
+from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.output import OutputBuilder
+from engine_core.scheduler.queues.base import RequestQueue
+from proto.sampling_params import MAX_REPEATED_TOKENS
+
+if TYPE_CHECKING:
+    from engine_core.retention.agent_sessions import AgentSessions
+    from engine_core.scheduler.sessions import Sessions
+
+
+def completion(request: Request, max_model_len: int) -> RequestStatus:
+    """Return the status after the last output token: the present one, or a finished one.
+
+    A stop token or repeated outputs count only after min_tokens; length always counts.
+    """
+    num_tokens = len(request.all_token_ids)
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    if num_output_tokens == 0:
+        return request.status
+    if (
+        request.all_token_ids[-1] in request.stop_ids
+        and num_output_tokens >= request.sampling_params.min_tokens
+    ):
+        return RequestStatus.FINISHED_STOPPED
+    if num_output_tokens >= request.max_tokens or num_tokens >= max_model_len:
+        return RequestStatus.FINISHED_LENGTH
+    if (
+        request.repetition is not None
+        and num_output_tokens >= request.sampling_params.min_tokens
+        and request.repetition.is_found(_last_outputs(request, MAX_REPEATED_TOKENS))
+    ):
+        return RequestStatus.FINISHED_REPETITION
+    return request.status
+
+
+def _last_outputs(request: Request, limit: int) -> list[int]:
+    return request.all_token_ids[max(request.num_prompt_tokens, request.num_tokens - limit) :]
+
+
+def stop_token(request: Request) -> int | None:
+    """Return the stop token that ended a stopped request; None for an end-of-sequence token."""
+    params = request.sampling_params
+    last = request.all_token_ids[-1]
+    if last in params.eos_token_ids and not params.ignore_eos:
+        return None
+    return last
+
+
+class RequestLifecycle:
+    """All unfinished requests; adds them to the queue and ends them.
+
+    requests: by seq_id, in the order in which they were added; choices: by request id and number.
+    Other parts only read both. recently_ended: by seq_id, requests that steps in flight may still
+    compute, with the last such step.
+    """
+
+    def __init__(
+        self,
+        waiting: RequestQueue,
+        running: list[Request],
+        kv_cache: KVCacheManager,
+        observer: SchedulerObserver,
+        clock: Callable[[], float],
+        max_model_len: int,
+    ) -> None:
+        self.requests: dict[int, Request] = {}
+        self.choices: dict[int, dict[int, Request]] = {}
+        self.recently_ended: dict[int, tuple[Request, int]] = {}
+        self._waiting = waiting
+        self._running = running
+        self._kv_cache = kv_cache
+        self._observer = observer
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._preemption_counts: list[int] = []
+
+    def attach(
+        self,
+        *,
+        sessions: "Sessions",
+        agent_sessions: "AgentSessions",
+        beams: BeamGroups,
+        crash_isolation: CrashIsolation,
+        kv_transfer: KVTransferManager,
+        output_builder: OutputBuilder,
+        listeners: Sequence[RequestListener],
+    ) -> None:
+        """Keep the parts that take part in a request's beginning or end; called once."""
+        self._sessions = sessions
+        self._agent_sessions = agent_sessions
+        self._beams = beams
+        self._crash_isolation = crash_isolation
+        self._kv_transfer = kv_transfer
+        self._output_builder = output_builder
+        self._listeners = listeners
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue, where it waits until a step has room for it."""
+        choices = self.choices.setdefault(request.request_id, {})
+        assert request.choice not in choices, f"{request!r} is here already"
+        choices[request.choice] = request
+        self.requests[request.seq_id] = request
+        request.max_tokens = min(
+            request.max_tokens, self._max_model_len - request.num_prompt_tokens
+        )
+        request.queued_at = self._clock()
+        self._agent_sessions.on_request_added(request)
+        self._beams.register_row(request)
+        self._crash_isolation.register_crashed(request)
+        self._waiting.add_request(request)
+        self._observer.on_request_added(request)
+
+    def abort_request(
+        self, request_id: int, choice: int | None = None, *, stopped: bool = False
+    ) -> int:
+        """End a request, or one choice of it, without another output; see `Scheduler`."""
+        choices = self.choices.get(request_id, {})
+        if self._beams.owns_request(request_id):
+            choice = None
+        ended = [each for number, each in choices.items() if choice is None or number == choice]
+        self.abort_requests(ended, stopped=stopped)
+        return len(ended)
+
+    def abort_requests(self, requests: Sequence[Request], *, stopped: bool = False) -> None:
+        """End requests in whatever status; stopped: their clients have received all they want."""
+        for request in requests:
+            if request.status is not RequestStatus.RUNNING:
+                self._waiting.remove_request(request)
+            request.status = RequestStatus.FINISHED_ABORTED
+            self._kv_transfer.on_finish(request)
+            self._agent_sessions.finish_turn(request, succeeded=stopped)
+            self._release(request)
+        self.clear_running()
+
+    def finish_request(self, request: Request, status: RequestStatus) -> None:
+        """End a request with this status; the caller calls `clear_running` later."""
+        if request.status is not RequestStatus.RUNNING:
+            self._waiting.remove_request(request)
+        if status is RequestStatus.FINISHED_STOPPED:
+            request.stop_reason = stop_token(request)
+        request.status = status
+        self._kv_transfer.on_finish(request)
+        self._sessions.end_turn(request)
+        self._agent_sessions.finish_turn(
+            request, succeeded=status is not RequestStatus.FINISHED_ERROR
+        )
+        self._release(request)
+
+    def clear_running(self) -> None:
+        """Remove requests that have ended from the running list."""
+        self._running[:] = [each for each in self._running if not each.is_finished]
+
+    def forget_ended(self, step: int) -> None:
+        """Forget ended requests that no step after this one computes."""
+        for seq_id, (_, last_step) in list(self.recently_ended.items()):
+            if last_step > step:
+                return
+            del self.recently_ended[seq_id]
+
+    def pop_preemption_counts(self) -> list[int]:
+        """Return how often each request was preempted that has ended since the last call."""
+        counts, self._preemption_counts = self._preemption_counts, []
+        return counts
+
+    def _release(self, request: Request) -> None:
+        self._kv_cache.free(request)
+        self._observer.on_request_finished(request)
+        if request.scheduled_at is not None:
+            self.recently_ended[request.seq_id] = (request, self._output_builder.step)
+            self._preemption_counts.append(request.num_preemptions)
+        self._output_builder.finish_sequence(request.seq_id)
+        for listener in self._listeners:
+            listener.on_released(request)
+        del self.requests[request.seq_id]
+        choices = self.choices[request.request_id]
+        del choices[request.choice]
+        if not choices:
+            del self.choices[request.request_id]

@@ -1,0 +1,201 @@
+"""Schemas as the grammar compiler gets them, judged by what the compiled grammar allows."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
+from engine_core.structured_output.backend import LLGuidanceBackend, LLGuidanceMatcher
+from engine_core.structured_output.matchers import GrammarError
+from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource
+from tests.fakes.toy_vocabulary import EOS, SIZE, tokens_of, write_toy_tokenizer
+
+SUITE = Path(__file__).parent / "json_schema" / "suite.jsonl"
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> LLGuidanceBackend:
+    return LLGuidanceBackend(write_toy_tokenizer(tmp_path_factory.mktemp("toy")), SIZE, (EOS,))
+
+
+def compiled(backend: LLGuidanceBackend, schema: Any) -> LLGuidanceMatcher:
+    matcher = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
+    assert isinstance(matcher, LLGuidanceMatcher)
+    return matcher
+
+
+def accepts(matcher: LLGuidanceMatcher, text: str) -> bool:
+    inner, token_ids = matcher.copy().inner, tokens_of(text)
+    return inner.try_consume_tokens(token_ids) == len(token_ids) and inner.is_accepting()
+
+
+def test_cases_of_the_public_suite(backend):
+    """No invalid instance is accepted, unless a keyword is reported as having no effect."""
+    counts, wrong = Counter[str](), []
+    for line in SUITE.read_text().splitlines():
+        case = json.loads(line)
+        name = f"{case['draft']} {case['keyword']}: {case['description']}"
+        any_valid = any(valid for _, valid in case["tests"])
+        try:
+            schema, removed = rewrite_schema(case["schema"])
+            matcher = compiled(backend, schema)
+        except (InvalidRequestError, GrammarError):
+            counts["refused" if any_valid else "refused rightly"] += 1
+            continue
+        counts["compiled"] += 1
+        for value, valid in case["tests"]:
+            accepted = accepts(matcher, json.dumps(value, ensure_ascii=False))
+            counts[f"{'valid' if valid else 'invalid'} {accepted}"] += 1
+            if accepted and not valid and not removed:
+                wrong.append((name, value))
+    assert wrong == []
+    assert counts["compiled"] > 30 * counts["refused"]
+    assert counts["valid True"] > 20 * counts["valid False"]
+    assert counts["invalid False"] > 500
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid", "removed"),
+    [
+        ({"enum": [2**60, 3]}, [str(2**60), "3"], [str(2**60 + 1)], []),
+        (
+            {"type": "integer", "minimum": 2**53 + 1},
+            ["9007199254740994"],
+            ["9007199254740992"],
+            [],
+        ),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5", "5"], [], []),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["17"], ["-1"], []),
+        ({"type": "number", "maximum": 1.7e308}, ["5.5", "-1e9"], [], []),
+        ({"minimum": 1, "exclusiveMinimum": True, "type": "integer"}, ["2"], ["1"], []),
+        ({"type": "array", "uniqueItems": False}, ["[1, 1]"], [], []),
+        ({"type": "array", "uniqueItems": True}, ["[1, 2]"], [], ["uniqueItems"]),
+        ({"items": [{"const": 1}], "additionalItems": False}, ["[1]"], ["[2]", "[1, 1]"], []),
+        ({"type": "string", "format": "binary"}, ['"x"'], ["1"], ["format"]),
+        ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"x"'], []),
+        ({"type": "string", "pattern": r"^\d{2}$"}, ['"12"'], ['"1\u0663"', '"123"'], []),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ["1", '"a"'], ["null"], []),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["1", "1.5"], [], ["oneOf"]),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+                "$defs": {
+                    kind: {
+                        "type": "object",
+                        "properties": {"kind": {"const": kind}},
+                        "required": ["kind"],
+                    }
+                    for kind in ("cat", "dog")
+                },
+            },
+            ['{"kind": "cat"}'],
+            ['{"kind": "cow"}'],
+            [],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "required": ["a"], "properties": {"a": {}}},
+                    {
+                        "type": "object",
+                        "required": ["b"],
+                        "properties": {"b": {}},
+                        "additionalProperties": False,
+                    },
+                ]
+            },
+            ['{"a": 1}', '{"b": 1}'],
+            ["{}"],
+            [],
+        ),
+        ({"not": {"type": "string"}}, ["1", "null"], ['"a"'], []),
+        ({"type": "object", "not": {"required": ["a"]}}, ['{"b": 1}'], ['{"a": 1}'], []),
+        ({"type": "string", "not": {"const": "a"}}, ['"b"'], [], ["not"]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}, "b": {}},
+                "dependentRequired": {"a": ["b"]},
+                "additionalProperties": False,
+            },
+            ['{"b": 1}', "{}", '{"a": 1, "b": 2}'],
+            ['{"a": 1}'],
+            [],
+        ),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^x"}},
+            ['{"xa": 1}', "{}"],
+            ['{"a": 1}'],
+            [],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+            ['{"a": 1}'],
+            ['{"b": 1}'],
+            [],
+        ),
+        ({"if": {"type": "string"}, "then": {"minLength": 3}}, ["1"], [], ["if", "then"]),
+        ({"type": "string", "maxLength": 2.0}, ['"ab"'], ['"abc"'], []),
+        (True, ["1", "{}"], [], []),
+    ],
+)
+def test_what_a_rewritten_schema_allows(backend, schema, valid, invalid, removed):
+    rewritten, found = rewrite_schema(schema)
+    matcher = compiled(backend, rewritten)
+    assert found == removed
+    for text in valid:
+        assert accepts(matcher, text), text
+    for text in invalid:
+        assert not accepts(matcher, text), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (False, "no text satisfies the schema"),
+        ({"not": {}}, "no text satisfies the schema"),
+        ([], "an object or a boolean"),
+        ({"properties": {"a": 3}}, "an object or a boolean"),
+        ({"const": 2**53 + 1}, "const: 9007199254740993 is not supported"),
+        ({"const": -(2**63)}, "const: -9223372036854775808 is not supported"),
+        ({"enum": [1, {"a": [2**60 + 1]}]}, "enum: 1152921504606846977 is not supported"),
+        ({"type": "integer", "minimum": 2**63}, "minimum: bounds beyond"),
+        ({"enum": ["a\x00b"]}, "enum: control characters"),
+        ({"required": ["a\x1b"]}, "required: control characters"),
+        ({"dependencies": []}, "dependencies must be an object"),
+    ],
+)
+def test_what_is_refused_by_name(schema, words):
+    with pytest.raises(InvalidRequestError, match=re.escape(words)):
+        rewrite_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"^\d{3}$", r"^[0-9]{3}$"),
+        (r"[\d-x]", r"[0-9\-x]"),
+        (r"\D\W", r"[^0-9][^A-Za-z0-9_]"),
+        (r"[\D]", r"[[^0-9]]"),
+        (r"[[a&&b]", r"[\[a\&\&b]"),
+        (r"\\d", r"\\d"),
+        (r"\[.\]", r"\[[^\n\r\x{2028}\x{2029}]\]"),
+        (r"[.]", r"[.]"),
+        ("[^]", r"[\s\S]"),
+        ("a\\", "a\\"),
+    ],
+)
+def test_classes_of_ecmascript(pattern, expected):
+    assert ecmascript_regex(pattern) == expected
+
+
+def test_white_space_of_ecmascript_compiles(backend):
+    matcher = backend.compile(GrammarSource("regex", ecmascript_regex(r"[^\s]\s[\sx]\S")))
+    assert isinstance(matcher, LLGuidanceMatcher)
+    assert accepts(matcher, "a\u00a0\ufeffb")
+    assert not accepts(matcher, "a\u0085 b")
