@@ -205,7 +205,7 @@ class ModelRunner:
         )
         self._attention.plan(inputs.attention)
         hidden = self._model.forward(token_ids, positions, self._attention)
-        return self._model.logits(hidden.index_select(0, sample_tokens))
+        return self._model.float32_logits(hidden.index_select(0, sample_tokens))
 
     def _build_inputs(
         self, step: SchedulerOutput, step_rows: NDArray[np.int64]
@@ -277,7 +277,9 @@ class ModelRunner:
         return concatenate(
             [
                 prompt_logprobs(
-                    self.placement.to_host(self._model.logits(hidden[start : start + size])),
+                    self.placement.to_host(
+                        self._model.float32_logits(hidden[start : start + size])
+                    ),
                     token_ids[start : start + size],
                     num_logprobs,
                     first + start,
