@@ -133,14 +133,14 @@ def test_odd_logits_of_finite_hidden_states_count_too(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(decoder, "auto", SamplingParams(max_tokens=8, temperature=0.0))
-    scores_of = decoder.scores
+    compute_logits = decoder.logits
 
-    def scores(hidden: torch.Tensor) -> torch.Tensor:
-        found = scores_of(hidden)
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = compute_logits(hidden)
         found[1, 7] = float("nan")
         return found
 
-    monkeypatch.setattr(decoder, "scores", scores)
+    monkeypatch.setattr(decoder, "logits", logits)
     found = runner.start({1: 5, 2: 3})
     assert found.failed_seq_ids == [2]
     assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]
