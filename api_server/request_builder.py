@@ -20,7 +20,7 @@ from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
-    SAMPLING_NUMBERS,
+    REQUEST_NUMBERS,
     GenerationRequest,
 )
 from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
@@ -465,7 +465,7 @@ def check_beams(request: GenerationRequest) -> None:
     """Raise InvalidRequestError for fields that need a beam search, or that it does not support."""
     given = request.model_fields_set
     if request.use_beam_search:
-        for name, number in SAMPLING_NUMBERS.items():
+        for name, number in REQUEST_NUMBERS.items():
             allowed = number.beam_value
             if allowed is None:
                 allowed = type(request).model_fields[name].default

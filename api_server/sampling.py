@@ -7,9 +7,8 @@ from typing import Final
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, shown
-from proto.logit_edits import NUMBERS as EDIT_NUMBERS
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import NUMBERS, RepetitionDetection, SamplingParams
+from proto.logit_edits import LOGIT_EDIT_NUMBERS, LogitEdits
+from proto.sampling_params import SAMPLING_NUMBERS, RepetitionDetection, SamplingParams
 
 SEED_BITS: Final = 64
 SEED_MASK: Final = (1 << SEED_BITS) - 1
@@ -62,7 +61,7 @@ def sampling_params(
             f"{max_model_len} tokens",
             max_tokens_field,
         )
-    numbers = {name: request.number(name) for name in NUMBERS}
+    numbers = {name: request.number(name) for name in SAMPLING_NUMBERS}
     if request.use_beam_search:
         numbers["temperature"] = 0.0
     params = SamplingParams(
@@ -110,7 +109,7 @@ async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> 
     Raises InvalidRequestError for an empty bad word. Token ids are validated later.
     """
     edits = LogitEdits(
-        **{name: request.number(name) for name in EDIT_NUMBERS},
+        **{name: request.number(name) for name in LOGIT_EDIT_NUMBERS},
         bias_token_ids=tuple(request.logit_bias),
         bias_values=tuple(request.logit_bias.values()),
         bad_words=await _bad_words(request.bad_words, tokenizer),

@@ -297,5 +297,5 @@ def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> Ser
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
-    """Return the scheduler's settings in effect with these workers."""
+    """Return the scheduler's settings, with `async_scheduling` resolved for the workers' device."""
     return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))

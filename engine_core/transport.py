@@ -117,7 +117,7 @@ class FrontEndLinks:
         """Close the channels once the last messages are sent, which takes a second at most.
 
         The last message of a crashing engine names the request that it crashed with
-        (`OutputDispatcher.begins`).
+        (`OutputDispatcher.report_begun`).
         """
         for link in self._links.values():
             link.close(LAST_MESSAGES_SECONDS)

@@ -207,7 +207,10 @@ def load_class(target: str, field: str) -> Any:
 
 
 def find_class(known: Mapping[str, str], name: str, field: str) -> Any:
-    """Return the class of a name; raises ConfigError with the known names for an unknown one."""
+    """Return the class that `known` maps a name to, as "module:class".
+
+    field: the setting that has the name, for errors. Raises ConfigError for an unknown name.
+    """
     if name not in known:
         raise ConfigError(
             f"{field}: {name} is not registered; there are {', '.join(sorted(known))}", field

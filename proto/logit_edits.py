@@ -79,7 +79,7 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
         suppressed_ids: tokens that cannot be sampled for the first min_tokens outputs.
         """
-        for name, number in NUMBERS.items():
+        for name, number in LOGIT_EDIT_NUMBERS.items():
             number.check(name, getattr(self, name))
         self._validate_bias(vocab_size)
         self._validate_bad_words(vocab_size)
@@ -142,7 +142,7 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         )
 
 
-NUMBERS: Final = numbers_of(LogitEdits)
+LOGIT_EDIT_NUMBERS: Final = numbers_of(LogitEdits)
 """Fields that clients send under the same name."""
 
 

@@ -201,7 +201,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             f"must be between 0 and max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}",
         )
         require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
-        for name, number in NUMBERS.items():
+        for name, number in SAMPLING_NUMBERS.items():
             number.check(name, getattr(self, name))
         require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
@@ -248,7 +248,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
         )
 
 
-NUMBERS: Final = numbers_of(SamplingParams)
+SAMPLING_NUMBERS: Final = numbers_of(SamplingParams)
 """Fields that clients send under the same name."""
 DRAW_PARAMETERS: Final[dict[str, int | float]] = {
     field.name: field.default

@@ -30,7 +30,7 @@ from worker.model_runner import (
     DeviceTokens,
     FinishedStep,
     ForwardOutput,
-    GrammarSource,
+    GrammarMaskSource,
     ModelRunner,
     SyncModelRunner,
     any_token_of_sequences,
@@ -153,7 +153,7 @@ class AsyncModelRunner:
         self._device_time = DeviceTime()
 
     def launch(
-        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+        self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> PendingStep:
         """Queue a step; wait for the device only if a result has to be computed on the host."""
         forward = self._runner.start_step(step)
@@ -169,7 +169,9 @@ class AsyncModelRunner:
         self._in_flight = [*self._in_flight[-1:], queued]
         return queued
 
-    def _finish_on_host(self, forward: ForwardOutput, get_grammars: GrammarSource) -> FinishedStep:
+    def _finish_on_host(
+        self, forward: ForwardOutput, get_grammars: GrammarMaskSource
+    ) -> FinishedStep:
         self._wait_for_tokens(self._in_flight)
         self._in_flight.clear()
         forward = replace(forward, started=self._device_time.start_of(forward.started))

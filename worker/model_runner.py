@@ -34,12 +34,12 @@ LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most bytes of prompt logits in memory at once."""
 NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 
-GrammarSource = Callable[[SchedulerOutput], GrammarOutput]
+GrammarMaskSource = Callable[[SchedulerOutput], GrammarOutput]
 """Waits for the grammar masks of a step and returns them; called only if the step needs some."""
 
 
 def no_grammars(step: SchedulerOutput) -> GrammarOutput:
-    """GrammarSource for runs without constrained sequences; a call is a mistake of the caller."""
+    """The masks of runs without constrained sequences; a call is a mistake of the caller."""
     raise AssertionError(f"step {step.step} has no grammar masks")
 
 
@@ -137,7 +137,7 @@ class ModelRunner:
         return self._model.spec.vocab_size
 
     def execute(
-        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+        self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> ModelRunnerOutput:
         """Compute a step and return its tokens, which are already in the batch."""
         forward = self.start_step(step)
@@ -177,7 +177,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def finish_on_host(
-        self, forward: ForwardOutput, get_grammars: GrammarSource
+        self, forward: ForwardOutput, get_grammars: GrammarMaskSource
     ) -> ModelRunnerOutput:
         """Sample on the host, append the tokens to the batch and return the answer."""
         inputs = forward.inputs
@@ -228,7 +228,7 @@ class ModelRunner:
         return self._model.forward(token_ids, positions, self._attention)
 
     def _sample(
-        self, forward: ForwardOutput, nonfinite: NDArray[np.bool_], get_grammars: GrammarSource
+        self, forward: ForwardOutput, nonfinite: NDArray[np.bool_], get_grammars: GrammarMaskSource
     ) -> StepSamplerOutput:
         """Sample the step's positions. nonfinite: bool [S], as in `StepSampler.sample_step`."""
         inputs, step = forward.inputs, forward.step
@@ -326,7 +326,7 @@ class SyncModelRunner:
         self._runner = runner
 
     def launch(
-        self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars
+        self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> FinishedStep:
         """Compute a step to its end."""
         return FinishedStep(self._runner.execute(step, get_grammars))

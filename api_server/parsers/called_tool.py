@@ -136,7 +136,7 @@ def _tool_in_code_block(text: str) -> str:
 
 
 def _first_command(script: str) -> str:
-    """Return the first program of a script, after comments, prompts and assignments."""
+    """Return the first program that a shell script runs, after comments, `$` and assignments."""
     for line in script.splitlines():
         for word in line.split(maxsplit=_MAX_WORDS):
             if word.startswith("#"):

@@ -190,7 +190,7 @@ class ReasoningParser:
         """Return the text after the start marker, or all text if there is none.
 
         Returns "" and holds the text back while that is undecided. The engine decides by the same
-        rule (engine_core/structured_output/thinking.py).
+        rule (engine_core/structured_output/matchers.py).
         """
         self._held += text
         unindented = self._held.lstrip(BLANKS)

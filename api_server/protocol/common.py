@@ -123,25 +123,25 @@ def _repetition_detection(value: Any, info: ValidationInfo) -> Any:
     return nested_fields(value, RepetitionPattern, {}, info, "repetition_detection.")
 
 
-SAMPLING_NUMBERS: Final = sampling_params.NUMBERS | logit_edits.NUMBERS
+REQUEST_NUMBERS: Final = sampling_params.SAMPLING_NUMBERS | logit_edits.LOGIT_EDIT_NUMBERS
 """Sampling parameters that are one number; a new one is added to proto/sampling_params.py only."""
 
 
 def _number_field(name: str) -> Any:
-    struct = SamplingParams if name in sampling_params.NUMBERS else LogitEdits
-    field = Field(default=default_of(struct, name), description=SAMPLING_NUMBERS[name].meaning)
+    struct = SamplingParams if name in sampling_params.SAMPLING_NUMBERS else LogitEdits
+    field = Field(default=default_of(struct, name), description=REQUEST_NUMBERS[name].meaning)
     return float, field
 
 
 if TYPE_CHECKING:
 
     class SamplingNumbers(Strict):
-        """A field for each of SAMPLING_NUMBERS; read them with `number`."""
+        """A field for each of REQUEST_NUMBERS; read them with `number`."""
 else:
     SamplingNumbers = create_model(
         "SamplingNumbers",
         __base__=Strict,
-        **{name: _number_field(name) for name in SAMPLING_NUMBERS},
+        **{name: _number_field(name) for name in REQUEST_NUMBERS},
     )
 
 
@@ -240,7 +240,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     """Part of the answer's id and of the log line; also as X-Request-Id."""
 
     def number(self, name: str) -> float:
-        """Return one of SAMPLING_NUMBERS."""
+        """Return one of REQUEST_NUMBERS."""
         value: float = getattr(self, name)
         return value
 

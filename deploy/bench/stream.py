@@ -50,7 +50,11 @@ class StreamUsage(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """One event. error, object, message: of an error event, whose form differs between servers."""
+    """One event of a stream.
+
+    An error event is {"error": {"message": …}}, {"error": text} or {"object": "error",
+    "message": …}, depending on the server.
+    """
 
     choices: list[StreamChoice] | None = None
     usage: StreamUsage | None = None

@@ -198,9 +198,10 @@ class HangDetector:
     def _owed(
         self, role: Role, state: _ProcessState, now: float
     ) -> Iterator[tuple[str, float, float, float]]:
-        """Yield the signs of life that a process may owe.
+        """Yield the signs of life that a process has yet to give.
 
-        (name, time since which it is owed, time until which that is known, limit in seconds)
+        Each is (name, start of the wait, last time at which it was seen to be still missing, limit
+        of the wait in seconds).
         """
         start, step = self._limits.start, self._limits.step
         if role == "worker":

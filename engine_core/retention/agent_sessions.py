@@ -33,7 +33,8 @@ FORGET_SECONDS: Final = 3600.0
 class AgentSession:
     """One session of an agent.
 
-    arrival: of its first turn, in seconds. last_seen: end of its last request, while it has none.
+    arrival: of its first turn, in seconds. last_seen: when its last request
+    ended; unused while it has unfinished ones.
     request_id: of its last turn. num_unfinished: unfinished choices; waiting: by seq_id, those that
     have not run yet. first_block: hash of the first block of its turns; num_first_tokens: prompt
     length of the first turn with it; num_own_tokens: length of the longest turn since, with

@@ -187,11 +187,11 @@ class _Refusal:
     there is none.
 
     Another attempt is in vain until more blocks are free, a resting request holds blocks, a running
-    request has to defer, fewer tokens are needed, or that prefix has become shorter (a chunk that
-    begins earlier needs fewer blocks) or longer. A refusal is not remembered with rules or a
-    connector, which consider more than this; with windows, where an earlier block may be lost or a
-    later one found; and in a step that admitted a request, of which this one may be a fork in the
-    next step.
+    request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
+    next chunk then begins, and ends, at an earlier token and needs fewer blocks). A refusal is not
+    remembered with rules or a connector, which consider more than this; with windows, where an
+    earlier block may be lost or a later one found; and in a step that admitted a request, of which
+    this one may be a fork in the next step.
     """
 
     request: Request

@@ -181,7 +181,7 @@ class KVTransferManager:
         self._plan = plan
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        """Ask the connector for KV; block while it does not know yet."""
+        """Ask the connector how much KV it has for a request; True while it does not know yet."""
         if not self.connected:
             return False
         request = candidate.request

@@ -152,7 +152,7 @@ class QueueDrainRate:
             self._num_left /= 2
 
     def seconds_for(self, number: int) -> int:
-        """Return the seconds in which `number` requests leave, 1 to MAX_RETRY_SECONDS."""
+        """Return the seconds until `number` requests leave the queue, at most MAX_RETRY_SECONDS."""
         seconds = self._seconds + max(0.0, self._clock() - self._since)
         if self._num_left:
             seconds *= number / self._num_left

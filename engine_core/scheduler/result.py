@@ -112,7 +112,8 @@ def _shown(seq_ids: list[int]) -> str:
 class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
-    discard_until_step: by seq_id, the last step whose row of a request does not count.
+    discard_until_step: by seq_id, the last step whose result is void for a request, because KV that
+    the step read turned out to be wrong.
     """
 
     def __init__(

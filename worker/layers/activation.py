@@ -29,7 +29,7 @@ class Gate(Protocol):
 
 
 class TorchGate:
-    """The gate in plain torch."""
+    """The gated activation of an MLP, act(gate) * up, in plain torch: for hosts without kernels."""
 
     def __init__(self, name: Activation) -> None:
         self._name = name

@@ -11,6 +11,7 @@ from worker.layers.activation import Activation
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
 from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.parts import PartSpec
 from worker.models.rope import Rope, rope_from_config
 from worker.models.spec import LayerSpec, ModelSpec
 
@@ -33,13 +34,15 @@ def llama_like(
     windows: Sequence[int | None] | None = None,
     attention: Mapping[str, Any] = _NOTHING,
     activation: Activation | None = None,
+    mlps: Sequence[PartSpec] | None = None,
     **model: Any,
 ) -> ModelSpec:
     """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.
 
     A family passes what is different from Llama: head_dim, ropes and windows of each layer, other
-    fields of AttentionSpec, the activation, and fields of ModelSpec. The keys of the configuration
-    behind ropes, windows and activation are read here only if the family does not pass them.
+    fields of AttentionSpec, the activation, the MLP of each layer if these are not gated MLPs of
+    one size, and fields of ModelSpec. The keys of the configuration behind ropes, windows,
+    activation and MLPs are read here only if the family does not pass them.
     Raises ModelError naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
@@ -61,7 +64,7 @@ def llama_like(
             f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
         )
     config.must_be("mlp_bias", False)
-    if activation is None:
+    if activation is None and mlps is None:
         config.must_be("hidden_act", "silu", "swish")
     if ropes is None:
         ropes = (rope_from_config(config, max_position),) * num_layers
@@ -75,11 +78,13 @@ def llama_like(
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
     }
-    mlp = GatedMlpSpec(
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        activation=activation or "silu",
-    )
+    if mlps is None:
+        gated_mlp = GatedMlpSpec(
+            hidden_size=hidden_size,
+            intermediate_size=config.integer("intermediate_size"),
+            activation=activation or "silu",
+        )
+        mlps = (gated_mlp,) * num_layers
     fields: dict[str, Any] = {
         "vocab_size": config.integer("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
@@ -93,7 +98,7 @@ def llama_like(
             LayerSpec(
                 mixer=AttentionSpec(**(heads | dict(attention)), rope=rope, window=window), mlp=mlp
             )
-            for rope, window in zip(ropes, windows, strict=True)
+            for rope, window, mlp in zip(ropes, windows, mlps, strict=True)
         ),
         **(fields | model),
     )

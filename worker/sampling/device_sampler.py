@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.sampling_params import GREEDY_TEMPERATURE
+from proto.sampling_params import GREEDY_TEMPERATURE, SAMPLING_NUMBERS
 from proto.scheduler_output import GrammarOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Placement
@@ -313,9 +313,14 @@ class DeviceCounts:
 
 
 def largest_params(num_rows: int) -> RowParams:
-    """Return parameters of rows that take the most memory: every filter, top-p without top-k."""
+    """Return parameters of rows that take the most memory: every filter but top-k.
+
+    With top-k the other filters look at few tokens. The values are in the middle of the bounds.
+    """
     params = neutral_params(num_rows)
-    params["top_p"], params["min_p"] = 0.5, 0.1
+    for name in FILTERS:
+        if name != "top_k":
+            params[name] = (SAMPLING_NUMBERS[name].low + SAMPLING_NUMBERS[name].high) / 2
     return params
 
 

@@ -9,9 +9,8 @@ Start with `StepSampler.sample_step`. The stages, in order:
     penalties      repetition, then frequency and presence, see logit_edits.py
     grammars       −inf for tokens that a grammar mask rules out, only in constrained rows
     greedy rows    argmax, lowest id among equals
-    temperature    logits / T
-    filters        min-p, then top-k, then top-p, only for rows that have one
-    draw           Gumbel-max keyed by (seed, choice, position)
+    filters        min-p, then top-k, then top-p of logits / T, only for rows that have one
+    draw           Gumbel-max of logits / T, keyed by (seed, choice, position)
 
 Most rows need only their best token. It is found in the same pass that looks for NaN.
 """

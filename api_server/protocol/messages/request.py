@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from api_server.protocol.chat import ChatCompletionRequest, check_message_count
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import SAMPLING_NUMBERS, StopString, Strict, Text
+from api_server.protocol.common import REQUEST_NUMBERS, StopString, Strict, Text
 from api_server.protocol.fields import (
     CHAT_NEUTRAL,
     MESSAGES_HINTS,
@@ -34,7 +34,7 @@ PASSED: Final = frozenset(
         *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
-        *(SAMPLING_NUMBERS.keys() - {"temperature", "top_p"}),
+        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
         *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
     }
 )

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import SAMPLING_NUMBERS, Strict, Text
+from api_server.protocol.common import REQUEST_NUMBERS, Strict, Text
 from api_server.protocol.fields import (
     CHAT_NEUTRAL,
     REASONING_NEUTRAL,
@@ -47,7 +47,7 @@ PASSED: Final = frozenset(
         *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed", "stop"),
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
-        *(SAMPLING_NUMBERS.keys() - {"temperature", "top_p"}),
+        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
         "logit_bias",
         *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),

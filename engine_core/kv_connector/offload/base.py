@@ -21,7 +21,8 @@ from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, Of
 MAX_BYTES_IN_FLIGHT: Final = 64 << 20
 """Bytes of one rank in unfinished stores, above which a disk or Redis accepts no more stores."""
 OffloadKey = bytes
-"""Hash of an offloaded block's last device block, then group, number of ranks and factor."""
+"""Hash of the last device block in an offloaded block, then the cache group, the number of ranks
+and the number of device blocks."""
 _HERE: Final = "engine_core.kv_connector.offload"
 MANAGERS: Final = {
     CPU_SPEC: f"{_HERE}.cpu_manager:make_manager",
@@ -89,7 +90,10 @@ class OffloadingManager(Protocol):
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """Protect present blocks from eviction until `complete_load`; return any slots."""
+        """Protect the blocks of these keys, all present, from eviction until `complete_load`.
+
+        Returns the slot of each block; empty if the medium has no slots.
+        """
         ...
 
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:

@@ -21,6 +21,8 @@ from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS
 from worker.layers.linear import Linear, PartOutput
 from worker.loader.weights import load_model
+from worker.models.common import llama_like
+from worker.models.config_reader import ConfigReader
 from worker.models.decoder import Decoder
 from worker.models.gated_mlp import GatedMlpSpec
 from worker.models.layer_stack import EagerLayers
@@ -139,6 +141,17 @@ def spec_with_mixtures(name: str) -> ModelSpec:
 def config_of(name: str) -> dict[str, object]:
     config: dict[str, object] = json.loads(CONFIGS[name].to_json_string(use_diff=False))
     return config | {"architectures": [f"{name.capitalize()}ForCausalLM"]}
+
+
+def test_a_family_passes_the_mlp_of_each_layer() -> None:
+    config = dict(config_of("llama"))
+    del config["intermediate_size"], config["hidden_act"]  # a family reads the keys of its MLP
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    mixture = MixtureSpec(hidden_size=hidden, intermediate_size=48)
+    spec = llama_like(
+        ConfigReader(config), architecture="LlamaForCausalLM", mlps=(mixture,) * num_layers
+    )
+    assert [layer.mlp for layer in spec.layers] == [mixture] * num_layers
 
 
 def write_checkpoint(name: str, spec: ModelSpec, folder: Path) -> tuple[PreparedModel, Tensors]:

@@ -299,10 +299,10 @@ class TransferQueue:
         return len(block.block_ids) * self._blocks.block_bytes
 
     def _image_parts(self, block: BlockCopy) -> Iterator[tuple[memoryview, int]]:
-        """Yield parts of the image with their device blocks.
+        """Yield, for each device block, its bytes within the stored image of an offloaded block.
 
-        image    header | content 0 | content 1 | content 2 | content 3
-        blocks               -           7           2           9
+        image           header | block 0 | block 1 | block 2 | block 3
+        device block              null        7         2         9      the null block is skipped
         """
         size = self._blocks.block_bytes
         for index, block_id in enumerate(block.blocks):
