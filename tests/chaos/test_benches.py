@@ -36,7 +36,7 @@ def test_a_little_chaos(tmp_path: Path) -> None:
 
 def test_a_short_soak(tmp_path: Path) -> None:
     plot = tmp_path / "soak.html"
-    done = bench(*SOAK, "--requests", "10000", "--every", "1", "--plot", str(plot))
+    done = bench(*SOAK, "--requests", "20000", "--every", "1", "--plot", str(plot))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10,0" in done.stdout
     assert "against a worker without one" in done.stdout
