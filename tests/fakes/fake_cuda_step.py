@@ -311,7 +311,7 @@ class ZeroDownloader(Downloader):
 
 
 def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
-    """Be a GrammarSource whose masks allow every token."""
+    """Be a GrammarMaskSource whose masks allow every token."""
     count = len(step.constrained_seq_ids)
     masks = b"\xff" * (VOCAB_SIZE // 8 * count)
     return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)

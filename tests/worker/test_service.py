@@ -35,7 +35,7 @@ from worker import worker as engine_wait
 from worker import worker as service
 from worker.kv_connector.base import NO_CONNECTOR
 from worker.loader.formats import DenseFormat
-from worker.model_runner import FinishedStep, GrammarSource
+from worker.model_runner import FinishedStep, GrammarMaskSource
 from worker.runner_builder import RunnerBuilder
 
 LIMIT_SECONDS = 20.0
@@ -252,7 +252,7 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
     first_heard = threading.Event()
 
     class Runner:
-        def launch(self, step: SchedulerOutput, get_grammars: GrammarSource) -> FinishedStep:
+        def launch(self, step: SchedulerOutput, get_grammars: GrammarMaskSource) -> FinishedStep:
             assert step.step == 1 or first_heard.wait(LIMIT_SECONDS)
             return FinishedStep(ModelRunnerOutput(step.epoch, step.step, [], []))
 

@@ -37,7 +37,7 @@ from worker.async_runner import AsyncModelRunner, PendingStep, Runner
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
-from worker.model_runner import GrammarSource, ModelRunner, SyncModelRunner, no_grammars
+from worker.model_runner import GrammarMaskSource, ModelRunner, SyncModelRunner, no_grammars
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
@@ -66,7 +66,9 @@ class Together:
         with self._cudas[rank], torch.inference_mode():
             return work(rank)
 
-    def launch(self, step: SchedulerOutput, get_grammars: GrammarSource = no_grammars) -> "Answers":
+    def launch(
+        self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
+    ) -> "Answers":
         # masks are made of the tokens before, once
         found: Any = get_grammars(step) if step.constrained_seq_ids else None
         return Answers(
