@@ -4,8 +4,8 @@
                                                          │
     connection ◀─ GenerationResponse ◀─ take_deltas ─ RequestStream ◀─ EngineClient
 
-Whatever has not finished when the client disconnects or a part fails is aborted, counted and
-logged once, in `TokenStream.close`. Everything here runs on the event loop.
+When the client disconnects or a part fails, `TokenStream.close` aborts the requests that have not
+finished, counts them and writes one line to the log. Everything here runs on the event loop.
 """
 
 import asyncio

@@ -65,7 +65,7 @@ class InputProcessor:
         self._structured_output = structured_output
 
     def process_message(self, client: int, message: ToEngine) -> None:
-        """Process a message of a front end; raises nothing, whatever the message contains."""
+        """Process a message of a front end; raises nothing for invalid messages."""
         if isinstance(message, EngineCoreRequest):
             self._process_request(client, message)
         elif isinstance(message, SessionInput):

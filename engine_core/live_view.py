@@ -95,7 +95,7 @@ class EngineViewPublisher:
 
     @property
     def seconds_to_next(self) -> float | None:
-        """Return the time until a view is due; None if nothing has changed or nobody watches."""
+        """Return the time until a view is due; None if nothing has changed or no page is open."""
         if not self._has_changed or not self._watching:
             return None
         return max(0.0, self._next_view_at - self._clock())

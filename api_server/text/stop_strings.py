@@ -1,7 +1,7 @@
 """Stop strings in text that arrives in pieces.
 
 Each stop string is followed by a Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt 1977), so the
-time is linear in the length of the text, whatever the strings are.
+time is linear in the length of the text for any strings.
 """
 
 from collections.abc import Sequence

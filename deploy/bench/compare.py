@@ -408,9 +408,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--other",
         help='flags of serve: compare tokend with and without them ("--async-scheduling")',
     )
-    parser.add_argument(
-        "--restart", action="store_true", help="start the server anew for each turn"
-    )
+    parser.add_argument("--restart", action="store_true", help="restart the server for each turn")
     parser.add_argument(
         "--ready-path",
         default="/health",

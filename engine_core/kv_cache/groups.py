@@ -24,7 +24,7 @@ SLIDING_WINDOW: Final = "sliding_window"
 
 
 class CacheGroup(ABC):
-    """What the coordinator and the manager need of a group, whatever its blocks hold.
+    """A group as the coordinator and the manager use it; its blocks need not hold K and V.
 
     block_size: tokens that one entry of a block table stands for.
     is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.

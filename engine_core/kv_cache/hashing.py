@@ -135,7 +135,7 @@ def split_key(key: bytes) -> tuple[bytes, int]:
 DIGEST_BYTES: Final = 32
 
 _SHORT: Final = 4
-"""Runs of so many blocks are faster with hashlib than through ctypes; a decode fills one block."""
+"""Up to this many blocks, hashlib is faster than ctypes; a decode fills one block."""
 
 
 class HashChain(Protocol):

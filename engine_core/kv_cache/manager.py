@@ -85,7 +85,7 @@ class KVCacheManager:
         self._pending_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
         self.reclaimable: ReclaimableBlocks | None = None
-        # By seq_id, of all requests with blocks: below so many slots no group has work.
+        # seq_id → slots below which no group has to act; has all requests with blocks.
         self._recheck_after: dict[int, int] = {}
         # By seq_id, of requests with KV that is being loaded: tokens before that KV.
         self._confirmed_until: dict[int, int] = {}

@@ -75,7 +75,7 @@ class RequestListener(Protocol):
         ...
 
     def on_released(self, request: Request) -> None:
-        """A request has ended, from whatever status, and its blocks are freed."""
+        """A request has ended, from any status, and its blocks are freed."""
         ...
 
 

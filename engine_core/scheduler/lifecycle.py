@@ -137,7 +137,7 @@ class RequestLifecycle:
         return len(ended)
 
     def abort_requests(self, requests: Sequence[Request], *, stopped: bool = False) -> None:
-        """End requests in whatever status; stopped: their clients have received all they want."""
+        """End requests in any status. stopped: their clients have received all they want."""
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
                 self._waiting.remove_request(request)

@@ -21,7 +21,7 @@ from engine_core.scheduler.step_plan import StepPlan
 MAX_LOST_STEPS: Final = 8
 """Steps that a request may lose by waiting, in all; then it computes the prefix itself."""
 MIN_SHARED_FRACTION: Final = 16
-"""A request waits only for at least one part in so many of a chunk."""
+"""A request waits only for a shared prefix of at least this fraction (1/n) of a chunk."""
 
 _Ticket = tuple[int, int]
 """(number of the wait, seq_id); tickets of waits that have ended stay in the heaps."""

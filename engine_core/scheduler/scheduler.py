@@ -131,7 +131,7 @@ class Scheduler:
     def abort_request(
         self, request_id: int, choice: int | None = None, *, stopped: bool = False
     ) -> int:
-        """End a request, or one choice of it, in whatever status; no output follows.
+        """End a request, or one choice of it, in any status; no output follows.
 
         The choices of a beam search end together. stopped: the client has received all that it
         wanted, so an agent's turn counts as complete and its KV may be retained.

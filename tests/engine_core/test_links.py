@@ -217,7 +217,7 @@ def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
     while views.seconds_to_next is not None:
         assert io.receive_messages(WAIT_SECONDS)
     outputs.flush()
-    assert views.seconds_to_next is None, "nobody watches"
+    assert views.seconds_to_next is None, "no page is open"
 
 
 def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
