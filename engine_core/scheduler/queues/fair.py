@@ -11,7 +11,7 @@ head that arrived first goes first.
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from engine_core.request import Request
 from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
@@ -24,6 +24,26 @@ Rank = tuple[int, float, Any]
 """Priority key of the head, what its tenant was served, and the order of the head."""
 Entry = tuple[Rank, int]
 """Rank and tenant."""
+
+
+class TenantStats(Protocol):
+    """Service that tenants have received, as the queue reads and updates it: `TenantUsage`."""
+
+    def served(self, tenant: int) -> float:
+        """Return what a tenant was served; it never falls while the tenant has requests."""
+        ...
+
+    def register_request(self, request: Request) -> None:
+        """Count a new request."""
+        ...
+
+    def begin_waiting(self, tenant: int) -> None:
+        """Update the counter of a tenant that had no ready request and gets one."""
+        ...
+
+    def end_running(self, request: Request) -> None:
+        """Stop charging for a request that was running."""
+        ...
 
 
 class FairQueue:
@@ -42,11 +62,11 @@ class FairQueue:
         self,
         make_queue: Callable[[], RequestQueue],
         priority_key: Callable[[Request], int],
-        usage: TenantUsage,
+        stats: TenantStats,
     ) -> None:
         self._make_queue = make_queue
         self._priority_key = priority_key
-        self._usage = usage
+        self._stats = stats
         self._queues: dict[int, RequestQueue] = {}
         self._heap: list[Entry] = []
         self._valid: dict[int, Entry] = {}
@@ -54,13 +74,13 @@ class FairQueue:
         self._len = 0
 
     def add_request(self, request: Request) -> None:
-        self._usage.register_request(request)
+        self._stats.register_request(request)
         self._queue_for(request).add_request(request)
         self._count_ready(request.tenant)
         self._len += 1
 
     def requeue_preempted(self, request: Request) -> None:
-        self._usage.end_running(request)
+        self._stats.end_running(request)
         self._queue_for(request).requeue_preempted(request)
         self._count_ready(request.tenant)
         self._len += 1
@@ -104,7 +124,7 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Return the order of now; every admission changes what its tenant was served."""
-        served = {tenant: (self._usage.served(tenant), tenant) for tenant in self._queues}
+        served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._queues}
         requests = [request for queue in self._queues.values() for request in queue]
         return iter(
             sorted(requests, key=lambda each: (self._priority_key(each), served[each.tenant]))
@@ -115,7 +135,7 @@ class FairQueue:
         if queue is None:
             queue = self._queues[request.tenant] = self._make_queue()
         if not queue.num_ready:
-            self._usage.begin_waiting(request.tenant)
+            self._stats.begin_waiting(request.tenant)
         return queue
 
     def _count_ready(self, tenant: int) -> None:
@@ -140,7 +160,7 @@ class FairQueue:
 
     def _rank(self, tenant: int) -> Rank:
         head = self._queues[tenant].peek_request()
-        return self._priority_key(head), self._usage.served(tenant), head.order
+        return self._priority_key(head), self._stats.served(tenant), head.order
 
     def _new_entry(self, rank: Rank, tenant: int) -> Entry:
         entry = self._valid[tenant] = (rank, tenant)
