@@ -187,9 +187,9 @@ RESPONSES_NEUTRAL: Final[Neutral] = {
 }
 
 RESPONSES_HINTS: Final = frozenset(
-    {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
+    {"prompt_cache_options", "prompt_cache_retention"}
 )
-"""Fields of /v1/responses about OpenAI's cache and about tools that its servers run."""
+"""Fields of /v1/responses about OpenAI's cache."""
 
 REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
 
