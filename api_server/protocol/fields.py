@@ -186,9 +186,7 @@ RESPONSES_NEUTRAL: Final[Neutral] = {
     "service_tier": ("auto", "default"),
 }
 
-RESPONSES_HINTS: Final = frozenset(
-    {"prompt_cache_options", "prompt_cache_retention"}
-)
+RESPONSES_HINTS: Final = frozenset({"prompt_cache_options", "prompt_cache_retention"})
 """Fields of /v1/responses about OpenAI's cache."""
 
 REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}

@@ -457,7 +457,9 @@ async def test_a_conversation_that_is_too_large_to_store(start, say):
         fields = {"input": "x" * 200_000, "truncation": "auto"}
         for must_store in ({"store": True}, {"background": True}):
             assert (await error(front_end, **fields, **must_store))["param"] == "store"
-        found = await answer(front_end, input=[{"role": "user", "content": "x", "id": "y" * 200_000}])
+        found = await answer(
+            front_end, input=[{"role": "user", "content": "x", "id": "y" * 200_000}]
+        )
         assert found["store"] is False
         assert len(front_end.app_state.responses) == 0
 
