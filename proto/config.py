@@ -125,6 +125,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum choices before their first step; by default 4 times what can run; 0: no limit."""
     max_num_queued_tokens: int | None = None
     """Maximum prompt tokens that wait; by default 4 times what fits the KV pool; 0: no limit."""
+    enable_mfu_metrics: bool = False
+    """Estimate FLOPs and bytes of each step, by the model's shape, for /metrics."""
+    peak_tflops: float = 0.0
+    """TFLOP/s of one device, for the share that each step reaches; 0: unknown."""
+    peak_memory_gbps: float = 0.0
+    """Memory bandwidth of one device in GB/s, for the share that each step reaches; 0: unknown."""
 
     @property
     def step_tokens(self) -> int:

@@ -132,6 +132,10 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "max_prefill_slowdown",
         )
     _check_pressure(scheduler)
+    for field in ("peak_tflops", "peak_memory_gbps"):
+        _not_negative(field, getattr(scheduler, field))
+        if getattr(scheduler, field) and not scheduler.enable_mfu_metrics:
+            raise ConfigError(f"{flag_name(field)} needs --enable-mfu-metrics", field)
     if not scheduler.session_timeout > 0.0:
         raise ConfigError(
             f"--session-timeout must be more than 0, got {scheduler.session_timeout}",

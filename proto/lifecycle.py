@@ -169,6 +169,20 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
     num_bytes: int
 
 
+class ComputeShape(msgspec.Struct, array_like=True, frozen=True):
+    """Floating-point operations of one worker's part of the model; a product of n by m weights
+    with a token's vector is 2·n·m.
+
+    linear_flops: per token, of the projections in all layers.
+    head_flops: per position that is sampled.
+    attention_flops: for layers of each window (None: full attention), per pair of query and key.
+    """
+
+    linear_flops: int = 0
+    head_flops: int = 0
+    attention_flops: tuple[tuple[int | None, int], ...] = ()
+
+
 class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     """A worker has loaded the weights and knows the memory that is left.
 
@@ -178,6 +192,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: phases of the start so far.
     computes_ahead: whether it can take the next step before the tokens of the last are known.
     step_tokens: token budget of a step that its memory was planned for.
+    compute: for estimates of FLOPs.
     """
 
     protocol_version: int
@@ -192,6 +207,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
+    compute: ComputeShape = ComputeShape()
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -365,4 +365,5 @@ class Worker:
             phases=self._phases.phases,
             computes_ahead=loaded.on_cuda,
             step_tokens=self._runner_builder.step_tokens,
+            compute=loaded.model.spec.compute_shape,
         )
