@@ -170,9 +170,17 @@ class JoinedSpecialTokens:
 
 
 class NoText:
-    """Detokenizer of a request with `detokenize` false: no token has text."""
+    """Detokenizer of a request with `detokenize` false: no token has text.
+
+    counter: counts the tokens of the reasoning, whose end only their text shows.
+    """
+
+    def __init__(self, counter: Detokenizer | None = None) -> None:
+        self._counter = counter
 
     def decode_token(self, token_id: int) -> str:
+        if self._counter is not None:
+            self._counter.decode_token(token_id)
         return ""
 
     def flush_text(self) -> str:
