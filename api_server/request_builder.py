@@ -172,12 +172,14 @@ class RequestBuilder:
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
         output_format: OutputFormat,
+        notifier: StreamNotifier | None = None,
     ) -> TokenStream:
         """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, for each request.
+        text_starts: characters before the first output, for each request. notifier: of the session
+        that the stream is a turn of; None for a new one.
         """
-        notifier = StreamNotifier()
+        notifier = notifier or StreamNotifier()
         streams = [
             self._stream(request, notifier, index, text_starts[index], output_format)
             for index, request in enumerate(requests)

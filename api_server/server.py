@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from api_server.app import create_app
 from api_server.app_state import AppState, ModelTexts
 from api_server.engine.engine_client import EngineClient, connect_engine
-from api_server.http.http_protocol import LimitedHttpProtocol
+from api_server.http.http_protocol import LimitedHttpProtocol, LimitedWebSocketProtocol
 from api_server.http.http_server import HttpServer
 from api_server.lifecycle.commands import run_commands
 from api_server.lifecycle.engine_switch import EngineSwitch
@@ -29,6 +29,7 @@ from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.protocol.responses.stored import StoredResponses
+from api_server.routes.common import MAX_BODY_BYTES
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from proto.config import FrontEndConfig
@@ -143,7 +144,9 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
-        ws="none",
+        ws=LimitedWebSocketProtocol,
+        ws_max_size=MAX_BODY_BYTES,
+        ws_per_message_deflate=False,  # a compressed token is no shorter
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -56,7 +56,7 @@ async def test_the_page_needs_no_key_and_nothing_else_is_opened(start):
 
 async def test_the_page_is_there_while_the_daemon_drains(start):
     async with start() as front_end:
-        front_end.app_state.health.draining = True
+        front_end.app_state.health.start_drain()
         assert (await front_end.http.get("/v1/models")).status_code == 503
         assert (await front_end.http.get("/")).status_code == 200
 
