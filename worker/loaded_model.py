@@ -13,9 +13,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 
+from proto.codec import changed
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
 from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
@@ -87,7 +87,7 @@ class LoadedModel:
 
     def model_fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint without what tells the ranks of one model apart."""
-        geometry = msgspec.structs.replace(self.geometry, num_kv_heads=0)
+        geometry = changed(self.geometry, num_kv_heads=0)
         return self._fingerprint(block_size, geometry, rank=0)
 
     def _fingerprint(self, block_size: int, geometry: KVCacheGeometry, rank: int) -> bytes:
