@@ -299,7 +299,7 @@ def render() -> str:
     lines = [
         "usage: tokend serve [MODEL] [flags]",
         "",
-        "Serve a model over HTTP: a Hugging Face folder, a .gguf file or a packaged model.",
+        "Serve a model over HTTP. MODEL: see --model.",
         *_entry(
             "--config FILE.yaml",
             "Read flags from a file (keys without the dashes); the command line overrides it.",

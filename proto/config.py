@@ -25,7 +25,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model to serve, and how."""
 
     model: str = "smollm2-135m-instruct"
-    """A Hugging Face folder, a .gguf file, or the name of a packaged model."""
+    """A Hugging Face folder, a .gguf file or a folder with one, the name of a packaged model, or
+    ORG/NAME of a model in the local Hugging Face cache (hf download ORG/NAME)."""
     served_model_name: str | None = None
     """Model name in the API; by default the name or last path component of the model."""
     tokenizer: str | None = None
@@ -220,6 +221,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a stored response is deleted."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a span per request; needs the extra otel."""
 
     @property
     def has_client_keys(self) -> bool:
