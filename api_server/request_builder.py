@@ -41,6 +41,7 @@ from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
 from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
+from api_server.tracing import TraceHeaders
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -83,6 +84,7 @@ class RequestBuilder:
         key_name: str,
         ignored: IgnoredFields,
         grammar: GrammarSource | None,
+        trace_headers: TraceHeaders,
     ) -> None:
         check_request(request)
         check_beams(request)
@@ -94,6 +96,7 @@ class RequestBuilder:
         self._tenant = tenant
         self._key_name = key_name
         self._ignored = ignored
+        self._trace_headers = trace_headers
         self._arrival = time.monotonic()
         self._send_buffer = SendBuffer(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
@@ -194,6 +197,7 @@ class RequestBuilder:
             open_streams=app_state.open_streams,
             ignored=str(self._ignored),
             key_name=self._key_name,
+            tracer=app_state.tracer,
         )
 
     def response(
@@ -293,6 +297,7 @@ class RequestBuilder:
             thinking=options.thinking,
             label=self.id,
             reader=reader_of(self._tenant, self._key_name),
+            trace_headers=self._trace_headers,
         )
 
     def _agent_turn(self, output_format: OutputFormat) -> AgentTurn | None:

@@ -226,6 +226,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a stored response is deleted."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a span per request; needs the extra otel."""
 
     @property
     def has_client_keys(self) -> bool:

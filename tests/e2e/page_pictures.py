@@ -46,6 +46,7 @@ def chat(page: Any) -> None:
         page.fill("#message", message)
         page.press("#message", "Enter")
         page.wait_for_selector(".turn:last-child .ending")
+    page.click(".turn:last-child >> text=Tokens")
     page.hover(".turn:last-child .token >> nth=6")
 
 
