@@ -165,6 +165,7 @@ def _report_ready(
         plan.num_blocks
         * plan.block_size
         * sum(worker.geometry.bytes_per_token for worker in workers.workers),
+        plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size,
         weight_memory(workers.workers),
         (
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),

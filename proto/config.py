@@ -15,6 +15,7 @@ CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 TenantBy = Literal["api-key", "header", "none"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
@@ -192,7 +193,9 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
-    """Format of log lines: text, or one JSON object per line."""
+    """Format of all lines on both output streams: text, or one JSON object per line."""
+    log_level: LogLevel = "info"
+    """Lowest level of log lines; debug adds the times of the start's phases."""
     api_key_file: str | None = None
     """File with a tenant name and an API key on each line."""
     tenant_by: TenantBy = "api-key"

@@ -93,6 +93,26 @@ def test_a_length_that_was_asked_for_counts():
     assert plan([worker(1_000_000_000)], max_model_len=10_000).max_model_len == 4096
 
 
+@pytest.mark.parametrize(
+    ("cache", "way_out"),
+    [
+        ({}, "raise --kv-cache-memory to 1M"),
+        ({"num_gpu_blocks_override": 100}, "raise --num-gpu-blocks-override to 101"),
+    ],
+)
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_sum(cache, way_out):
+    with pytest.raises(ConfigError) as caught:
+        plan([worker(160_000), worker(160_000)], max_model_len=1585, **cache)
+    assert caught.value.parameter == "max_model_len"
+    assert str(caught.value) == (
+        "--max-model-len 1585 needs 100 KV blocks of 16 tokens (0.3 MiB), and the KV pool has "
+        f"99 KV blocks of 16 tokens (0.3 MiB): {way_out} or lower --max-model-len to 1584"
+    )
+    fits = {"kv_cache_memory": 1 << 20} if not cache else {"num_gpu_blocks_override": 101}
+    granted = [worker(1 << 19), worker(1 << 19)]
+    assert plan(granted, max_model_len=1585, **fits).max_model_len == 1585
+
+
 def test_a_pool_without_one_usable_block_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"3200 bytes.* has 3199") as caught:
         plan([worker(3199)])
