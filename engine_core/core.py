@@ -221,7 +221,6 @@ class EngineCore:
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-            eviction_policy=config.cache.eviction_policy,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, ModelError
 from proto.lifecycle import WeightFormatMemory, WorkerReady
 
 
@@ -55,6 +55,34 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
             f"requests are limited to {usable} tokens instead of {wanted}"
         )
     return PoolPlan(num_blocks, block_size, usable, notice)
+
+
+def check_ranks(workers: Sequence[WorkerReady]) -> None:
+    """Raise ModelError unless all ranks have loaded the same model into the same kind of KV cache.
+
+    Only the number of KV heads, and so the bytes of a token, may differ between ranks.
+    """
+    first = _facts_of_all_ranks(workers[0])
+    for worker in workers[1:]:
+        for name, value in _facts_of_all_ranks(worker).items():
+            if value != first[name]:
+                raise ModelError(
+                    f"worker {workers[0].rank} and worker {worker.rank} do not fit together: "
+                    f"{name} {first[name]} and {value}"
+                )
+
+
+def _facts_of_all_ranks(worker: WorkerReady) -> dict[str, object]:
+    geometry = worker.geometry
+    return {
+        "vocabulary size": worker.vocab_size,
+        "KV dtype": geometry.dtype,
+        "head size": geometry.head_dim,
+        "layers per KV group": geometry.num_slots,
+        "windows of the KV groups": [group.sliding_window for group in geometry.groups],
+        "kinds of the KV groups": [group.kind for group in geometry.groups],
+        "fingerprint of model and weights": worker.model_fingerprint.hex()[:16],
+    }
 
 
 def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, ...]:

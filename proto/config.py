@@ -59,8 +59,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix."""
-    eviction_policy: Literal["lru"] = "lru"
-    """Which free block, with the cached prefix in it, is overwritten first; lru: the oldest."""
     kv_events_endpoint: str | None = None
     """Publish prefix cache events (with token ids) at ipc, ipc://PATH or tcp://HOST:PORT."""
     kv_cache_metrics_one_in: int = 0

@@ -178,6 +178,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: phases of the start so far.
     computes_ahead: whether it can take the next step before the tokens of the last are known.
     step_tokens: token budget of a step that its memory was planned for.
+    model_fingerprint: hash of what affects KV values and is the same on all ranks.
     """
 
     protocol_version: int
@@ -192,6 +193,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
+    model_fingerprint: bytes = b""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
-from engine_core.pool_plan import plan_pool, weight_memory
+from engine_core.pool_plan import check_ranks, plan_pool, weight_memory
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, ModelError
 from proto.lifecycle import KVGroup, WeightFormatMemory
 from tests.fakes import boots
 
@@ -41,6 +41,37 @@ def test_the_pool_fills_the_memory_that_is_granted():
 
 def test_the_smallest_rank_decides():
     assert plan([worker(1_000_000), worker(160_000)]).num_blocks == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 7}, "vocabulary size 1000 and 7"),
+        ({"model_fingerprint": b"h" * 32}, "fingerprint of model and weights .* and 6868"),
+        ({"dtype": "int8"}, "KV dtype float32 and int8"),
+        ({"head_dim": 3}, "head size .* and 3"),
+        ({"num_slots": 9}, "layers per KV group .* and 9"),
+        ({"groups": (KVGroup(64),)}, r"windows of the KV groups \[None\] and \[64\]"),
+        ({"groups": (KVGroup(kind="state"),)}, "kinds of the KV groups .*state"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused_with_both_values(changes, message):
+    first = boots.worker_ready()
+    geometry = {name: value for name, value in changes.items() if hasattr(first.geometry, name)}
+    second = msgspec.structs.replace(
+        first,
+        rank=1,
+        geometry=msgspec.structs.replace(first.geometry, **geometry),
+        **{name: value for name, value in changes.items() if name not in geometry},
+    )
+    with pytest.raises(ModelError, match=f"worker 0 and worker 1 do not fit together: {message}"):
+        check_ranks([first, second])
+
+
+def test_ranks_may_have_different_numbers_of_kv_heads():
+    first = worker(160_000)
+    geometry = msgspec.structs.replace(first.geometry, num_kv_heads=9, bytes_per_token=900)
+    check_ranks([first, msgspec.structs.replace(first, rank=1, geometry=geometry, fingerprint=b"")])
 
 
 def test_an_override_decides_alone():
