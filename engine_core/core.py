@@ -165,6 +165,7 @@ def _report_ready(
         plan.num_blocks
         * plan.block_size
         * sum(worker.geometry.bytes_per_token for worker in workers.workers),
+        plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size,
         weight_memory(workers.workers),
         (
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
@@ -220,7 +221,6 @@ class EngineCore:
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-            eviction_policy=config.cache.eviction_policy,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(

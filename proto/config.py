@@ -15,6 +15,7 @@ CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 TenantBy = Literal["api-key", "header", "none"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
@@ -58,8 +59,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix."""
-    eviction_policy: Literal["lru"] = "lru"
-    """Which free block, with the cached prefix in it, is overwritten first; lru: the oldest."""
     kv_events_endpoint: str | None = None
     """Publish prefix cache events (with token ids) at ipc, ipc://PATH or tcp://HOST:PORT."""
     kv_cache_metrics_one_in: int = 0
@@ -194,7 +193,9 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
-    """Format of log lines: text, or one JSON object per line."""
+    """Format of all lines on both output streams: text, or one JSON object per line."""
+    log_level: LogLevel = "info"
+    """Lowest level of log lines; debug adds the times of the start's phases."""
     api_key_file: str | None = None
     """File with a tenant name and an API key on each line."""
     tenant_by: TenantBy = "api-key"
@@ -223,6 +224,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a stored response is deleted."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a span per request; needs the extra otel."""
 
     @property
     def has_client_keys(self) -> bool:

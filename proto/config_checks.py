@@ -157,6 +157,12 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
+    endpoint = frontend.otlp_traces_endpoint
+    if endpoint is not None and not re.match(r"(https?|grpc)://[^/\s]+", endpoint):
+        raise ConfigError(
+            f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}",
+            "otlp_traces_endpoint",
+        )
     _check_keys(frontend)
     _check_tls(frontend)
 

@@ -178,6 +178,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: phases of the start so far.
     computes_ahead: whether it can take the next step before the tokens of the last are known.
     step_tokens: token budget of a step that its memory was planned for.
+    model_fingerprint: hash of what affects KV values and is the same on all ranks.
     """
 
     protocol_version: int
@@ -192,6 +193,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
+    model_fingerprint: bytes = b""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
@@ -221,7 +223,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_model_len: minimum of the model's length, the setting and the capacity of the KV pool.
     num_blocks: usable KV blocks, without the null block.
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for no limit.
-    kv_cache_bytes: memory of the pool, sum over all workers.
+    kv_cache_bytes: memory of the pool, sum over all workers. kv_cache_tokens: that it holds.
     weights: memory by weight format, sum over all workers.
     starts: start phases of the workers and of the engine itself.
     """
@@ -236,6 +238,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
     kv_cache_bytes: int = 0
+    kv_cache_tokens: int = 0
     weights: tuple[WeightFormatMemory, ...] = ()
     starts: tuple[ProcessStart, ...] = ()
 
@@ -517,11 +520,14 @@ class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
 class ReloadState(msgspec.Struct, frozen=True):
     """State of reloads, as a file in the run directory for `tokend reload`.
 
-    pid: of the supervisor. count: completed reloads. under_way: a reload runs or is requested.
+    pid: of the supervisor. url, model: of the daemon, to tell it from others.
+    count: completed reloads. under_way: a reload runs or is requested.
     error: error of the last reload, or "".
     """
 
     pid: int
+    url: str = ""
+    model: str = ""
     count: int = 0
     under_way: bool = False
     error: str = ""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from proto.codec import changed
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
 from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
@@ -82,15 +83,23 @@ class LoadedModel:
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
+        return self._fingerprint(block_size, self.geometry, self.group.rank)
+
+    def model_fingerprint(self, block_size: int) -> bytes:
+        """Return the fingerprint without what tells the ranks of one model apart."""
+        geometry = changed(self.geometry, num_kv_heads=0)
+        return self._fingerprint(block_size, geometry, rank=0)
+
+    def _fingerprint(self, block_size: int, geometry: KVCacheGeometry, rank: int) -> bytes:
         return kv_fingerprint(
             self.prepared.weights_sha256,
             self.config,
-            self.geometry,
+            geometry,
             block_size,
             str(self.dtype),
             # Another device sums in another order.
             f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
-            (self.group.rank, self.group.size),
+            (rank, self.group.size),
         )
 
 

@@ -360,6 +360,7 @@ class Worker:
             kv_cache_bytes=self._runner_builder.kv_cache_bytes,
             vocab_size=loaded.model.spec.vocab_size,
             fingerprint=loaded.fingerprint(self._boot.config.cache.block_size),
+            model_fingerprint=loaded.model_fingerprint(self._boot.config.cache.block_size),
             device_name=loaded.device.name,
             weights=loaded.weights,
             phases=self._phases.phases,

@@ -25,7 +25,7 @@ from engine_core.scheduler.hooks import (
     TokenConstraints,
 )
 from engine_core.scheduler.kv_transfer import Connect, no_connector
-from engine_core.scheduler.preemption import start_over
+from engine_core.scheduler.preemption import requeue_all
 from engine_core.scheduler.result import (
     ClientOutputs,
     ImpossibleResultError,
@@ -54,8 +54,8 @@ class Scheduler:
     sessions, queue_limits, deadlines, agent_sessions, kv_transfer: parts that the engine's input
         and loop also use directly.
 
-    epoch: of the workers, until `start_over`. max_model_len: maximum tokens of prompt and output.
-    vocab_size: sampled token ids are below it. gates: additional admission gates.
+    epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
+    output. vocab_size: sampled token ids are below it. gates: additional admission gates.
     constraints: the gate of requests with a grammar. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
     """
@@ -214,7 +214,7 @@ class Scheduler:
         """Mode of the pause; None without one."""
         return self._pause.mode
 
-    def start_over(self, epoch: int) -> ClientOutputs:
+    def begin_worker_epoch(self, epoch: int) -> ClientOutputs:
         """Prepare for workers of a new epoch: all requests are computed again.
 
         Called between two steps; results of earlier steps must not be passed any more. Returns the
@@ -222,9 +222,9 @@ class Scheduler:
         """
         self._observer.on_event("restart", f"workers of epoch {epoch}")
         crashing = self._crash_isolation.note_crash()
-        self.kv_transfer.start_over()
+        self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
-        start_over(self.requests, self._preemption, self._kv_cache, self._clock())
+        requeue_all(self.requests, self._preemption, self._kv_cache, self._clock())
         self._row_counts.clear()
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}

@@ -171,7 +171,7 @@ class EngineHarness:
         self.in_flight.clear()
         runner = self.runner
         self.runner = PagedRunner(runner.block_size, runner.next_token, windows=runner.windows)
-        outputs = self.scheduler.start_over(epoch)
+        outputs = self.scheduler.begin_worker_epoch(epoch)
         self.note(outputs)
         return outputs
 
