@@ -46,6 +46,7 @@ Epochs of both kinds come from one counter of the supervisor (`EpochCounter`), s
 """
 
 import time
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -167,6 +168,22 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
 
     form: str
     num_bytes: int
+
+
+_WEIGHT_FORMATS: Final = {
+    "packed": "GGUF blocks as stored",
+    "rotated": "8-bit copy for large batches",
+}
+"""Weight formats in words; the others are named by their data type."""
+
+
+def describe_weights(formats: Iterable[WeightFormatMemory]) -> str:
+    """Return memory and format of weights for the operator, such as "257 MiB bf16"."""
+    parts = (
+        f"{part.num_bytes / (1 << 20):,.0f} MiB {_WEIGHT_FORMATS.get(part.form, part.form)}"
+        for part in formats
+    )
+    return " + ".join(parts) or "none"
 
 
 class ComputeShape(msgspec.Struct, array_like=True, frozen=True):

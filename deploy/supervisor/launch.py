@@ -22,6 +22,7 @@ from proto.lifecycle import (
     ProcessStart,
     Role,
     StartPhase,
+    describe_weights,
     process_name,
 )
 from proto.log_lines import notice_line
@@ -157,13 +158,6 @@ class Readiness:
         return self._engine is not None and not self._missing_front_ends
 
 
-_WEIGHT_FORMATS: Final = {
-    "packed": "GGUF blocks as stored",
-    "rotated": "8-bit copy for large batches",
-}
-"""Weight formats in words; the others are named by their data type."""
-
-
 def ready_message(launch: Launch, readiness: Readiness) -> str:
     """Return what the operator sees when the daemon is ready: a line, or several as text.
 
@@ -196,7 +190,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
             f"{engine.kv_cache_bytes / (1 << 30):,.2f} GiB for {engine.kv_cache_tokens:,} tokens "
             f"({engine.num_blocks:,} blocks of {engine.block_size})",
         ),
-        ("weights", _weights(engine)),
+        ("weights", describe_weights(engine.weights)),
         ("web page", f"{launch.url}/" if config.page else ""),
         ("start", timings),
         (
@@ -221,13 +215,3 @@ def _timings(launch: Launch, readiness: Readiness) -> str:
 
 def _phases(phases: Sequence[StartPhase]) -> str:
     return ", ".join(f"{phase.what} {phase.seconds:.2f} s" for phase in phases)
-
-
-def _weights(engine: EngineReady) -> str:
-    """Return memory and format of the weights, such as "257 MiB bf16"."""
-    forms = [
-        f"{weights.num_bytes / (1 << 20):,.0f} MiB "
-        f"{_WEIGHT_FORMATS.get(weights.form, weights.form)}"
-        for weights in engine.weights
-    ]
-    return " + ".join(forms) or "none"

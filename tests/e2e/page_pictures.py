@@ -40,6 +40,7 @@ def load(url: str, ended: threading.Event, seed: int) -> None:
 
 
 def chat(page: Any) -> None:
+    page.fill("#p-max_tokens", "110")
     page.fill("#p-temperature", "0.2")
     page.fill("#p-seed", "7")
     for message in ("What is the capital of France?", "Why is the sky blue? Say it in a sentence."):
