@@ -32,6 +32,7 @@ from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.common import MAX_BODY_BYTES
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
+from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig
 from proto.engine_io import request_ids
 from proto.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
@@ -80,6 +81,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     app_state.client.close()
     server.should_exit = True
     await serving
+    if app_state.tracer is not None:
+        await asyncio.to_thread(app_state.tracer.close)
 
 
 async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
@@ -106,6 +109,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         supervisor,
     )
     texts = ModelTexts.load(config.model, model)
+    endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
         model=model,
         model_name=name,
@@ -121,6 +125,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         supervisor=supervisor,
         responses=make_stored_responses(config.frontend),
         live_view=live_view,
+        tracer=None if endpoint is None else RequestTracer(endpoint, name),
         seeds=seeds(config.model.seed, boot.index),
     )
 

@@ -32,6 +32,7 @@ from api_server.protocol.responses.stored import (
 from api_server.routes.chat import ChatTurn, build_chat_turn, with_merged_roles_fallback
 from api_server.routes.common import app_state_of, read_fields
 from api_server.stream import TokenStream
+from api_server.tracing import trace_headers_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -57,6 +58,7 @@ async def create_response(request: Request) -> Response:
             id_prefix=ID_PREFIX,
             tenant=owner[0],
             key_name=owner[1],
+            trace_headers=trace_headers_of(request),
             ignored=ignored,
             reserves_context=True,
         )

@@ -35,6 +35,7 @@ from api_server.routes.common import add_header_fields, app_state_of, decode_jso
 from api_server.sampling import logit_edits
 from api_server.session import Session, Turn, close_code
 from api_server.text.prompts import num_prompts
+from api_server.tracing import trace_headers_of
 from proto.codec import changed
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError
 from proto.sampling_params import SamplingParams
@@ -177,7 +178,10 @@ class SessionConnection:
                 f"{grammar.field} is not available in a session", grammar.field
             )
         key_name = key_name_of(self._websocket)
-        builder = RequestBuilder(app_state, body, "cmpl-", self._tenant, key_name, ignored, grammar)
+        trace_headers = trace_headers_of(self._websocket)
+        builder = RequestBuilder(
+            app_state, body, "cmpl-", self._tenant, key_name, ignored, grammar, trace_headers
+        )
         prompts = await app_state.prompt_reader("prompt").read_prompts(
             body.prompt, add_special_tokens=body.add_special_tokens
         )

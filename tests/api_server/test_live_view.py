@@ -28,7 +28,7 @@ from tests.api_server.conftest import FrontEnd, StartFrontEnd
 
 HELLO = {
     "model": "toy",
-    "num_blocks": 65,
+    "num_blocks": 64,
     "block_size": 16,
     "blocks_per_cell": 1,
     "max_num_seqs": 256,
