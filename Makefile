@@ -1,4 +1,4 @@
-# serve, test, test-all, gpu-check, lint, audit, bench, clean. Everything is installed into .venv; a
+# serve, test, test-all, gpu-check, lint, audit, bench, page, clean. Everything is installed into .venv; a
 # stamp says that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all gpu-check lint audit bench clean
+.PHONY: serve test test-all gpu-check lint audit bench page clean
 
 # What runs on a GPU is installed where there is one
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
@@ -52,8 +52,13 @@ audit:
 bench: $(VENV)/installed
 	@$(BIN)/python -m tests.benchmarks.processes $(ARGS)
 
+# The third-party modules of the page, which are bundled in the repository: after a change in
+# api_server/page/vendor. Needs npm.
+page:
+	@cd api_server/page/vendor && npm ci --no-audit --no-fund && npm run build
+
 clean:
-	rm -rf $(VENV) .venv-audit build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so
+	rm -rf $(VENV) .venv-audit build dist *.egg-info api_server/page/vendor/node_modules engine_core/csrc/*.so worker/csrc/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

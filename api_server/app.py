@@ -10,6 +10,7 @@ from api_server.http.middleware import (
     ApiKeyMiddleware,
     DrainMiddleware,
     FastPath,
+    OriginMiddleware,
     endpoints_of,
 )
 from api_server.metrics.http_metrics import HttpMetricsMiddleware
@@ -21,6 +22,7 @@ from api_server.routes import (
     live_view,
     messages,
     responses,
+    sessions,
     system,
     tokenizer,
 )
@@ -34,16 +36,23 @@ def create_app(app_state: AppState) -> FastAPI:
     errors.install(app)
     generating = (completions, chat, responses, messages)
     routers = [module.router for module in generating]
-    routers += [responses.stored_router, tokenizer.router, system.router, admin.router]
+    routers += [
+        sessions.router,
+        responses.stored_router,
+        tokenizer.router,
+        system.router,
+        admin.router,
+    ]
     files = page_files() if app_state.config.page else []
     if app_state.config.page:
         routers += [live_view.router, live_view.page_router(files)]
-    for router in routers:
+    for router in (*routers, system.no_websocket_router):
         app.include_router(router)
     openapi.install(app, app_state.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
+    app.add_middleware(OriginMiddleware)
     keys = read_api_keys(app_state.config)
     if keys:
         open_paths = frozenset(file.path for file in files)

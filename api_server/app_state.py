@@ -22,6 +22,7 @@ from api_server.text.chat_template import find_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
+from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
@@ -66,7 +67,8 @@ class AppState:
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
     settings: all of the daemon. open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses. background: tasks that complete responses
-    whose clients do not wait. seeds: for requests without a seed. created: Unix time.
+    whose clients do not wait. tracer: exports spans; None if they are off.
+    seeds: for requests without a seed. created: Unix time.
     """
 
     model: PreparedModel
@@ -83,6 +85,7 @@ class AppState:
     supervisor: SupervisorLink
     responses: StoredResponses
     live_view: LiveViewPublisher
+    tracer: RequestTracer | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)

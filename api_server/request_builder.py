@@ -8,7 +8,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from api_server.app_state import AppState
 from api_server.http.tenants import reader_of
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.output_format import OutputFormat
+from api_server.parsers.reasoning import OutputStart, ReasoningTokenCounter
 from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
@@ -41,6 +42,7 @@ from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
 from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
+from api_server.tracing import TraceHeaders
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -83,6 +85,7 @@ class RequestBuilder:
         key_name: str,
         ignored: IgnoredFields,
         grammar: GrammarSource | None,
+        trace_headers: TraceHeaders,
     ) -> None:
         check_request(request)
         check_beams(request)
@@ -94,6 +97,7 @@ class RequestBuilder:
         self._tenant = tenant
         self._key_name = key_name
         self._ignored = ignored
+        self._trace_headers = trace_headers
         self._arrival = time.monotonic()
         self._send_buffer = SendBuffer(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
@@ -115,8 +119,10 @@ class RequestBuilder:
             id=self.id,
             created=int(time.time()),
             model=self._app_state.model_name,
-            token_names=TokenNames(tokenizer, request.return_tokens_as_token_ids),
-            prompt_token_names=TokenNames(tokenizer),
+            token_names=TokenNames(
+                tokenizer, request.return_tokens_as_token_ids, request.detokenize
+            ),
+            prompt_token_names=TokenNames(tokenizer, has_text=request.detokenize),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
             returns_token_ids=request.return_token_ids,
@@ -169,12 +175,14 @@ class RequestBuilder:
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
         output_format: OutputFormat,
+        notifier: StreamNotifier | None = None,
     ) -> TokenStream:
         """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, for each request.
+        text_starts: characters before the first output, for each request. notifier: of the session
+        that the stream is a turn of; None for a new one.
         """
-        notifier = StreamNotifier()
+        notifier = notifier or StreamNotifier()
         streams = [
             self._stream(request, notifier, index, text_starts[index], output_format)
             for index, request in enumerate(requests)
@@ -192,6 +200,7 @@ class RequestBuilder:
             open_streams=app_state.open_streams,
             ignored=str(self._ignored),
             key_name=self._key_name,
+            tracer=app_state.tracer,
         )
 
     def response(
@@ -291,6 +300,7 @@ class RequestBuilder:
             thinking=options.thinking,
             label=self.id,
             reader=reader_of(self._tenant, self._key_name),
+            trace_headers=self._trace_headers,
         )
 
     def _agent_turn(self, output_format: OutputFormat) -> AgentTurn | None:
@@ -314,15 +324,12 @@ class RequestBuilder:
         ids = request.prompt_token_ids
         turn = self._agent_turn(output_format)
         text_tails = turn.tails if turn is not None else []
-        markers, reasoning = output_format.markers, output_format.reasoning
-        detokenizers = [self._detokenizer(ids, markers) for _ in range(request.n)]
-        counters = [
-            counter for counter in map(reasoning.new_counter, detokenizers) if counter is not None
-        ]
+        counters: list[ReasoningTokenCounter] = []
+        detokenizers = [self._detokenizer(ids, output_format, counters) for _ in range(request.n)]
         choices = [
             Choice(
                 index=index * request.n + number,
-                detokenizer=(counters or detokenizers)[number],
+                detokenizer=detokenizers[number],
                 stop_strings=self._stop_strings(),
                 min_tokens=body.min_tokens,
                 text_start=text_start,
@@ -357,19 +364,27 @@ class RequestBuilder:
         return StopStrings(body.stop, shows_stop=body.include_stop_str_in_output)
 
     def _detokenizer(
-        self, prompt_token_ids: Sequence[int], markers: Mapping[int, str]
+        self,
+        prompt_token_ids: Sequence[int],
+        output_format: OutputFormat,
+        counters: list[ReasoningTokenCounter],
     ) -> Detokenizer:
-        """Return a detokenizer. markers: token id → text of special tokens that keep their text."""
-        if not self._request.detokenize:
+        """Return the detokenizer of a choice; add its part that counts reasoning to `counters`."""
+        body, markers, reasoning = self._request, output_format.markers, output_format.reasoning
+        if not body.detokenize and reasoning.output_start is OutputStart.CONTENT:
             return NoText()
-        inner = self._app_state.tokenizer.detokenizer(
+        detokenizer = self._app_state.tokenizer.detokenizer(
             prompt_token_ids,
-            skip_special_tokens=self._request.skip_special_tokens,
-            spaces_between_special_tokens=self._request.spaces_between_special_tokens,
+            skip_special_tokens=body.skip_special_tokens,
+            spaces_between_special_tokens=body.spaces_between_special_tokens,
         )
-        if not markers or not self._request.skip_special_tokens:
-            return inner
-        return MarkerDetokenizer(inner, markers)
+        if markers and body.skip_special_tokens:
+            detokenizer = MarkerDetokenizer(detokenizer, markers)
+        counter = reasoning.new_counter(detokenizer)
+        if counter is not None:
+            counters.append(counter)
+            detokenizer = counter
+        return detokenizer if body.detokenize else NoText(counter)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:

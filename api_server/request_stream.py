@@ -356,6 +356,11 @@ class RequestStream:
         """Indices of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
+    @property
+    def last_token_time(self) -> float | None:
+        """Monotonic seconds at which the last token so far left the engine."""
+        return max(self._last_token_times.values(), default=None)
+
     def record_finished(self, now: float) -> None:
         """Record a request whose choices all finished. now: monotonic seconds."""
         timeline, metrics = self.timeline, self.metrics

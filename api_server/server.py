@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from api_server.app import create_app
 from api_server.app_state import AppState, ModelTexts
 from api_server.engine.engine_client import EngineClient, connect_engine
-from api_server.http.http_protocol import LimitedHttpProtocol
+from api_server.http.http_protocol import LimitedHttpProtocol, LimitedWebSocketProtocol
 from api_server.http.http_server import HttpServer
 from api_server.lifecycle.commands import run_commands
 from api_server.lifecycle.engine_switch import EngineSwitch
@@ -29,8 +29,10 @@ from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.protocol.responses.stored import StoredResponses
+from api_server.routes.common import MAX_BODY_BYTES
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
+from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig
 from proto.engine_io import request_ids
 from proto.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
@@ -79,6 +81,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     app_state.client.close()
     server.should_exit = True
     await serving
+    if app_state.tracer is not None:
+        await asyncio.to_thread(app_state.tracer.close)
 
 
 async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
@@ -105,6 +109,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         supervisor,
     )
     texts = ModelTexts.load(config.model, model)
+    endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
         model=model,
         model_name=name,
@@ -120,6 +125,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         supervisor=supervisor,
         responses=make_stored_responses(config.frontend),
         live_view=live_view,
+        tracer=None if endpoint is None else RequestTracer(endpoint, name),
         seeds=seeds(config.model.seed, boot.index),
     )
 
@@ -143,7 +149,9 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
-        ws="none",
+        ws=LimitedWebSocketProtocol,
+        ws_max_size=MAX_BODY_BYTES,
+        ws_per_message_deflate=False,  # a compressed token is no shorter
         lifespan="off",
         log_config=None,
         access_log=False,

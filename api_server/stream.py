@@ -29,6 +29,7 @@ from api_server.request_stream import (
     StreamNotifier,
     Usage,
 )
+from api_server.tracing import RequestTracer
 from proto.engine_io import EngineCoreRequest
 from proto.errors import QueueFullError, RequestAbortedError, RequestError
 from proto.log_lines import FIELDS
@@ -45,6 +46,7 @@ class TokenStream:
     open_streams: contains this stream from its submission to its end.
     ignored: names of the request's unknown fields, for the log.
     log: write a line to the log at the end.
+    tracer: exports spans; None if they are off.
     cleanup: closed when the stream ends, for any reason.
     disconnected: the client has closed the connection; nothing more is sent.
     """
@@ -60,6 +62,7 @@ class TokenStream:
     open_streams: "set[TokenStream]"
     ignored: str = ""
     key_name: str = ""
+    tracer: RequestTracer | None = None
     cleanup: ExitStack = field(default_factory=ExitStack, init=False)
     disconnected: bool = field(default=False, init=False)
     _cause: str = field(default="", init=False)
@@ -169,10 +172,13 @@ class TokenStream:
         self._closed = True
         self.open_streams.discard(self)
         now = time.monotonic()
-        for stream in self.streams:
+        trace_id = self.requests[0].trace_id
+        for request, stream in zip(self.requests, self.streams, strict=True):
             self._close_stream(stream, now)
+            if self.tracer is not None:
+                trace_id = self.tracer.record_request(request, stream, now)
         if self.log:
-            self._log(now)
+            self._log(now, trace_id)
         self.cleanup.close()
 
     def _send_requests(self) -> None:
@@ -205,7 +211,7 @@ class TokenStream:
             if stream.error is None and not running:
                 stream.record_finished(now)
 
-    def _log(self, now: float) -> None:
+    def _log(self, now: float, trace_id: str) -> None:
         usage = self.usage()
         first = self.streams[0].timeline
         fields: dict[str, str | int | float | None] = {
@@ -220,6 +226,8 @@ class TokenStream:
             "total": _seconds(first.arrival, now),
             "finish": self._outcome(),
         }
+        if trace_id:
+            fields["trace_id"] = trace_id
         if self.ignored:
             fields["ignored_fields"] = self.ignored
         text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())

@@ -15,6 +15,7 @@ from proto.errors import ConfigError, ModelError, TokendError
 
 if TYPE_CHECKING:
     from deploy.supervisor.launch import Commands
+    from proto.config import LogFormat
 
 USAGE: Final = """\
 usage: tokend COMMAND
@@ -57,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _dispatch(arguments)
         sys.stdout.flush()
         return status
-    except (ConfigError, ModelError) as error:
-        return _fail(2, error)
     except TokendError as error:
-        return _fail(1, error)
+        from deploy.display import error_line
+
+        print(error_line(str(error), _log_format(arguments)), file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError | ModelError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
@@ -68,9 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _fail(status: int, error: Exception) -> int:
-    print(f"tokend: {error}", file=sys.stderr, flush=True)
-    return status
+def _log_format(arguments: list[str]) -> "LogFormat":
+    """Return the --log-format of `tokend serve`, also if other arguments are wrong."""
+    if arguments[:1] != ["serve"]:
+        return "text"
+    from deploy import flags
+
+    return flags.log_format(arguments[1:])
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -105,6 +111,7 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
     environment = HostEnvironment.of(os.environ)
     config = flags.build(parsed, environment.settings)
 
+    from deploy.display import open_display
     from deploy.serve import serve
     from deploy.supervisor.processes import module_commands
     from proto.process import set_title
@@ -115,7 +122,7 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
     try:
         return serve(config, environment, commands or module_commands())
     except KeyboardInterrupt:
-        print("tokend: stopped before it was ready", file=sys.stderr)
+        open_display(sys.stderr, config.frontend.log_format).notice("stopped before it was ready")
         return 0
 
 
@@ -164,7 +171,8 @@ def _reload(arguments: list[str]) -> int:
 
 
 def _models(arguments: list[str]) -> int:
-    _refuse_arguments("models", arguments)
+    if _wants_help("models", "List the packaged models, and which of them are fetched.", arguments):
+        return 0
     from deploy.environment import HostEnvironment
     from deploy.models import catalogue
 
@@ -194,16 +202,22 @@ def _trace(arguments: list[str]) -> int:
 
 
 def _version(arguments: list[str]) -> int:
-    _refuse_arguments("version", arguments)
+    if _wants_help("version", "Print the version.", arguments):
+        return 0
     from importlib.metadata import version
 
     print(f"tokend {version('tokend')}")
     return 0
 
 
-def _refuse_arguments(command: str, arguments: list[str]) -> None:
+def _wants_help(command: str, purpose: str, arguments: list[str]) -> bool:
+    """Print the help of a command without arguments if it is requested; refuse any other one."""
+    if arguments in (["-h"], ["--help"]):
+        print(f"usage: tokend {command}\n\n{purpose}")
+        return True
     if arguments:
         raise ConfigError(f"tokend {command} takes no arguments, got {arguments[0]}")
+    return False
 
 
 _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {

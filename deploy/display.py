@@ -23,6 +23,13 @@ def open_display(
     return TerminalDisplay(stream, notifier) if stream.isatty() else Display(stream, notifier)
 
 
+def error_line(message: str, log_format: LogFormat = "text") -> str:
+    """Return the line that says why the command fails."""
+    if log_format == "json":
+        return notice_line(message, "tokend", level="ERROR")
+    return f"tokend: {message}"
+
+
 class Display:
     """Prints a line for each notice, and for each operation that begins."""
 
@@ -45,6 +52,10 @@ class Display:
         """Show a line for the operator."""
         self._write_line(f"{process}: {message}")
 
+    def error(self, message: str) -> None:
+        """Show why the command fails."""
+        self._write_line(error_line(message))
+
     def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
         if self._last.get(process) != what:
             self._last[process] = what
@@ -62,6 +73,9 @@ class JsonDisplay(Display):
 
     def notice(self, message: str, process: str = "tokend") -> None:
         self._write_line(notice_line(message, process))
+
+    def error(self, message: str) -> None:
+        self._write_line(error_line(message, "json"))
 
 
 class TerminalDisplay(Display):

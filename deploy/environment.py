@@ -50,6 +50,15 @@ class HostEnvironment:
         cache = os.path.join(os.path.abspath(base), "tokend")
         return cls(cache, inherited, settings, manager, faults)
 
+    @property
+    def hugging_face_cache(self) -> str:
+        """Folder of the models that `hf download` has fetched, by the rules of its library."""
+        root = self.variables.get("HF_HOME")
+        if not root:
+            base = self.variables.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+            root = os.path.join(base, "huggingface")
+        return os.path.expanduser(self.variables.get("HF_HUB_CACHE") or os.path.join(root, "hub"))
+
     def run_parent(self) -> str:
         """Return the folder of run directories; raises TokendError if none is writable."""
         return default_parent(self.variables.get("XDG_RUNTIME_DIR"))

@@ -5,8 +5,10 @@ reads the command line, `read_file` a YAML file, `build` makes a ServeConfig of 
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
+import itertools
 import re
 import textwrap
 import types
@@ -17,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from proto import config
-from proto.config import SECRET_FIELDS, ServeConfig, flag_name
+from proto.config import SECRET_FIELDS, LogFormat, ServeConfig, flag_name
 from proto.config_checks import validate
 from proto.errors import ConfigError, shown
 
@@ -25,6 +27,80 @@ BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
 """Fields in bytes, whose values may have a suffix K, M or G."""
 
 HIDDEN: Final = "***"
+
+_OF_OTHERS: Final = {
+    "ctx-size": "--max-model-len",
+    "c": "--max-model-len",
+    "num-ctx": "--max-model-len",
+    "context-length": "--max-model-len",
+    "parallel": "--max-num-seqs",
+    "np": "--max-num-seqs",
+    "num-parallel": "--max-num-seqs",
+    "max-running-requests": "--max-num-seqs",
+    "batch-size": "--max-num-batched-tokens",
+    "b": "--max-num-batched-tokens",
+    "ubatch-size": "--max-num-batched-tokens",
+    "ub": "--max-num-batched-tokens",
+    "num-batch": "--max-num-batched-tokens",
+    "chunked-prefill-size": "--max-num-batched-tokens",
+    "threads": "--cpu-threads",
+    "t": "--cpu-threads",
+    "num-thread": "--cpu-threads",
+    "threads-http": "--api-server-count",
+    "n-gpu-layers": "--device cuda",
+    "gpu-layers": "--device cuda",
+    "ngl": "--device cuda",
+    "num-gpu": "--device cuda",
+    "flash-attn": "--attention-backend",
+    "fa": "--attention-backend",
+    "cache-type-k": "--kv-cache-dtype",
+    "ctk": "--kv-cache-dtype",
+    "cache-type-v": "--kv-cache-dtype",
+    "ctv": "--kv-cache-dtype",
+    "kv-cache-type": "--kv-cache-dtype",
+    "kv-cache-memory-bytes": "--kv-cache-memory",
+    "mem-fraction-static": "--gpu-memory-utilization",
+    "quantization": "--cpu-weights",
+    "m": "--model",
+    "model-path": "--model",
+    "hf": "--model",
+    "hf-repo": "--model",
+    "alias": "--served-model-name",
+    "a": "--served-model-name",
+    "chat-template-file": "--chat-template",
+    "reasoning-format": "--reasoning-parser",
+    "tp": "--tensor-parallel-size",
+    "tp-size": "--tensor-parallel-size",
+    "cache-prompt": "--enable-prefix-caching",
+    "no-cache-prompt": "--no-enable-prefix-caching",
+    "max-queue": "--max-num-queued-reqs",
+    "uvicorn-log-level": "--log-level",
+    "verbose": "--log-level debug",
+    "v": "--log-level debug",
+    "disable-uvicorn-access-log": "--disable-log-requests",
+    "log-disable": "--disable-log-requests",
+    "no-webui": "--no-page",
+    "ssl-key-file": "--ssl-keyfile",
+    "ssl-cert-file": "--ssl-certfile",
+    "timeout": "--queue-timeout",
+    "s": "--seed",
+    "n-predict": "max_tokens in each request",
+    "n": "max_tokens in each request",
+    "num-predict": "max_tokens in each request",
+    "temp": "temperature in each request",
+    "temperature": "temperature in each request",
+    "top-k": "top_k in each request",
+    "top-p": "top_p in each request",
+    "min-p": "min_p in each request",
+    "repeat-penalty": "repetition_penalty in each request",
+    "run": "serve",
+    "start": "serve",
+    "pull": "fetch",
+    "list": "models",
+    "ls": "models",
+}
+"""Flags, commands and options of llama.cpp, Ollama, vLLM and SGLang, without dashes, that have
+another name here."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _NUMBERS: Final = {
@@ -170,6 +246,17 @@ def parse(words: Sequence[str]) -> ServeArguments:
     return ServeArguments(values, config_file)
 
 
+def log_format(words: Sequence[str]) -> LogFormat:
+    """Return the log format of a command line that may be wrong in other places."""
+    given = dict(itertools.pairwise(words))
+    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    found = given.get("--log-format")
+    if found is None and "--config" in given:
+        with contextlib.suppress(ConfigError):
+            found = read_file(given["--config"]).get("log_format")
+    return "json" if found == "json" else "text"
+
+
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the command line of `tokend serve` with secrets hidden, for process listings."""
     names = {flag_name(field) for field in SECRET_FIELDS}
@@ -242,9 +329,13 @@ def build(
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """Return a message about an unknown word with the most similar known one."""
-    nearest = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
-    return f"unknown {what} {given}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+    """Return a message about an unknown word with its name here, or the most similar known one."""
+    meant = _OF_OTHERS.get(given.lstrip("-").replace("_", "-"), "")
+    if what == "key":
+        meant = meant.removeprefix("--")
+    if not meant:
+        meant = "".join(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5))
+    return f"unknown {what} {given}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def _set_model(values: dict[str, Any], model: str) -> None:
@@ -299,7 +390,7 @@ def render() -> str:
     lines = [
         "usage: tokend serve [MODEL] [flags]",
         "",
-        "Serve a model over HTTP: a Hugging Face folder, a .gguf file or a packaged model.",
+        "Serve a model over HTTP. MODEL: see --model.",
         *_entry(
             "--config FILE.yaml",
             "Read flags from a file (keys without the dashes); the command line overrides it.",

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
@@ -30,6 +31,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     clock.end("command")
     _check_tokenizer(config)
     _check_chat_template(config)
+    _check_tracing(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -72,6 +74,23 @@ def _prepare_model(
         return prepared_model(config.model.model, environment, display)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_tracing(config: ServeConfig) -> None:
+    """Raise ConfigError if spans are wanted without the packages that export them."""
+    if config.frontend.otlp_traces_endpoint is None:
+        return
+    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp"):
+        try:
+            found = find_spec(package) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise ConfigError(
+                f"--otlp-traces-endpoint needs the package {package}: install the extra otel "
+                "(pip install 'tokend[otel]')",
+                "otlp_traces_endpoint",
+            )
 
 
 def _scheme(config: ServeConfig) -> str:

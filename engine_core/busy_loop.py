@@ -185,7 +185,7 @@ class BusyLoop:
         """Connect the workers that replace others; steps in flight are lost with the old ones."""
         self._in_flight.clear()
         self._workers.connect_workers(epoch)
-        self._io.publish(self._scheduler.start_over(epoch))
+        self._io.publish(self._scheduler.begin_worker_epoch(epoch))
 
     def _check_integrity_until_message(self) -> None:
         """Check the KV cache, then wait; a message ends both."""

@@ -26,6 +26,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventPublisher, start_kv_events
 from engine_core.pool_plan import PoolPlan, weight_memory
+from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
@@ -165,6 +166,7 @@ def _report_ready(
         plan.num_blocks
         * plan.block_size
         * sum(worker.geometry.bytes_per_token for worker in workers.workers),
+        plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size,
         weight_memory(workers.workers),
         (
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
@@ -220,7 +222,6 @@ class EngineCore:
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-            eviction_policy=config.cache.eviction_policy,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(
@@ -233,6 +234,13 @@ class EngineCore:
             connect=connector_factory(config, plan, worker, transfer, self.kv_cache.block_ids),
             load_failure_policy=transfer.kv_load_failure_policy,
             observer=observer,
+            compute_meter=(
+                ComputeMeter(
+                    worker, config.scheduler.peak_tflops, config.scheduler.peak_memory_gbps
+                )
+                if config.scheduler.enable_mfu_metrics
+                else None
+            ),
         )
         self.output_dispatcher = OutputDispatcher(
             front_ends, self.scheduler, self.kv_cache, epoch, kv_events

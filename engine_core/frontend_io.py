@@ -108,7 +108,12 @@ class InputProcessor:
         """Validate a request, apply the queue limits, and queue its choices."""
         if self._scheduler.has_request(message.request_id):
             # An error output would end the stream of the running request with the same id.
-            logger.error("front end %d sent request %d twice", client, message.request_id)
+            logger.error(
+                "front end %d sent request %d twice%s",
+                client,
+                message.request_id,
+                _trace_of(message),
+            )
             return
         try:
             validate_request(message, self._limits)
@@ -127,7 +132,9 @@ class InputProcessor:
         except QueueFullError as error:
             self._refuse(client, message, _queue_full(error))
         except Exception:  # one bad request must not end the engine
-            logger.exception("request %d could not be added", message.request_id)
+            logger.exception(
+                "request %d could not be added%s", message.request_id, _trace_of(message)
+            )
             self._scheduler.abort_request(message.request_id)
             self._refuse(client, message, INTERNAL_ERROR)
         else:
@@ -318,6 +325,11 @@ class OutputDispatcher:
                     progress=progress.get(client, []),
                 ),
             )
+
+
+def _trace_of(message: EngineCoreRequest) -> str:
+    """Return the trace id of a request for a log line."""
+    return f" (trace_id={message.trace_id})" if message.trace_id else ""
 
 
 def _error_output(request_id: int, error: ErrorInfo) -> EngineCoreOutput:

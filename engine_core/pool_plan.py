@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.kv_cache.coordinator import longest_request
+from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, ModelError
 from proto.lifecycle import WeightFormatMemory, WorkerReady
 
 
@@ -36,7 +36,8 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
     """Size the pool so that every rank can hold it.
 
     max_position: most positions that the model was made for.
-    Raises ConfigError when not even one block of each KV group fits.
+    Raises ConfigError if the pool cannot hold a request of --max-model-len tokens, or not even one
+    block of each KV group. The model's own maximum is lowered to what fits, with a notice.
     """
     block_size = config.cache.block_size
     groups = workers[0].geometry.groups
@@ -45,12 +46,43 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
     chunk = ChunkRule.from_config(config.scheduler).longest_chunk
     usable = longest_request(groups, num_blocks - 1, block_size, chunk, wanted)
     notice = ""
+    if usable < wanted and config.model.max_model_len is not None:
+        needed = max_blocks_of_request(groups, wanted, block_size, chunk)
+        raise _too_long(wanted, needed, usable, num_blocks - 1, workers, config)
     if usable < wanted:
         notice = (
             f"the KV pool of {num_blocks - 1} blocks holds {usable} tokens: "
             f"requests are limited to {usable} tokens instead of {wanted}"
         )
     return PoolPlan(num_blocks, block_size, usable, notice)
+
+
+def check_ranks(workers: Sequence[WorkerReady]) -> None:
+    """Raise ModelError unless all ranks have loaded the same model into the same kind of KV cache.
+
+    Only the number of KV heads, and so the bytes of a token, may differ between ranks.
+    """
+    first = _facts_of_all_ranks(workers[0])
+    for worker in workers[1:]:
+        for name, value in _facts_of_all_ranks(worker).items():
+            if value != first[name]:
+                raise ModelError(
+                    f"worker {workers[0].rank} and worker {worker.rank} do not fit together: "
+                    f"{name} {first[name]} and {value}"
+                )
+
+
+def _facts_of_all_ranks(worker: WorkerReady) -> dict[str, object]:
+    geometry = worker.geometry
+    return {
+        "vocabulary size": worker.vocab_size,
+        "KV dtype": geometry.dtype,
+        "head size": geometry.head_dim,
+        "layers per KV group": geometry.num_slots,
+        "windows of the KV groups": [group.sliding_window for group in geometry.groups],
+        "kinds of the KV groups": [group.kind for group in geometry.groups],
+        "fingerprint of model and weights": worker.model_fingerprint.hex()[:16],
+    }
 
 
 def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, ...]:
@@ -60,6 +92,34 @@ def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, .
         for each in worker.weights:
             total[each.form] += each.num_bytes
     return tuple(WeightFormatMemory(form, num_bytes) for form, num_bytes in total.items())
+
+
+def _too_long(
+    wanted: int,
+    needed_blocks: int,
+    usable: int,
+    usable_blocks: int,
+    workers: Sequence[WorkerReady],
+    config: ServeConfig,
+) -> ConfigError:
+    """Make the error about a --max-model-len that the pool cannot hold, with the sum."""
+    block_size = config.cache.block_size
+    block_bytes = block_size * sum(worker.geometry.bytes_per_token for worker in workers)
+
+    def size(num_blocks: int) -> str:
+        mib = num_blocks * block_bytes / (1 << 20)
+        return f"{num_blocks} KV blocks of {block_size} tokens ({mib:,.1f} MiB)"
+
+    if config.cache.num_gpu_blocks_override is not None:
+        way_out = f"raise --num-gpu-blocks-override to {needed_blocks + 1}"
+    else:
+        mib = -(-(needed_blocks + 1) * block_bytes // (1 << 20))
+        way_out = f"raise --kv-cache-memory to {mib}M"
+    return ConfigError(
+        f"--max-model-len {wanted} needs {size(needed_blocks)}, and the KV pool has "
+        f"{size(usable_blocks)}: {way_out} or lower --max-model-len to {usable}",
+        "max_model_len",
+    )
 
 
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:

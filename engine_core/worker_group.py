@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.pool_plan import PoolPlan, check_ranks, plan_pool
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, TokendError
 from proto.faults import FaultInjector
@@ -151,8 +151,8 @@ class WorkerGroup:
         """Return the results of steps that all ranks have answered, in order; never blocks.
 
         A failed step has no result: its worker dies. Also starts workers that have loaded.
-        Raises WorkerFailedError for an invalid message, ModelError if new workers have loaded
-        another model than the first ones.
+        Raises WorkerFailedError for an invalid message, ModelError if the ranks have loaded
+        different models, or new workers another one than the first workers.
         """
         for rank, link in enumerate(self._links):
             for message in link.receive():
@@ -230,6 +230,7 @@ class WorkerGroup:
             return
         if not self._initializing:
             if self._plan is None:
+                check_ranks(workers)
                 self._first_workers = workers
                 self._plan = plan_pool(workers, self._config, self._max_position)
             _check_same_model(self._first_workers, workers)

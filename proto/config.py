@@ -15,6 +15,7 @@ CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 TenantBy = Literal["api-key", "header", "none"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
@@ -25,7 +26,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model to serve, and how."""
 
     model: str = "smollm2-135m-instruct"
-    """A Hugging Face folder, a .gguf file, or the name of a packaged model."""
+    """A Hugging Face folder, a .gguf file or a folder with one, the name of a packaged model, or
+    ORG/NAME of a model in the local Hugging Face cache (hf download ORG/NAME)."""
     served_model_name: str | None = None
     """Model name in the API; by default the name or last path component of the model."""
     tokenizer: str | None = None
@@ -57,8 +59,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix."""
-    eviction_policy: Literal["lru"] = "lru"
-    """Which free block, with the cached prefix in it, is overwritten first; lru: the oldest."""
     kv_events_endpoint: str | None = None
     """Publish prefix cache events (with token ids) at ipc, ipc://PATH or tcp://HOST:PORT."""
     kv_cache_metrics_one_in: int = 0
@@ -124,6 +124,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum choices before their first step; by default 4 times what can run; 0: no limit."""
     max_num_queued_tokens: int | None = None
     """Maximum prompt tokens that wait; by default 4 times what fits the KV pool; 0: no limit."""
+    enable_mfu_metrics: bool = False
+    """Estimate FLOPs and bytes of each step, by the model's shape, for /metrics."""
+    peak_tflops: float = 0.0
+    """TFLOP/s of one device, for the share that each step reaches; 0: unknown."""
+    peak_memory_gbps: float = 0.0
+    """Memory bandwidth of one device in GB/s, for the share that each step reaches; 0: unknown."""
 
     @property
     def step_tokens(self) -> int:
@@ -193,7 +199,9 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
-    """Format of log lines: text, or one JSON object per line."""
+    """Format of all lines on both output streams: text, or one JSON object per line."""
+    log_level: LogLevel = "info"
+    """Lowest level of log lines; debug adds the times of the start's phases."""
     api_key_file: str | None = None
     """File with a tenant name and an API key on each line."""
     tenant_by: TenantBy = "api-key"
@@ -222,6 +230,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a stored response is deleted."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a span per request; needs the extra otel."""
 
     @property
     def has_client_keys(self) -> bool:

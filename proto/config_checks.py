@@ -132,6 +132,10 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "max_prefill_slowdown",
         )
     _check_pressure(scheduler)
+    for field in ("peak_tflops", "peak_memory_gbps"):
+        _not_negative(field, getattr(scheduler, field))
+        if getattr(scheduler, field) and not scheduler.enable_mfu_metrics:
+            raise ConfigError(f"{flag_name(field)} needs --enable-mfu-metrics", field)
     if not scheduler.session_timeout > 0.0:
         raise ConfigError(
             f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
@@ -157,6 +161,12 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
+    endpoint = frontend.otlp_traces_endpoint
+    if endpoint is not None and not re.match(r"(https?|grpc)://[^/\s]+", endpoint):
+        raise ConfigError(
+            f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}",
+            "otlp_traces_endpoint",
+        )
     _check_keys(frontend)
     _check_tls(frontend)
 

@@ -135,6 +135,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: the job that this is a turn of; None for none.
     thinking: markers and budget of reasoning, if a grammar applies after it or a budget ends it.
     label: id of the response. reader: 64 bits, the user who may see it in the live view.
+    trace_headers: W3C trace context, `traceparent` and `tracestate`; empty for none.
     """
 
     epoch: int
@@ -159,6 +160,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     thinking: ThinkingRule | None = None
     label: str = ""
     reader: int = 0
+    trace_headers: dict[str, str] = {}
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that the request belongs to, 32 hexadecimal digits; "" for none."""
+        return self.trace_headers.get("traceparent", "")[3:35]
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

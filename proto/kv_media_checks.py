@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from proto.config import ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, shown
 from proto.kv_media import check_private
 from proto.kv_transfer_config import (
-    CHILDREN_KEY,
     CPU_SPEC,
     DISK_SPEC,
+    FIELD,
     REMOTE_SPEC,
     KVTransferConfig,
+    child_configs,
+    config_key_error,
+    cpu_settings,
     disk_settings,
-    from_document,
     kv_transfer_config,
     offload_settings,
     remote_address,
@@ -27,23 +29,28 @@ from proto.kv_transfer_config import (
 OFFLOADING: Final = "OffloadingConnector"
 SHARED_STORAGE: Final = "SharedStorageConnector"
 MULTI: Final = "MultiConnector"
+CONNECTORS: Final = (MULTI, OFFLOADING, SHARED_STORAGE)
 _EXACT: Final = ("float32", "float16")
 """dtypes with which --cpu-weights auto computes every step with the same weight format."""
 
 
 def check_media(config: ServeConfig) -> None:
-    """Raise ConfigError if a disk, Redis server or shared folder cannot be used as configured."""
+    """Raise ConfigError for an unknown connector, medium or key, and for a medium that cannot be
+    used as configured. Connectors and media of other modules check themselves."""
     for part in _flatten(kv_transfer_config(config.cache.kv_transfer_config)):
-        if part.kv_connector == SHARED_STORAGE and not part.kv_connector_module_path:
+        extra = part.kv_connector_extra_config
+        if not part.kv_connector or part.kv_connector_module_path:
+            continue
+        if part.kv_connector not in CONNECTORS:
+            raise ConfigError(
+                f"--kv-transfer-config: there is no kv_connector {shown(part.kv_connector)}; "
+                f"there are {', '.join(CONNECTORS)}",
+                FIELD,
+            )
+        if part.kv_connector == SHARED_STORAGE:
             _check_weights(SHARED_STORAGE, config)
-            continue
-        spec = part.kv_connector_extra_config.get("spec_name")
-        if part.kv_connector != OFFLOADING or spec not in (DISK_SPEC, REMOTE_SPEC):
-            continue
-        if part.kv_connector_extra_config.get("spec_module_path"):
-            continue
-        _check_medium(spec, part.kv_connector_extra_config)
-        _check_weights(spec, config)
+        elif part.kv_connector == OFFLOADING and not extra.get("spec_module_path"):
+            _check_medium(extra, config)
 
 
 def check_preemption(config: ServeConfig) -> None:
@@ -76,17 +83,26 @@ def _swap(what: str) -> ConfigError:
 def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
     """Yield a connector and, recursively, the children of a MultiConnector."""
     yield config
-    children = config.kv_connector_extra_config.get(CHILDREN_KEY)
-    if config.kv_connector == MULTI and isinstance(children, list):
-        for child in children:
-            yield from _flatten(from_document(child))
+    if config.kv_connector == MULTI and not config.kv_connector_module_path:
+        for child in child_configs(config):
+            yield from _flatten(child)
 
 
-def _check_medium(spec: str, extra: dict[str, Any]) -> None:
-    if spec == DISK_SPEC:
+def _check_medium(extra: dict[str, Any], config: ServeConfig) -> None:
+    """Check the settings of a medium of the OffloadingConnector."""
+    spec = extra.get("spec_name", CPU_SPEC)
+    if spec == CPU_SPEC:
+        cpu_settings(extra)
+    elif spec == DISK_SPEC:
         check_private(disk_settings(extra).disk_path)
-    else:
+    elif spec == REMOTE_SPEC:
         remote_address(remote_settings(extra))
+    else:
+        known = ", ".join((CPU_SPEC, DISK_SPEC, REMOTE_SPEC))
+        raise config_key_error("spec_name", f"{shown(spec)} is not known; there are {known}")
+    offload_settings(extra, config.cache.block_size, ())
+    if spec != CPU_SPEC:
+        _check_weights(spec, config)
 
 
 def _check_weights(medium: str, config: ServeConfig) -> None:

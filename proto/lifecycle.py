@@ -46,6 +46,7 @@ Epochs of both kinds come from one counter of the supervisor (`EpochCounter`), s
 """
 
 import time
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -169,6 +170,36 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
     num_bytes: int
 
 
+_WEIGHT_FORMATS: Final = {
+    "packed": "GGUF blocks as stored",
+    "rotated": "8-bit copy for large batches",
+}
+"""Weight formats in words; the others are named by their data type."""
+
+
+def describe_weights(formats: Iterable[WeightFormatMemory]) -> str:
+    """Return memory and format of weights for the operator, such as "257 MiB bf16"."""
+    parts = (
+        f"{part.num_bytes / (1 << 20):,.0f} MiB {_WEIGHT_FORMATS.get(part.form, part.form)}"
+        for part in formats
+    )
+    return " + ".join(parts) or "none"
+
+
+class ComputeShape(msgspec.Struct, array_like=True, frozen=True):
+    """Floating-point operations of one worker's part of the model; a product of n by m weights
+    with a token's vector is 2·n·m.
+
+    linear_flops: per token, of the projections in all layers.
+    head_flops: per position that is sampled.
+    attention_flops: for layers of each window (None: full attention), per pair of query and key.
+    """
+
+    linear_flops: int = 0
+    head_flops: int = 0
+    attention_flops: tuple[tuple[int | None, int], ...] = ()
+
+
 class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     """A worker has loaded the weights and knows the memory that is left.
 
@@ -178,6 +209,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: phases of the start so far.
     computes_ahead: whether it can take the next step before the tokens of the last are known.
     step_tokens: token budget of a step that its memory was planned for.
+    model_fingerprint: hash of what affects KV values and is the same on all ranks.
+    compute: for estimates of FLOPs.
     """
 
     protocol_version: int
@@ -192,6 +225,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
+    model_fingerprint: bytes = b""
+    compute: ComputeShape = ComputeShape()
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
@@ -221,7 +256,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_model_len: minimum of the model's length, the setting and the capacity of the KV pool.
     num_blocks: usable KV blocks, without the null block.
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for no limit.
-    kv_cache_bytes: memory of the pool, sum over all workers.
+    kv_cache_bytes: memory of the pool, sum over all workers. kv_cache_tokens: that it holds.
     weights: memory by weight format, sum over all workers.
     starts: start phases of the workers and of the engine itself.
     """
@@ -236,6 +271,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
     kv_cache_bytes: int = 0
+    kv_cache_tokens: int = 0
     weights: tuple[WeightFormatMemory, ...] = ()
     starts: tuple[ProcessStart, ...] = ()
 
@@ -517,11 +553,14 @@ class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
 class ReloadState(msgspec.Struct, frozen=True):
     """State of reloads, as a file in the run directory for `tokend reload`.
 
-    pid: of the supervisor. count: completed reloads. under_way: a reload runs or is requested.
+    pid: of the supervisor. url, model: of the daemon, to tell it from others.
+    count: completed reloads. under_way: a reload runs or is requested.
     error: error of the last reload, or "".
     """
 
     pid: int
+    url: str = ""
+    model: str = ""
     count: int = 0
     under_way: bool = False
     error: str = ""

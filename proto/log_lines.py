@@ -37,10 +37,10 @@ class JsonLines(logging.Formatter):
         return to_compact_json(line).decode()
 
 
-def notice_line(message: str, process: str) -> str:
+def notice_line(message: str, process: str, level: str = "INFO", **fields: str | float) -> str:
     """Return a JSON line for a message of a process that uses no logger."""
-    record = logging.makeLogRecord({"name": "tokend", "levelname": "INFO", "msg": message})
-    return JsonLines(process).format(record)
+    content = {"name": "tokend", "levelname": level, "msg": message, FIELDS: fields}
+    return JsonLines(process).format(logging.makeLogRecord(content))
 
 
 def formatter(form: LogFormat, process: str) -> logging.Formatter:

@@ -11,9 +11,33 @@ and chat template. The folder contains
     tensors.msgpack      TensorIndex
 """
 
+from typing import Final
+
 import msgspec
 
+from proto.errors import ModelError, shown
+
 MANIFEST_VERSION = 1
+
+FAMILIES: Final = {
+    "Gemma3ForCausalLM": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""The supported architectures of config.json, with the module of `worker.models` for each, which
+has the name of the architecture in GGUF files."""
+
+
+def family_of(architecture: str) -> str:
+    """Return the family of an architecture; raises ModelError for one that is not supported."""
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise ModelError(
+            f"{shown(architecture)} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return family
 
 
 class TensorEntry(msgspec.Struct, array_like=True, frozen=True):

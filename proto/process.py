@@ -120,7 +120,7 @@ def _set_up_process(boot: ProcessBoot, directory: RunDirectory) -> None:
     name = process_name(boot.role, boot.index)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(boot.config.frontend.log_format, name))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=boot.config.frontend.log_level.upper(), handlers=[handler])
     set_title(f"tokend: {name}")
     threading.Thread(
         target=_exit_with_supervisor, args=(boot.death_fd, directory), daemon=True

@@ -62,6 +62,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
 
     num_discarded_tokens: tokens sampled for choices that had ended already.
     request_preemptions: number of preemptions of each finished choice, if it was computed.
+
+    Estimates per worker, with --enable-mfu-metrics: FLOPs, bytes read and written; by step, their
+    shares of the configured peak rates.
     """
 
     num_running: int
@@ -89,6 +92,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     tool_seconds: list[float] = []
     num_discarded_tokens: int = 0
     request_preemptions: list[int] = []
+    estimated_flops: int = 0
+    estimated_read_bytes: int = 0
+    estimated_write_bytes: int = 0
+    flops_shares: list[float] = []
+    bandwidth_shares: list[float] = []
 
     @property
     def cpu_offload_usage(self) -> float:

@@ -33,7 +33,7 @@ TOOLKITS: Final = Path("/usr/local")
 EIGHT_BITS: Final = "float8_e4m3fn"
 
 
-class Variant(NamedTuple):
+class FlashInferVariant(NamedTuple):
     """What names a module of attention kernels. kv_dtype: where it is not `dtype`."""
 
     head_dim: int
@@ -44,15 +44,15 @@ class Variant(NamedTuple):
 
 
 TEST_VARIANTS: Final = (
-    Variant(64),
-    Variant(128),
-    Variant(64, "float16"),
-    Variant(64, kv_dtype=EIGHT_BITS),
-    Variant(64, window=True),
-    Variant(64, soft_cap=True),
+    FlashInferVariant(64),
+    FlashInferVariant(128),
+    FlashInferVariant(64, "float16"),
+    FlashInferVariant(64, kv_dtype=EIGHT_BITS),
+    FlashInferVariant(64, window=True),
+    FlashInferVariant(64, soft_cap=True),
     # A model with windows plans its layers without one too.
-    Variant(256, window=True),
-    Variant(256),
+    FlashInferVariant(256, window=True),
+    FlashInferVariant(256),
 )
 """Those of the tests on a GPU and of what measures there."""
 INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
@@ -100,7 +100,7 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
     }
 
 
-def variants(options: argparse.Namespace) -> list[Variant]:
+def variants(options: argparse.Namespace) -> list[FlashInferVariant]:
     """The attention kernels that these flags ask for."""
     if options.for_tests:
         return list(TEST_VARIANTS)
@@ -109,12 +109,12 @@ def variants(options: argparse.Namespace) -> list[Variant]:
     soft_caps = (False, True) if options.soft_cap else (False,)
     every = itertools.product(options.head_dims, kv_dtypes, windows, soft_caps)
     return [
-        Variant(head_dim, options.dtype, kv_dtype, window, soft_cap)
+        FlashInferVariant(head_dim, options.dtype, kv_dtype, window, soft_cap)
         for head_dim, kv_dtype, window, soft_cap in every
     ]
 
 
-def attention_spec(variant: Variant) -> Any:
+def attention_spec(variant: FlashInferVariant) -> Any:
     """The module of prefills, and of decodes on tensor cores, as the library describes it."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
@@ -163,7 +163,7 @@ def pack(libraries: list[Path], folder: Path) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The words that this takes."""
+    """Return the parser of the command line."""
     words = argparse.ArgumentParser("python -m worker.build_flashinfer", description=__doc__)
     words.add_argument("folder", type=Path)
     words.add_argument("--arch", default="9.0a", help="compute capability; 9.0a is Hopper")

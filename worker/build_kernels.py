@@ -48,7 +48,7 @@ class KernelBuildError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class KernelVariant:
     """One library.
 
     flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
@@ -91,27 +91,29 @@ _VNNI: Final = ("-mavx512vnni",)
 _AMX: Final = (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 X86_VARIANTS: Final = (
-    Variant("amx", _WIDE, _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, _VNNI, _AMX),
-    Variant("avx512_bf16", _WIDE, _AVX512_BF16, _VNNI, _BF16),
-    Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
-    Variant("avx512", _WIDE, _AVX512),
-    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
-    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
-    Variant("baseline", ("-march=x86-64-v2",), frozenset()),
+    KernelVariant("amx", _WIDE, _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, _VNNI, _AMX),
+    KernelVariant("avx512_bf16", _WIDE, _AVX512_BF16, _VNNI, _BF16),
+    KernelVariant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
+    KernelVariant("avx512", _WIDE, _AVX512),
+    KernelVariant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
+    KernelVariant("avx2", ("-march=x86-64-v3",), _AVX2),
+    KernelVariant("baseline", ("-march=x86-64-v2",), frozenset()),
 )
 """Best first. Whether the system lets a process use tiles is found out by the kernels
 themselves (csrc/common/amx.h): without them this variant does what the next one does."""
 
-OTHER_VARIANTS: Final = (Variant("baseline", (), frozenset()),)
+OTHER_VARIANTS: Final = (KernelVariant("baseline", (), frozenset()),)
 """Machines that are not x86-64: vectors as wide as the compiler's default target has them."""
 
 
-def machine_variants() -> tuple[Variant, ...]:
+def machine_variants() -> tuple[KernelVariant, ...]:
     """Return the variants for this kind of machine, best first."""
     return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
 
 
-def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:
+def usable_variants(
+    variants: Iterable[KernelVariant], flags: frozenset[str]
+) -> list[KernelVariant]:
     """Return the variants that a CPU with these flags runs, in order."""
     return [variant for variant in variants if variant.cpu_flags <= flags]
 
@@ -128,7 +130,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def best_variant() -> Variant:
+def best_variant() -> KernelVariant:
     """Return the variant that this machine will load."""
     return usable_variants(machine_variants(), cpu_flags())[0]
 
@@ -152,7 +154,7 @@ def build_here(output_dir: Path) -> list[Path]:
         return build(output_dir)
 
 
-def build(output_dir: Path, variants: Sequence[Variant] | None = None) -> list[Path]:
+def build(output_dir: Path, variants: Sequence[KernelVariant] | None = None) -> list[Path]:
     """Compile variants into output_dir and return the libraries; None: all of this kind of machine.
 
     Libraries of the same sources are kept, those of others removed. A variant that the compiler
@@ -172,7 +174,7 @@ def build(output_dir: Path, variants: Sequence[Variant] | None = None) -> list[P
     return [path for path in wanted if path.exists()]
 
 
-def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
+def _build(variants: Sequence[KernelVariant], output_dir: Path) -> list[str]:
     """Compile these variants side by side; return what the compiler refused."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -190,12 +192,12 @@ def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
     return refusals
 
 
-def _parts(variant: Variant) -> list[_Part]:
+def _parts(variant: KernelVariant) -> list[_Part]:
     return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.rglob("*.cpp"))]
 
 
 def _compile(
-    pool: ThreadPoolExecutor, compiler: str, variants: Sequence[Variant], scratch: Path
+    pool: ThreadPoolExecutor, compiler: str, variants: Sequence[KernelVariant], scratch: Path
 ) -> dict[_Part, Future[Path]]:
     """Compile every source with every set of flags of these variants once."""
     parts = dict.fromkeys(part for variant in variants for part in _parts(variant))

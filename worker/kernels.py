@@ -15,7 +15,7 @@ import torch  # its OpenMP runtime must be in the process first
 
 from worker.build_kernels import (
     SOURCE_DIR,
-    Variant,
+    KernelVariant,
     cpu_flags,
     machine_variants,
     usable_variants,
@@ -342,7 +342,7 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
     return load_variant(built[0], folder)
 
 
-def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
+def load_variant(variant: KernelVariant, folder: Path = SOURCE_DIR) -> Kernels:
     """Return the library of one variant; raises KernelsUnavailableError if it does not load."""
     try:
         return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)

@@ -15,9 +15,16 @@ from typing import Any, Final
 
 import torch
 
+from proto.codec import changed
 from proto.config import ModelConfig, ServeConfig
 from proto.errors import ModelError
-from proto.lifecycle import KVCacheGeometry, Notice, Progress, WeightFormatMemory
+from proto.lifecycle import (
+    KVCacheGeometry,
+    Notice,
+    Progress,
+    WeightFormatMemory,
+    describe_weights,
+)
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
@@ -28,7 +35,6 @@ from worker.loader.format_choice import (
     activation_dtype,
     choose_format,
     describe_dense_weights,
-    describe_memory,
 )
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
@@ -82,15 +88,23 @@ class LoadedModel:
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
+        return self._fingerprint(block_size, self.geometry, self.group.rank)
+
+    def model_fingerprint(self, block_size: int) -> bytes:
+        """Return the fingerprint without what tells the ranks of one model apart."""
+        geometry = changed(self.geometry, num_kv_heads=0)
+        return self._fingerprint(block_size, geometry, rank=0)
+
+    def _fingerprint(self, block_size: int, geometry: KVCacheGeometry, rank: int) -> bytes:
         return kv_fingerprint(
             self.prepared.weights_sha256,
             self.config,
-            self.geometry,
+            geometry,
             block_size,
             str(self.dtype),
             # Another device sums in another order.
             f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
-            (self.group.rank, self.group.size),
+            (rank, self.group.size),
         )
 
 
@@ -109,12 +123,7 @@ def load(
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
-    logger.info(
-        "loading %s as %s, weights %s",
-        prepared.name,
-        str(dtype).removeprefix("torch."),
-        weight_format.name,
-    )
+    logger.info("loading %s as %s", prepared.name, str(dtype).removeprefix("torch."))
     model_config = read_config(prepared)
     whole = spec_from_config(model_config)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
@@ -135,7 +144,8 @@ def load(
         weight_format,
         group,
     )
-    logger.info("weights: %s", describe_memory(weight_format))
+    memory = (WeightFormatMemory(*item) for item in weight_format.memory.items())
+    logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
     heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)

@@ -360,9 +360,11 @@ class Worker:
             kv_cache_bytes=self._runner_builder.kv_cache_bytes,
             vocab_size=loaded.model.spec.vocab_size,
             fingerprint=loaded.fingerprint(self._boot.config.cache.block_size),
+            model_fingerprint=loaded.model_fingerprint(self._boot.config.cache.block_size),
             device_name=loaded.device.name,
             weights=loaded.weights,
             phases=self._phases.phases,
             computes_ahead=loaded.on_cuda,
             step_tokens=self._runner_builder.step_tokens,
+            compute=loaded.model.spec.compute_shape,
         )

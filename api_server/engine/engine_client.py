@@ -254,13 +254,14 @@ class EngineClient:
         self._open[request.request_id] = open_request
 
     def send_input(self, message: SessionInput) -> None:
-        """Send the next part of a session's input, unless the session has ended.
+        """Send the next part of the input of an accepted session, unless the session has ended.
 
         Raises OverloadedError when the engine does not keep up.
         """
         session = self._open.get(message.request_id)
-        if session is not None:
-            _send_unless_stalled(self._connections.get(session.sent_to, self._current), message)
+        connection = None if session is None else self._connections.get(session.sent_to)
+        if connection is not None:
+            _send_unless_stalled(connection, changed(message, epoch=connection.epoch))
 
     def abort_request(self, stream: OutputStream) -> None:
         """Remove a request and send an Abort to its engine; does nothing if it is not open."""

@@ -16,7 +16,7 @@ NO_ENGINE: Final = 0
 
 
 class OutputStream(Protocol):
-    """Receiver of the outputs of one engine request: a `RequestStream` or a `SessionStream`."""
+    """Receiver of the outputs of one engine request: a `RequestStream` or a `Session`."""
 
     @property
     def request_id(self) -> int:

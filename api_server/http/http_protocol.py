@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
 from api_server.metrics.metric_sheet import Gauge
@@ -139,6 +140,38 @@ class Timeout:
         return self._handle is not None
 
 
+class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's protocol of a WebSocket; aborts a connection whose client does not read.
+
+    uvicorn (0.54) closes such a connection only after its data is sent, which may be never.
+    """
+
+    connection_gauge: Gauge | None = None
+    """Counts open connections; the `LimitedHttpProtocol` of the handshake has counted this one."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._stall_timeout = Timeout(self.loop)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stall_timeout.cancel()
+        if self.connection_gauge is not None:
+            self.connection_gauge.__exit__(None, None, None)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timeout.schedule(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stall_timeout.cancel()
+        super().resume_writing()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self.transport.abort()
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol; sends 431 if the headers are too large, 408 if they are late, and closes.
 
@@ -150,6 +183,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """Counts open connections."""
 
     _refused = False
+    _upgraded = False
     _in_headers = False
     _in_body = False
     _num_requests_begun = 0
@@ -176,7 +210,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._feed_parser(data)
-        is_idle = self.cycle is None or self.cycle.response_complete
+        is_idle = not self._upgraded and (self.cycle is None or self.cycle.response_complete)
         if is_idle and not self._in_body and not self._receive_timeout.is_scheduled:
             self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
 
@@ -205,6 +239,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["extensions"] = {_CYCLE: self.cycle}
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to a `LimitedWebSocketProtocol`."""
+        self._upgraded = True
+        self._receive_timeout.cancel()
+        super().handle_websocket_upgrade()
+        protocol = self.transport.get_protocol()
+        if isinstance(protocol, LimitedWebSocketProtocol):
+            protocol.connection_gauge = self.connection_gauge
 
     def on_message_complete(self) -> None:
         self._in_body = False

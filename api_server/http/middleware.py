@@ -11,9 +11,11 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.http_protocol import client_disconnected
-from proto.errors import AuthenticationError, RequestError
+from proto.errors import AuthenticationError, ForbiddenError, RequestError
 from proto.security import ApiKey
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
@@ -52,7 +54,7 @@ class ApiKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             known = self._known_keys(scope)
             if self._clients_need_key and not known:
                 response = error_response(
@@ -75,8 +77,29 @@ class ApiKeyMiddleware:
         return known
 
 
+class OriginMiddleware:
+    """Answer 403 to a WebSocket that a page of another site opens in a user's browser.
+
+    Browsers do not apply the same-origin policy to WebSockets (RFC 6455, 10.2), so without this
+    any page that a user visits could use a daemon on the user's machine.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+                error = ForbiddenError("pages of another site cannot open a WebSocket here")
+                await error_response(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class DrainMiddleware:
-    """Count requests in flight; answer 503 while draining."""
+    """Count requests and WebSockets in flight; answer 503 to new ones while draining."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -84,7 +107,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app_state: AppState = scope["app"].state.app_state
         scope[APP_STATE] = app_state
-        if scope["type"] != "http" or _first_part(scope["path"]) in UNDRAINED_PATHS:
+        if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)

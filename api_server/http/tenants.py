@@ -8,7 +8,7 @@ import re
 from hashlib import blake2b
 from typing import Final
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from proto.config import TenantBy
 from proto.errors import InvalidRequestError
@@ -21,7 +21,7 @@ DEFAULT_TENANT: Final = 0
 _NAME: Final = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_TENANT_CHARACTERS}}}")
 
 
-def tenant_of(request: Request, by: TenantBy) -> int:
+def tenant_of(request: HTTPConnection, by: TenantBy) -> int:
     """Return the tenant of a request; raises InvalidRequestError for an invalid header.
 
     by: with "header", key name and header together make a tenant, so clients of one key cannot
@@ -42,7 +42,7 @@ def reader_of(tenant: int, key_name: str) -> int:
     return tenant or _number(key_name, "")
 
 
-def key_name_of(request: Request) -> str:
+def key_name_of(request: HTTPConnection) -> str:
     """Return the name of the request's key in --api-key-file; empty for any other key or none."""
     return str(getattr(request.state, "key_name", ""))
 
@@ -54,7 +54,7 @@ def _number(key_name: str, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _header(request: Request) -> str:
+def _header(request: HTTPConnection) -> str:
     """Return the tenant header; refuses two, because the proxy may have written either of them."""
     names = request.headers.getlist(TENANT_HEADER)
     if not names:

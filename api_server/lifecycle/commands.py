@@ -70,7 +70,7 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
 
 def _start_drain(engine_switch: EngineSwitch) -> None:
     app_state = engine_switch.app_state
-    app_state.health.draining = True
+    app_state.health.start_drain()
     app_state.live_view.publish_notice("drain", "no more requests are accepted: the daemon exits")
 
 

@@ -37,15 +37,26 @@ class Health:
     The supervisor reports on the other processes; the connection to the engine and the drain state
     are known here.
 
-    draining: running requests continue, new ones get 503.
     supervisor_status: the last report of the supervisor.
     """
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self.draining = False
+        self._drain_started = asyncio.Event()
         self.supervisor_status = HealthStatus()
+
+    @property
+    def draining(self) -> bool:
+        """Running requests continue, new ones get 503."""
+        return self._drain_started.is_set()
+
+    def start_drain(self) -> None:
+        self._drain_started.set()
+
+    async def wait_drain(self) -> None:
+        """Return when the drain has started."""
+        await self._drain_started.wait()
 
     def check_not_draining(self) -> None:
         """Raise DrainingError while draining."""

@@ -40,13 +40,12 @@ class ServerInfo:
 
 def hello_event(server: ServerInfo, engine: EngineReady) -> bytes:
     """Return the event with the properties of daemon and engine, which precedes their views."""
-    num_blocks = engine.num_blocks + 1  # block 0, which no request can use, is shown as well
     hello = {
         "model": server.model,
         "version": server.version,
-        "num_blocks": num_blocks,
+        "num_blocks": engine.num_blocks,
         "block_size": engine.block_size,
-        "blocks_per_cell": blocks_per_cell(num_blocks),
+        "blocks_per_cell": blocks_per_cell(engine.num_blocks + 1),  # block 0, reserved, is shown
         "max_num_seqs": server.max_num_seqs,
         "max_model_len": engine.max_model_len,
     }

@@ -63,6 +63,7 @@ STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 NUM_CHOICES: Final = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS: Final = (1, 2, 5, 10, 20, 50, 100)
 
+SHARES: Final = (0.01, 0.02, 0.05, *(tenth / 10 for tenth in range(1, 11)))
 _STEP_COUNTERS: Final = {
     "num_preemptions": ("vllm:num_preemptions", "Preemptions by the scheduler."),
     "prefix_cache_queries": ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
@@ -74,6 +75,18 @@ _STEP_COUNTERS: Final = {
     "external_prefix_cache_hits": (
         "vllm:external_prefix_cache_hits",
         "Tokens found by the KV connector.",
+    ),
+    "estimated_flops": (
+        "vllm:estimated_flops_per_gpu",
+        "Floating-point operations of one worker, by the model's shape.",
+    ),
+    "estimated_read_bytes": (
+        "vllm:estimated_read_bytes_per_gpu",
+        "Bytes of weights and KV that one worker read, by the model's shape.",
+    ),
+    "estimated_write_bytes": (
+        "vllm:estimated_write_bytes_per_gpu",
+        "Bytes of KV that one worker wrote, by the model's shape.",
     ),
     "num_corrupted": ("vllm:corrupted_requests", "Requests whose logits were not finite."),
     "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
@@ -142,6 +155,16 @@ class Metrics(Collector):
         }
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS
+        )
+        self._flops_share = self._histogram(
+            "tokend:step_flops_utilization",
+            "Share of --peak-tflops that a step reached.",
+            SHARES,
+        )
+        self._bandwidth_share = self._histogram(
+            "tokend:step_bandwidth_utilization",
+            "Share of --peak-memory-gbps that a step reached.",
+            SHARES,
         )
         self._block_lifetime = self._histogram(
             "vllm:kv_block_lifetime_seconds",
@@ -334,6 +357,10 @@ class Metrics(Collector):
             self._preemptions.observe(num_preemptions)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
+        for share in stats.flops_shares:
+            self._flops_share.observe(share)
+        for share in stats.bandwidth_shares:
+            self._bandwidth_share.observe(share)
         for eviction in stats.kv_evictions:
             self._block_lifetime.observe(eviction.lifetime)
             self._block_idle.observe(eviction.idle)

@@ -154,7 +154,9 @@ def _answer_grammar(
     text_grammar: GrammarSource | None,
 ) -> GrammarSource | None:
     if request.must_call:
-        if text_grammar is not None:
+        if text_grammar is not None and text_grammar.field != "response_format":
+            # a format describes the text of the answer, which is empty here; the other grammars
+            # describe the whole answer
             raise InvalidRequestError(
                 f"{text_grammar.field} does not go with a tool_choice that asks for a call",
                 text_grammar.field,

@@ -44,6 +44,7 @@ from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS
 MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+MAX_ROLE_LENGTH: Final = 64
 MAX_CALLS: Final = 1024
 """Most tool calls of one message."""
 
@@ -82,8 +83,6 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
     """Return the fields of a message that are not null; raise ValueError for invalid ones."""
     if not isinstance(message, dict):
         return message
-    if message.get("role") == "function":
-        raise ValueError("messages of the role function are not available: use the role tool")
     if message.get("content") is None and not message.get("tool_calls"):
         raise ValueError("content must not be null")
     try:
@@ -122,6 +121,7 @@ def _arguments(text: Any) -> Any:
     return arguments
 
 
+_ROLES_WITHOUT_RESULTS: Final = ("system", "developer", "user", "assistant")
 _PART_SCHEMA: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -158,7 +158,8 @@ class CalledTool(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[Text, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
+    """The chat template gets any role, also ipython, function or critic."""
     content: Annotated[
         Text | list[TextPart], BeforeValidator(_content_parts), WithJsonSchema(_CONTENT_SCHEMA)
     ] = ""
@@ -171,7 +172,7 @@ class Message(Strict):
     ] = []
     """Calls of tools; only in messages of the assistant."""
     tool_call_id: Text | None = None
-    """Id of the call whose result this is; only in messages of the role tool."""
+    """Id of the call whose result this is; in messages of the role tool, or of a custom role."""
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     """The older name of reasoning."""
@@ -186,7 +187,7 @@ class Message(Strict):
     def _check_calls(self) -> Self:
         if self.role != "assistant" and self.tool_calls:
             raise ValueError("only messages of the assistant have tool_calls")
-        if self.role != "tool" and self.tool_call_id is not None:
+        if self.role in _ROLES_WITHOUT_RESULTS and self.tool_call_id is not None:
             raise ValueError("only messages of the role tool have a tool_call_id")
         return self
 

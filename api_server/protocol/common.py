@@ -184,7 +184,8 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
             }
         ),
     ] = []
-    """Up to 4 strings at which a choice ends; its text does not contain them."""
+    """Up to 4 strings at which a choice ends; its text does not contain them. The first in the
+    list counts if several end at the same character."""
     include_stop_str_in_output: bool = False
     """Include the stop string, or the text of the stop token, at the end of the text."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
@@ -219,7 +220,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     truncation_side: Literal["left", "right"] = "left"
     """The end of the prompt that is cut."""
     detokenize: bool = True
-    """Return text; false returns token ids only."""
+    """Return text; false returns token ids only, and logprobs without text and offsets."""
     skip_special_tokens: bool = True
     """Remove special tokens from the text."""
     spaces_between_special_tokens: bool = True

@@ -186,10 +186,8 @@ RESPONSES_NEUTRAL: Final[Neutral] = {
     "service_tier": ("auto", "default"),
 }
 
-RESPONSES_HINTS: Final = frozenset(
-    {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
-)
-"""Fields of /v1/responses about OpenAI's cache and about tools that its servers run."""
+RESPONSES_HINTS: Final = frozenset({"prompt_cache_options", "prompt_cache_retention"})
+"""Fields of /v1/responses about OpenAI's cache."""
 
 REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
 

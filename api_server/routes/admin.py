@@ -49,7 +49,7 @@ class AbortBody(Strict):
 async def drain(request: Request) -> Response:
     """Answer 202; new requests are refused, and the daemon exits after the running ones."""
     app_state = app_state_of(request)
-    app_state.health.draining = True  # here at once; the supervisor notifies the other servers
+    app_state.health.start_drain()  # here at once; the supervisor notifies the other servers
     app_state.supervisor.send(DrainRequested(app_state.supervisor.index))
     return JSONResponse(
         {"status": "draining", "requests_in_flight": app_state.in_flight.number}, status_code=202

@@ -26,6 +26,7 @@ from api_server.stream import TokenStream
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation
 from api_server.text.prompts import PromptReader
+from api_server.tracing import TraceHeaders, trace_headers_of
 from proto.errors import InvalidRequestError
 
 RESERVED_CONTEXT_SHARE: Final = 4
@@ -62,6 +63,7 @@ async def build_chat_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
+    trace_headers: TraceHeaders,
     default_max_tokens: int | None = None,
     reserves_context: bool = False,
 ) -> ChatTurn:
@@ -73,7 +75,7 @@ async def build_chat_turn(
     """
     tool_calls = app_state.tool_calls.plan(body, body.grammar_source(ignored), ignored)
     builder = RequestBuilder(
-        app_state, body, id_prefix, tenant, key_name, ignored, tool_calls.grammar
+        app_state, body, id_prefix, tenant, key_name, ignored, tool_calls.grammar, trace_headers
     )
     reader = app_state.prompt_reader("messages")
     max_tokens = body.requested_max_tokens
@@ -187,6 +189,7 @@ async def create_chat_completion(request: Request) -> Response:
         id_prefix="chatcmpl-",
         tenant=tenant,
         key_name=key_name_of(request),
+        trace_headers=trace_headers_of(request),
         ignored=ignored,
     )
     encoder = ChatEncoder(

@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any, Final, cast
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
@@ -24,7 +25,7 @@ _REMOTE_HEADERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-
 """Headers that browsers and proxies add."""
 
 
-def app_state_of(request: Request) -> AppState:
+def app_state_of(request: HTTPConnection) -> AppState:
     """Return the AppState that was current when the request arrived; a reload replaces it."""
     return cast(AppState, request.scope[APP_STATE])
 
@@ -91,23 +92,28 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """
     fields = await read_json(request)
     if isinstance(fields, dict):
-        for header, name in NUMBER_HEADERS.items():
-            text = request.headers.get(header)
-            if text is None or fields.get(name) is not None:
-                continue
-            if not _INTEGER.fullmatch(text):
-                raise InvalidRequestError(f"{header} must be a whole number", name)
-            fields[name] = int(text)
-        session_id = request.headers.get(SESSION_HEADER)
-        if session_id is not None and fields.get("session_id") is None:
-            fields["session_id"] = session_id
-        request_id = request.headers.get(REQUEST_ID_HEADER)
-        if request_id is not None and fields.get("request_id") is None:
-            if re.fullmatch(REQUEST_ID, request_id):
-                fields["request_id"] = request_id
-            else:
-                ignored.add(REQUEST_ID_HEADER)
+        add_header_fields(fields, request.headers, ignored)
     return fields
+
+
+def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:
+    """Add the fields that headers set and that `fields` lacks; raises InvalidRequestError."""
+    for header, name in NUMBER_HEADERS.items():
+        text = headers.get(header)
+        if text is None or fields.get(name) is not None:
+            continue
+        if not _INTEGER.fullmatch(text):
+            raise InvalidRequestError(f"{header} must be a whole number", name)
+        fields[name] = int(text)
+    session_id = headers.get(SESSION_HEADER)
+    if session_id is not None and fields.get("session_id") is None:
+        fields["session_id"] = session_id
+    request_id = headers.get(REQUEST_ID_HEADER)
+    if request_id is not None and fields.get("request_id") is None:
+        if re.fullmatch(REQUEST_ID, request_id):
+            fields["request_id"] = request_id
+        else:
+            ignored.add(REQUEST_ID_HEADER)
 
 
 async def read_json(request: Request) -> Any:
@@ -119,15 +125,19 @@ async def read_json(request: Request) -> Any:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise UnsupportedMediaError("the content type must be application/json")
-    body = await _read_body(request)
+    return decode_json(await _read_body(request))
+
+
+def decode_json(body: bytes, what: str = "body") -> Any:
+    """Return the decoded text; raise InvalidRequestError. what: for errors."""
     try:
         fields = json.loads(body, object_pairs_hook=_unique_keys)
     except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply") from None
+        raise InvalidRequestError(f"the {what} is nested too deeply") from None
     except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_nested_deeper(fields, MAX_DEPTH):
-        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} deep")
+        raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
     return fields
 
 

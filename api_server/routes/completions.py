@@ -20,6 +20,7 @@ from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.text.prompts import Prompt, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
+from api_server.tracing import trace_headers_of
 from proto.logit_edits import LogitEdits
 
 router = APIRouter()
@@ -35,7 +36,14 @@ async def create_completion(request: Request) -> Response:
     body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
     grammar = body.grammar_source(ignored)
     builder = RequestBuilder(
-        app_state, body, "cmpl-", tenant, key_name_of(request), ignored, grammar
+        app_state,
+        body,
+        "cmpl-",
+        tenant,
+        key_name_of(request),
+        ignored,
+        grammar,
+        trace_headers_of(request),
     )
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))

@@ -31,6 +31,7 @@ from api_server.routes.chat import (
     with_merged_roles_fallback,
 )
 from api_server.routes.common import app_state_of, read_fields
+from api_server.tracing import trace_headers_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -52,6 +53,7 @@ async def create_message(request: Request) -> Response:
             id_prefix=ID_PREFIX,
             tenant=tenant,
             key_name=key_name,
+            trace_headers=trace_headers_of(request),
             ignored=ignored,
             default_max_tokens=body.max_tokens,
             reserves_context=True,

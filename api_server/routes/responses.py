@@ -32,6 +32,7 @@ from api_server.protocol.responses.stored import (
 from api_server.routes.chat import ChatTurn, build_chat_turn, with_merged_roles_fallback
 from api_server.routes.common import app_state_of, read_fields
 from api_server.stream import TokenStream
+from api_server.tracing import trace_headers_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -46,6 +47,7 @@ async def create_response(request: Request) -> Response:
     ignored = IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     items = _conversation(app_state, owner, body)
+    stores = _stores_response(app_state, body, items)
     names = app_state.chat_template.facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
@@ -56,15 +58,16 @@ async def create_response(request: Request) -> Response:
             id_prefix=ID_PREFIX,
             tenant=owner[0],
             key_name=owner[1],
+            trace_headers=trace_headers_of(request),
             ignored=ignored,
             reserves_context=True,
         )
 
     turn = await with_merged_roles_fallback(translation, build)
-    record = ResponseRecord(app_state.responses, owner, items) if body.store else None
+    record = ResponseRecord(app_state.responses, owner, items) if stores else None
     parser = turn.choice_parsers[0]
     encoder = ResponsesEncoder(turn.options, body, parser, translation, record)
-    running = RunningResponse(turn.stream, encoder, is_stored=body.store)
+    running = RunningResponse(turn.stream, encoder, is_stored=stores)
     app_state.responses.add_running(owner, turn.options.id, running)
     turn.stream.cleanup.callback(
         app_state.responses.remove_running, owner, turn.options.id, running
@@ -108,17 +111,14 @@ async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> 
 
 
 def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
-    """Return the items of the conversation before the response; raises InvalidRequestError.
-
-    A response that could not be stored is refused before it is generated.
-    """
+    """Return the items of the conversation before the response; raises InvalidRequestError."""
     items: list[Item] = []
     if body.previous_response_id is not None:
         found = app_state.responses.find_stored(owner, body.previous_response_id)
         if found is None:
             raise InvalidRequestError(
-                "previous_response_id: there is no such response; only those with store are kept, "
-                "in memory and for a limited time",
+                "previous_response_id: there is no such response; those with store are kept, in "
+                "memory and for a limited time",
                 "previous_response_id",
             )
         items += found.items
@@ -130,9 +130,23 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
         )
-    if body.store:
-        _check_store(app_state, items)
     return items
+
+
+def _stores_response(app_state: AppState, body: ResponsesRequest, items: list[Item]) -> bool:
+    """Return whether the response will be stored.
+
+    Raises InvalidRequestError, before anything is generated, if it cannot be stored but must be.
+    """
+    if body.store is False:
+        return False
+    try:
+        _check_store(app_state, items)
+    except InvalidRequestError:
+        if body.store or body.background:
+            raise
+        return False
+    return True
 
 
 def _check_store(app_state: AppState, items: list[Item]) -> None:

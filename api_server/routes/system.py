@@ -7,11 +7,24 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocket
 
 from api_server.app_state import AppState
+from api_server.errors import error_response
 from api_server.routes.common import app_state_of
+from proto.errors import UnknownPathError, shown
 
 router = APIRouter()
+no_websocket_router = APIRouter()
+"""To be included last: for WebSockets at a path that has none."""
+
+
+@no_websocket_router.websocket("/{path:path}")
+async def refuse_websocket(websocket: WebSocket) -> None:
+    """Answer 404 in JSON; by default it would be a 403 without a body."""
+    path = websocket.url.path
+    error = UnknownPathError(f"there is no WebSocket at {shown(path)}")
+    await websocket.send_denial_response(error_response(error, path))
 
 
 @router.get("/health")

@@ -4,12 +4,13 @@
   UTF-8 decoder returns exactly what decoding all tokens at once would.
 - `WindowDetokenizer` for every other tokenizer: decodes a short window of tokens with and without
   the new token and returns the difference. The window starts with the end of the prompt, so that a
-  word keeps its leading space.
+  word keeps its leading space. `TokenDecoder` decodes it, with the byte tokens of a vocabulary.
 
 The others modify the text of these two. An incomplete character is held back until its last byte.
 """
 
 import codecs
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders
 REPLACEMENT: Final = "\ufffd"
 MAX_HELD_TOKENS: Final = 8
 """Tokens after which an incomplete character is returned as it is; a character has 4 bytes."""
+_FEW_TOKENS: Final = 64
 CONTEXT_TOKENS: Final = 6
 """Tokens at the end of the prompt with which a window starts."""
 
@@ -100,6 +102,77 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+class TokenDecoder:
+    """Decodes the tokens of a tokenizer that is not byte-level, byte tokens (`<0xE4>`) included.
+
+    If a run of byte tokens is not UTF-8, the `tokenizers` library gives one U+FFFD for each of its
+    bytes. Here an invalid part gives one U+FFFD (the "maximal subpart" of the Unicode standard,
+    chapter 3.9, as in byte-level tokenizers), and the rest of the run keeps its text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._byte_of: dict[int, int] = {}
+        decoder = tokenizer.decoder
+        if decoder is not None and b"ByteFallback" in decoder.__getstate__():
+            ids = {byte: tokenizer.token_to_id(_byte_token(byte)) for byte in range(256)}
+            self._byte_of = {id_: byte for byte, id_ in ids.items() if id_ is not None}
+
+    @property
+    def has_byte_tokens(self) -> bool:
+        return bool(self._byte_of)
+
+    def byte(self, token_id: int) -> int | None:
+        """Return the byte of a byte token, None for any other token."""
+        return self._byte_of.get(token_id)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens, special ones included."""
+        if not ids:
+            return ""
+        if len(ids) < _FEW_TOKENS:
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        else:  # only the batch function releases the GIL
+            text = str(*self._tokenizer.decode_batch([ids], skip_special_tokens=False))
+        if REPLACEMENT not in text or not self._byte_of:
+            return text
+        tokens: list[str] = []
+        run = bytearray()
+        for token_id in ids:
+            byte = self._byte_of.get(token_id)
+            if byte is not None:
+                run.append(byte)
+                continue
+            tokens += _valid_tokens(run)
+            run.clear()
+            tokens.append(self._tokenizer.id_to_token(token_id) or "")
+        return str(self._tokenizer.decoder.decode([*tokens, *_valid_tokens(run)]))
+
+    def num_pending(self, ids: Sequence[int]) -> int:
+        """Return how many byte tokens at the end of `ids` may be the beginning of a character."""
+        if not ids or ids[-1] not in self._byte_of:
+            return 0
+        run = itertools.takewhile(self._byte_of.__contains__, reversed(ids))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(self._byte_of[token_id] for token_id in run)[::-1])
+        return len(decoder.getstate()[0])
+
+
+def _byte_token(byte: int) -> str:
+    return f"<0x{byte:02X}>"
+
+
+def _valid_tokens(run: bytearray) -> list[str]:
+    """Return byte tokens of the valid characters of a run, and U+FFFD for each invalid part."""
+    tokens: list[str] = []
+    for character in run.decode(errors="replace"):
+        if character == REPLACEMENT:
+            tokens.append(REPLACEMENT)
+        else:
+            tokens += map(_byte_token, character.encode())
+    return tokens
+
+
 class WindowDetokenizer:
     """Detokenizer for tokens whose text depends on their neighbours (metaspace, WordPiece).
 
@@ -109,42 +182,45 @@ class WindowDetokenizer:
     A context starts where a character starts, so that a run of byte tokens is never split.
     """
 
-    __slots__ = ("_ids", "_num_returned", "_returned_text", "_special_ids", "_tokenizer")
+    __slots__ = ("_decoder", "_ids", "_num_returned", "_returned_text", "_special_ids")
 
     def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int]
+        self, decoder: TokenDecoder, special_ids: frozenset[int], prompt: Sequence[int]
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = decoder
         self._special_ids = special_ids
         self._ids = [
             token_id for token_id in prompt[-CONTEXT_TOKENS:] if token_id not in special_ids
         ]
         self._num_returned = len(self._ids)
-        self._returned_text = self._decode()
+        self._returned_text = self._decoder.decode(self._ids)
 
     def decode_token(self, token_id: int) -> str:
         if token_id in self._special_ids:
             return ""
         self._ids.append(token_id)
-        text = self._decode()
-        incomplete = text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text)
-        if incomplete and len(self._ids) - self._num_returned < MAX_HELD_TOKENS:
+        num_ready = len(self._ids) - self._decoder.num_pending(self._ids)
+        if num_ready <= self._num_returned:
             return ""
-        return self._return_text(text)
+        text = self._decoder.decode(self._ids[:num_ready])
+        incomplete = len(text) <= len(self._returned_text) or (
+            text.endswith(REPLACEMENT) and not self._decoder.has_byte_tokens
+        )
+        if incomplete and num_ready - self._num_returned < MAX_HELD_TOKENS:
+            return ""
+        return self._return_text(text, num_ready)
 
     def flush_text(self) -> str:
-        return self._return_text(self._decode())
+        return self._return_text(self._decoder.decode(self._ids), len(self._ids))
 
-    def _return_text(self, text: str) -> str:
-        """Return the text after the context; its tokens become the next context."""
+    def _return_text(self, text: str, num_ready: int) -> str:
+        """Return the text after the context; the ready tokens become the next context."""
         new = text[len(self._returned_text) :]
-        self._ids = self._ids[self._num_returned :]
-        self._num_returned = len(self._ids)
-        self._returned_text = self._decode()
+        context = self._ids[self._num_returned : num_ready]
+        self._ids = context + self._ids[num_ready:]
+        self._num_returned = len(context)
+        self._returned_text = self._decoder.decode(context)
         return new
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
 
 class JoinedSpecialTokens:
@@ -170,9 +246,17 @@ class JoinedSpecialTokens:
 
 
 class NoText:
-    """Detokenizer of a request with `detokenize` false: no token has text."""
+    """Detokenizer of a request with `detokenize` false: no token has text.
+
+    counter: counts the tokens of the reasoning, whose end only their text shows.
+    """
+
+    def __init__(self, counter: Detokenizer | None = None) -> None:
+        self._counter = counter
 
     def decode_token(self, token_id: int) -> str:
+        if self._counter is not None:
+            self._counter.decode_token(token_id)
         return ""
 
     def flush_text(self) -> str:

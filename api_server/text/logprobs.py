@@ -15,16 +15,26 @@ MIN_LOGPROB: Final = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """Names of single tokens in a response. as_ids: `token_id:N` instead of the token's text."""
+    """Names of single tokens in a response.
+
+    as_ids: `token_id:N` instead of the token's text. has_text: False with `detokenize` false: names
+    are ids, and there are no bytes, no decoded tokens and no text offsets.
+    """
 
     tokenizer: ModelTokenizer
     as_ids: bool = False
+    has_text: bool = True
 
     def token_text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+        if self.as_ids or not self.has_text:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.tokenizer.token_bytes(token_id)
+    def decoded_token(self, token_id: int) -> str | None:
+        return self.token_text(token_id) if self.has_text else None
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        return list(self.tokenizer.token_bytes(token_id)) if self.has_text else None
 
 
 class LogprobRow(NamedTuple):
@@ -65,7 +75,7 @@ def completion_logprobs(
 ) -> dict[str, list[Any]]:
     """Return the `logprobs` of a completion. top: alternatives for each token."""
     return {
-        "text_offset": [token.text_offset for token in tokens],
+        "text_offset": [token.text_offset for token in tokens] if names.has_text else [],
         "token_logprobs": [token.row.logprobs[0] if token.row else None for token in tokens],
         "tokens": [names.token_text(token.token_id) for token in tokens],
         "top_logprobs": [
@@ -103,7 +113,7 @@ def _by_id(row: LogprobRow, top: int, names: TokenNames) -> dict[str, Any]:
         rank = column if column else row.rank
         entries.setdefault(
             str(token_id),
-            {"logprob": logprob, "rank": rank, "decoded_token": names.token_text(token_id)},
+            {"logprob": logprob, "rank": rank, "decoded_token": names.decoded_token(token_id)},
         )
     return entries
 
@@ -121,5 +131,5 @@ def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, A
     return {
         "token": names.token_text(token_id),
         "logprob": logprob,
-        "bytes": list(names.token_bytes(token_id)),
+        "bytes": names.token_bytes(token_id),
     }

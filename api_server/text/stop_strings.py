@@ -10,8 +10,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Cuts the text of one choice at the first complete stop string.
 
-    Text that may be the beginning of a stop string is held back. shows_stop: the text ends after
-    the stop string, not before it.
+    If several are complete with the same character, the first in the list counts. Text that may be
+    the beginning of a stop string is held back. shows_stop: the text ends after the stop string,
+    not before it.
     """
 
     def __init__(self, strings: Sequence[str], *, shows_stop: bool = False) -> None:
@@ -28,10 +29,9 @@ class StopStrings:
         for end, character in enumerate(piece, start=len(self._held) + 1):
             complete = [automaton for automaton in self._automata if automaton.step(character)]
             if complete and can_stop:
-                longest = max(complete, key=lambda automaton: len(automaton.string))
+                stop = complete[0].string
                 self._held = ""
-                hidden = 0 if self._shows_stop else len(longest.string)
-                return text[: end - hidden], longest.string
+                return text[: end if self._shows_stop else end - len(stop)], stop
         keep = max(automaton.num_matched for automaton in self._automata)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

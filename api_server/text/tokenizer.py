@@ -20,6 +20,7 @@ from api_server.text.detokenizer import (
     Detokenizer,
     JoinedSpecialTokens,
     TokenBytes,
+    TokenDecoder,
     WindowDetokenizer,
     is_byte_level,
 )
@@ -112,6 +113,7 @@ class ModelTokenizer:
         self._byte_level = is_byte_level(tokenizer)
         self._tokens = TokenBytes(tokenizer, self.special_ids)
         self._all_tokens = TokenBytes(tokenizer, frozenset())
+        self._decoder = TokenDecoder(tokenizer)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -160,9 +162,9 @@ class ModelTokenizer:
         return token_id if token_id in self.special_ids else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # only the batch function releases the GIL
-        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        return str(text)
+        if skip_special_tokens:
+            ids = [token_id for token_id in ids if token_id not in self.special_ids]
+        return self._decoder.decode(ids)
 
     def token_names(self, ids: Sequence[int]) -> list[str | None]:
         """Return each token as the vocabulary spells it, None for an id without a token."""
@@ -179,8 +181,8 @@ class ModelTokenizer:
         if self._byte_level:
             return ByteLevelDetokenizer(self._tokens if skip_special_tokens else self._all_tokens)
         if skip_special_tokens:
-            return WindowDetokenizer(self._tokenizer, self.special_ids, prompt)
-        window = WindowDetokenizer(self._tokenizer, frozenset(), prompt)
+            return WindowDetokenizer(self._decoder, self.special_ids, prompt)
+        window = WindowDetokenizer(self._decoder, frozenset(), prompt)
         if spaces_between_special_tokens:
             return window
         return JoinedSpecialTokens(window, self.special_ids)
@@ -189,12 +191,15 @@ class ModelTokenizer:
         """Return the text of a single token, with U+FFFD for incomplete characters."""
         if self._byte_level:
             return self._all_tokens.raw(token_id).decode(errors="replace")
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._decoder.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a single token; exact for a byte-level tokenizer."""
+        """Return the bytes of a single token; exact for byte-level tokenizers and byte tokens."""
         if self._byte_level:
             return self._all_tokens.raw(token_id)
+        byte = self._decoder.byte(token_id)
+        if byte is not None:
+            return bytes([byte])
         return self.token_text(token_id).encode()
 
 

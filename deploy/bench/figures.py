@@ -223,18 +223,40 @@ TITLES: Final = {
 }
 _NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
 _SHOWN: Final = 10
+_WIDEST: Final = 1000
+"""Columns; no table needs so many."""
 _CURVE_STEPS: Final = 200
 
 
-def show(console: Console, runs: Sequence[RunFigures], answers: AnswerComparison) -> None:
-    """Print tables and notes; a single run is shown with more percentiles."""
-    console.print(_overview(runs))
-    if len(runs) == 1:
-        console.print(_percentiles(runs[0]))
-    else:
-        console.print(_latencies(runs))
+def show(
+    console: Console, head: Sequence[str], runs: Sequence[RunFigures], answers: AnswerComparison
+) -> None:
+    """Print what was measured, tables and notes; a single run is shown with more percentiles.
+
+    A table that is wider than the console is printed with one line per value.
+    """
+    for line in head:
+        console.print(line, markup=False, highlight=False)
+    latencies = _percentiles(runs[0]) if len(runs) == 1 else _latencies(runs)
+    for table in (_overview(runs), latencies):
+        options = console.options.update(max_width=_WIDEST)
+        fits = console.measure(table, options=options).maximum <= console.width
+        console.print(table if fits else _upright(table))
     for line in notes(runs, answers):
         console.print(line, markup=False, highlight=False)
+
+
+def _upright(table: Table) -> Table:
+    """Return a table with one row per value: those of the first row, of the second, …"""
+    upright = Table("", "", show_header=False)
+    head, *others = table.columns
+    for row, name in enumerate(head.cells):
+        if row:
+            upright.add_section()
+        upright.add_row(name, "")
+        for column in others:
+            upright.add_row(f"  {column.header}", list(column.cells)[row])
+    return upright
 
 
 def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
@@ -251,8 +273,8 @@ def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
     ]
     if answers.num_compared:
         found.append(
-            f"answers to the same request: {answers.num_compared} compared, "
-            f"{len(answers.different)} different"
+            f"same answers: requests that every run repeats (--check-share) were answered again "
+            f"{answers.num_compared} times, {len(answers.different)} of them with another text"
         )
     found += [f"different: {difference}" for difference in answers.different[:_SHOWN]]
     if answers.different:
@@ -265,8 +287,10 @@ def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
     return found
 
 
-def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison) -> str:
-    """Return an HTML page: distributions of latencies, and latency by throughput."""
+def html_page(
+    title: str, head: Sequence[str], runs: Sequence[RunFigures], answers: AnswerComparison
+) -> str:
+    """Return an HTML page: `head`, distributions of latencies, and latency by throughput."""
     panels = [
         PlotPanel(
             f"{_NAMES[metric]}, cumulative share",
@@ -296,7 +320,7 @@ def html_page(title: str, runs: Sequence[RunFigures], answers: AnswerComparison)
                 names=[run.name for run in known],
             )
         )
-    return plot_page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
+    return plot_page(title, [*head, *notes(runs, answers)], panels, "milliseconds", _rows(runs))
 
 
 def _rows(runs: Sequence[RunFigures]) -> PlotTable:

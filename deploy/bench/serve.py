@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from rich.console import Console
@@ -188,10 +189,14 @@ def main(words: Sequence[str]) -> None:
     with writable("--json", options.json) as rows, writable("--html", options.html) as pages:
         model = options.model or first_model(url, options.api_key)
         target = Target(url, model, options.api_key, options.timeout, _fields(options))
+        started = datetime.now(UTC)
         runs, answers = _measure(target, options, dataset, goodput)
-        show(Console(width=150), runs, answers)
-        write(rows, _document(options, target, runs, answers))
-        write(pages, html_page(f"{model} at {url}", runs, answers))
+        head = _head(options, started, runs)
+        title = f"{model} at {url}"
+        console = Console() if sys.stdout.isatty() else Console(width=150)
+        show(console, [title, *head], runs, answers)
+        write(rows, _document(options, target, started, runs, answers))
+        write(pages, html_page(title, head, runs, answers))
     if not any(run.num_completed for run in runs):
         raise TokendError("bench serve: all requests failed")
 
@@ -264,22 +269,55 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def _document(
-    options: argparse.Namespace,
-    target: Target,
-    runs: Sequence[RunFigures],
-    answers: AnswerComparison,
-) -> str:
-    flags = {
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a reader needs to repeat the measurement."""
+    return {
         name: value
         for name, value in vars(options).items()
         if name not in ("api_key", "json", "html", "url", "model")
     }
+
+
+def _head(options: argparse.Namespace, started: datetime, runs: Sequence[RunFigures]) -> list[str]:
+    """Return date, lengths and settings of the measurement, for people."""
+    num_answers = sum(run.num_completed for run in runs) or 1
+    num_in, num_out = (
+        sum(getattr(run, name) for run in runs) / num_answers
+        for name in ("input_tokens", "output_tokens")
+    )
+    settings = " ".join(
+        f"--{name.replace('_', '-')}={_text(value)}"
+        for name, value in _settings(options).items()
+        if value not in (None, False, [], {})
+    )
+    return [
+        f"started {started:%Y-%m-%d %H:%M:%S} UTC; per request on average {num_in:,.0f} tokens in, "
+        f"{num_out:,.0f} out",
+        f"settings: {settings}",
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    if isinstance(value, tuple):
+        return ":".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _document(
+    options: argparse.Namespace,
+    target: Target,
+    started: datetime,
+    runs: Sequence[RunFigures],
+    answers: AnswerComparison,
+) -> str:
     document = {
         "command": "tokend bench serve",
         "url": target.url,
         "model": target.model,
-        "options": flags,
+        "started": started.isoformat(timespec="seconds"),
+        "options": _settings(options),
         "runs": [run.to_dict() for run in runs],
         "answers_compared": answers.num_compared,
         "answers_different": len(answers.different),

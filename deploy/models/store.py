@@ -7,6 +7,7 @@ one takes no lock and reads one small file.
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from proto.prepared_model import MANIFEST_VERSION, PreparedModel
 PREPARE_VERSION: Final = 2
 """Raise it whenever preparing the same source writes something else than before."""
 
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
 
 
@@ -35,8 +37,9 @@ _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", 
 class ModelSource:
     """A model file or folder on this machine.
 
-    name: name of a packaged model, or the last component of the path. path: absolute, links
-    resolved. stamp: path, bytes and modification time (ns) of every file of the model.
+    name: of a packaged model or on the hub, or the last component of the path without .gguf.
+    path: absolute, links resolved.
+    stamp: path, bytes and modification time (ns) of every file of the model.
     """
 
     name: str
@@ -59,17 +62,19 @@ class ModelSource:
 def locate(model: str, environment: HostEnvironment, display: Display) -> ModelSource:
     """Return the source that MODEL on the command line means, downloaded if necessary.
 
-    An existing path takes precedence over the name of a packaged model. Raises ModelError if
-    `model` is neither.
+    An existing path takes precedence over the name of a packaged model, and that over a name on
+    the Hugging Face hub, which must be in the local cache. Raises ModelError if `model` is none.
     """
     packaged = catalogue.find(model)
-    path = os.path.realpath(os.path.expanduser(model))
-    if os.path.isdir(path):
-        return ModelSource(os.path.basename(path), path, "folder", _stamp(path, _model_files(path)))
-    if os.path.isfile(path):
-        return ModelSource(_file_name(path), path, "gguf", _stamp(path, [path]))
+    given = os.path.abspath(os.path.expanduser(model))
+    if os.path.isdir(given):
+        return _folder_source(os.path.basename(given), given)
+    if os.path.isfile(given):
+        return _file_source(os.path.basename(given).removesuffix(".gguf"), given)
     if packaged is not None:
         return packaged_source(packaged, environment, display)
+    if _HUB_NAME.fullmatch(model):
+        return _hub_source(model, environment)
     raise ModelError(
         f"no model {model!r}: there is no such file or folder, "
         f"and the packaged models are {catalogue.names()}"
@@ -80,19 +85,51 @@ def packaged_source(
     model: catalogue.PackagedModel, environment: HostEnvironment, display: Display
 ) -> ModelSource:
     """Return the source of a packaged model, downloaded if necessary."""
-    path = os.path.realpath(fetch.fetch(model, environment, display))
-    return ModelSource(model.name, path, "gguf", _stamp(path, [path]))
+    return _file_source(model.name, fetch.fetch(model, environment, display))
 
 
-def _file_name(path: str) -> str:
-    return os.path.basename(path).removesuffix(".gguf")
+def _file_source(name: str, path: str) -> ModelSource:
+    path = os.path.realpath(path)
+    return ModelSource(name, path, "gguf", _stamp(path, [path]))
 
 
-def _model_files(folder: str) -> list[str]:
+def _folder_source(name: str, folder: str) -> ModelSource:
+    """Return the source in a folder: a Hugging Face model, or the only GGUF file."""
+    ggufs = _files(folder, (".gguf",))
+    if not ggufs or _files(folder, (".safetensors",)):
+        path = os.path.realpath(folder)
+        return ModelSource(name, path, "folder", _stamp(path, _files(path, _FOLDER_SUFFIXES)))
+    if len(ggufs) > 1:
+        names = ", ".join(map(os.path.basename, ggufs))
+        raise ModelError(f"{folder} has several GGUF files, give the path of one: {names}")
+    return _file_source(name, ggufs[0])
+
+
+def _hub_source(name: str, environment: HostEnvironment) -> ModelSource:
+    """Return the source of a model of the Hugging Face hub from the local cache of `hf download`.
+
+    Raises ModelError with the command to download it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError):
+        cache = environment.hugging_face_cache
+        folder = snapshot_download(name, cache_dir=cache, local_files_only=True)
+        if _files(folder, (".safetensors", ".gguf")):
+            return _folder_source(name, folder)
+    only = " --include '*Q4_K_M.gguf'" if name.lower().endswith("gguf") else ""
+    raise ModelError(
+        f"{name} is neither a path nor in the Hugging Face cache; download it with: "
+        f"hf download {name}{only}"
+    )
+
+
+def _files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(
         entry.path
         for entry in os.scandir(folder)
-        if entry.name.endswith(_FOLDER_SUFFIXES) and entry.is_file()
+        if entry.name.endswith(suffixes) and entry.is_file()
     )
 
 

@@ -60,7 +60,7 @@ def _find_run_directory(words: list[str], parent: str) -> str:
         if not in_use(value):
             raise ConfigError(f"{value} is not the run directory of a running daemon")
         return value
-    found = [path for path in run_directories(parent) if str(_pid_or_none(path)) == value]
+    found = [path for path in run_directories(parent) if _has_pid(path, value)]
     if not found:
         raise ConfigError(f"process {value} is not the supervisor of a daemon under {parent}")
     return found[0]
@@ -70,15 +70,21 @@ def _only_daemon(directories: list[str], parent: str) -> str:
     if not directories:
         raise ConfigError(f"no daemon of this user is running under {parent}")
     if len(directories) > 1:
-        pids = ", ".join(str(_pid_or_none(path)) for path in directories)
-        raise ConfigError(f"several daemons are running; select one with --pid: {pids}")
+        states = [state for path in directories if (state := _state_or_none(path)) is not None]
+        found = ", ".join(f"{state.pid} ({state.model} at {state.url})" for state in states)
+        raise ConfigError(f"several daemons are running; select one with --pid: {found}")
     return directories[0]
 
 
-def _pid_or_none(directory: str) -> int | None:
-    """Return the pid of the supervisor; None if the daemon is starting or of another user."""
+def _has_pid(directory: str, pid: str) -> bool:
+    state = _state_or_none(directory)
+    return state is not None and str(state.pid) == pid
+
+
+def _state_or_none(directory: str) -> ReloadState | None:
+    """Return the state of a daemon; None if it is starting or of another user."""
     try:
-        return read_state(directory).pid
+        return read_state(directory)
     except (OSError, ProtocolError):
         return None
 

@@ -35,7 +35,11 @@ class ReloadReporter:
     The last reads a file in the run directory: the number of reloads and the error of the last.
     """
 
-    def __init__(self, run_dir: str, display: Display, notifier: SystemdNotifier) -> None:
+    def __init__(
+        self, run_dir: str, url: str, model: str, display: Display, notifier: SystemdNotifier
+    ) -> None:
+        self._url = url
+        self._model = model
         self._path = os.path.join(run_dir, _STATE_FILE)
         self._display = display
         self._notifier = notifier
@@ -64,7 +68,7 @@ class ReloadReporter:
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:
         """Replace the file as a whole, because `tokend reload` may read it at this moment."""
-        state = ReloadState(os.getpid(), self._count, under_way, error)
+        state = ReloadState(os.getpid(), self._url, self._model, self._count, under_way, error)
         with contextlib.suppress(OSError):  # a full disk must not end the daemon
             Path(self._path + ".new").write_bytes(to_json(state))
             os.replace(self._path + ".new", self._path)

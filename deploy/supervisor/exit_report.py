@@ -5,7 +5,6 @@ cause, which is not always the failure that the supervisor notices first.
 """
 
 import signal
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -49,11 +48,11 @@ def user_error(error: ErrorInfo | None) -> str | None:
 
 def exit_report(cause: Child, moment: str) -> str:
     """Return the report about the process that failed first. moment: "while serving"."""
-    lines = [f"tokend: {cause.name} (pid {cause.pid}) {describe_exit(cause)} {moment}"]
+    lines = [f"{cause.name} (pid {cause.pid}) {describe_exit(cause)} {moment}"]
     error = cause.fatal_error
     if error is not None:
         lines.append(textwrap.indent(error.traceback.rstrip() or error.message, "  "))
-    lines.append("tokend: the other processes were ended")
+    lines.append("  the other processes were ended")
     return "\n".join(lines)
 
 
@@ -111,8 +110,8 @@ class FailureLog:
         cause = first_cause(self._failed)
         message = user_error(cause.fatal_error)
         if message is not None:
-            print(f"tokend: {message}", file=sys.stderr, flush=True)
+            self._display.error(message)
             return 2
         moment = "while serving" if serving else "while starting"
-        print(exit_report(cause, moment), file=sys.stderr, flush=True)
+        self._display.error(exit_report(cause, moment))
         return 1

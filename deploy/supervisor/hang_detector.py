@@ -60,12 +60,14 @@ class Hang:
     """A process that hangs.
 
     missing: the missing sign of life, in words. seconds: without it. since: monotonic seconds.
+    flag: the setting that limits the wait.
     """
 
     process: Process
     missing: str
     seconds: float
     since: float
+    flag: str
 
 
 @dataclass(slots=True)
@@ -189,10 +191,11 @@ class HangDetector:
         """Yield the processes without progress for this share of their limit."""
         now = self._read_clock()
         for process, state in self._states.items():
+            flag = "--step-timeout" if state.started else "--start-timeout"
             for missing, since, until, limit in self._owed(process[0], state, now):
                 if until - since > share * limit and not state.ignored:
                     monotonic = round(self._last_reading - now + since, 1)
-                    yield Hang(process, missing, until - since, monotonic)
+                    yield Hang(process, missing, until - since, monotonic, flag)
                     break
 
     def _owed(

@@ -22,8 +22,10 @@ from proto.lifecycle import (
     ProcessStart,
     Role,
     StartPhase,
+    describe_weights,
     process_name,
 )
+from proto.log_lines import notice_line
 from proto.prepared_model import PreparedModel
 
 Commands = Mapping[Role, Sequence[str]]
@@ -108,6 +110,11 @@ class Launch:
     def num_front_ends(self) -> int:
         return self.config.frontend.api_server_count
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the API."""
+        return self.config.model.served_model_name or self.model.name
+
 
 # ---- Readiness ----
 
@@ -152,34 +159,59 @@ class Readiness:
 
 
 def ready_message(launch: Launch, readiness: Readiness) -> str:
-    """Return the ready line, the duration of each start phase, and an example request."""
-    engine, seconds, config = readiness.engine, launch.clock.seconds, launch.config
-    name = config.model.served_model_name or launch.model.name
-    request = {"model": name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
-    key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.frontend.has_client_keys else ""
-    return "\n".join(
-        [
-            f"tokend is ready: {name} on {engine.device_name} at {launch.url} "
-            f"(length {engine.max_model_len:,}, {engine.num_blocks:,} KV blocks "
-            f"of {engine.block_size}, weights: {_weights(engine)}, {seconds:.1f} s)",
-            f"  started in {seconds:.2f} s: {_phases(launch.clock.phases)}; "
-            + "; ".join(
-                f"{process_name(start.role, start.index)}: {_phases(start.phases)}"
-                for start in readiness.starts
-            ),
-            f"  curl -N {launch.url}/v1/completions -H 'Content-Type: application/json'{key} "
-            f"-d {shlex.quote(json.dumps(request))}",
-        ]
+    """Return what the operator sees when the daemon is ready: a line, or several as text.
+
+    --log-level debug adds the duration of each phase of the start.
+    """
+    engine, config = readiness.engine, launch.config.frontend
+    first = (
+        f"tokend is ready: {launch.model_name} on {engine.device_name} at {launch.url} "
+        f"after {launch.clock.seconds:.1f} s"
     )
+    timings = _timings(launch, readiness) if config.log_level == "debug" else ""
+    if config.log_format == "json":
+        fields = {
+            "model": launch.model_name,
+            "url": launch.url,
+            "max_model_len": engine.max_model_len,
+            "kv_cache_bytes": engine.kv_cache_bytes,
+            "kv_cache_tokens": engine.kv_cache_tokens,
+        }
+        lines = [notice_line(first, "tokend", **fields)]
+        if timings:
+            lines.append(notice_line(f"started in {timings}", "tokend", level="DEBUG"))
+        return "\n".join(lines)
+    request = {"model": launch.model_name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
+    key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
+    entries = [
+        ("length", f"up to {engine.max_model_len:,} tokens, prompt and output together"),
+        (
+            "KV cache",
+            f"{engine.kv_cache_bytes / (1 << 30):,.2f} GiB for {engine.kv_cache_tokens:,} tokens "
+            f"({engine.num_blocks:,} blocks of {engine.block_size})",
+        ),
+        ("weights", describe_weights(engine.weights)),
+        ("web page", f"{launch.url}/" if config.page else ""),
+        ("start", timings),
+        (
+            "try it",
+            f"curl -N {launch.url}/v1/completions -H 'Content-Type: application/json'{key} "
+            f"-d {shlex.quote(json.dumps(request))}",
+        ),
+    ]
+    lines = [f"  {title:10}{text}" for title, text in entries if text]
+    return "\n".join([first, *lines, "  Ctrl-C stops"])
+
+
+def _timings(launch: Launch, readiness: Readiness) -> str:
+    """Return the duration of the start and of its phases, by process."""
+    processes = (
+        f"{process_name(start.role, start.index)}: {_phases(start.phases)}"
+        for start in readiness.starts
+    )
+    own = f"{launch.clock.seconds:.2f} s: {_phases(launch.clock.phases)}"
+    return "; ".join([own, *processes])
 
 
 def _phases(phases: Sequence[StartPhase]) -> str:
     return ", ".join(f"{phase.what} {phase.seconds:.2f} s" for phase in phases)
-
-
-def _weights(engine: EngineReady) -> str:
-    """Return the weight formats and their memory, such as "packed 92 MiB"."""
-    forms = [
-        f"{weights.form} {weights.num_bytes / (1 << 20):,.0f} MiB" for weights in engine.weights
-    ]
-    return " + ".join(forms) or "none"

@@ -145,8 +145,8 @@ class Watchdog:
                 detector.ignore(hang.process)
                 child = self._watched[generation, hang.process]
                 self._display.notice(
-                    f"(pid {child.pid}) hangs, {hang.missing} for {hang.seconds:.1f} s: "
-                    "it prints its stacks and is killed",
+                    f"(pid {child.pid}) hangs, {hang.missing} for {hang.seconds:.1f} s "
+                    f"({hang.flag}): it prints its stacks and is killed",
                     child.name,
                 )
                 found.append(child)

@@ -3,8 +3,8 @@
 A free queue owns the reference counts and the order of the free blocks, which are one fact: a block
 is in the queue exactly while its count is 0. It does not know hashes.
 
-To add an eviction order, extend `FreeBlockQueue`, add a line to `EVICTION_POLICIES` at the end of
-the file, and name it in `proto.config.CacheConfig.eviction_policy`. `BlockPool` calls nothing else.
+To add an eviction order, extend `FreeBlockQueue` and add a line to `EVICTION_POLICIES` at the end
+of the file. `BlockPool` calls nothing else.
 """
 
 from abc import ABC, abstractmethod
@@ -221,4 +221,4 @@ class LRUFreeQueue(FreeBlockQueue):
 
 
 EVICTION_POLICIES: Final[dict[str, type[FreeBlockQueue]]] = {"lru": LRUFreeQueue}
-"""Free queues by the name that `--eviction-policy` gives them."""
+"""Free queues by the name of their order."""

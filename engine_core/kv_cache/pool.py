@@ -275,8 +275,8 @@ class BlockPool:
 class TransferRefs:
     """References on blocks that a KV connector copies from or into.
 
-    They keep a block out of the free queue until its copy has ended, whatever becomes of the
-    request that it was filled for. Null blocks are ignored.
+    They keep a block out of the free queue until its copy has ended, also if the request that it
+    was filled for ends before. Null blocks are ignored.
     """
 
     def __init__(self, pool: BlockPool) -> None:

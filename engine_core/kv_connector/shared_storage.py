@@ -46,6 +46,7 @@ class SharedStorageScheduler(SchedulerConnector):
         self._num_ranks = context.num_ranks
         self._present = self._list_blocks(shared_storage_folder(config, context.fingerprint))
         self._num_ranks_stored: dict[bytes, int] = {}
+        self._num_void_reports: dict[bytes, int] = {}  # still to come, of invalidated stores
         self._requests: dict[int, Request] = {}
         self._num_blocks_stored: dict[int, int] = {}
         self._loads: list[tuple[bytes, int]] = []
@@ -88,8 +89,11 @@ class SharedStorageScheduler(SchedulerConnector):
         report = unpack(output.worker_metadata, SharedStorageReport)
         for block_hash in report.lost:
             self._present.discard(block_hash)
-            self._num_ranks_stored.pop(block_hash, None)
+            if not self._is_void(block_hash):
+                self._num_ranks_stored.pop(block_hash, None)
         for block_hash in report.stored:
+            if self._is_void(block_hash):
+                continue
             self._num_ranks_stored[block_hash] = self._num_ranks_stored.get(block_hash, 0) + 1
             if self._num_ranks_stored[block_hash] == self._num_ranks:
                 del self._num_ranks_stored[block_hash]
@@ -105,18 +109,36 @@ class SharedStorageScheduler(SchedulerConnector):
     def invalidate_request(self, request: Request) -> None:
         """Stop reading the request's files; they are written again when blocks are recomputed."""
         self._present.difference_update(request.block_hashes)
-        for block_hash in request.block_hashes:
-            self._num_ranks_stored.pop(block_hash, None)
+        self._void_stores(request.block_hashes)
 
     def on_worker_restart(self) -> None:
         self._num_ranks_stored.clear()
+        self._num_void_reports.clear()
         self._loads.clear()
         self._num_blocks_stored.clear()
 
     def reset_cache(self) -> bool:
         """Stop reading all existing files; they stay for other daemons."""
         self._present.clear()
+        self._void_stores(list(self._num_ranks_stored))
         return True
+
+    def _void_stores(self, block_hashes: Iterable[bytes]) -> None:
+        """Ignore what ranks will report of stores that are under way: their KV is not wanted."""
+        for block_hash in block_hashes:
+            num_stored = self._num_ranks_stored.pop(block_hash, None)
+            if num_stored is not None:
+                num_void = self._num_void_reports.get(block_hash, 0)
+                self._num_void_reports[block_hash] = num_void + self._num_ranks - num_stored
+
+    def _is_void(self, block_hash: bytes) -> bool:
+        """Return whether a rank's report belongs to an invalidated store, and count it."""
+        num_void = self._num_void_reports.get(block_hash, 0)
+        if num_void > 1:
+            self._num_void_reports[block_hash] = num_void - 1
+        elif num_void:
+            del self._num_void_reports[block_hash]
+        return num_void > 0
 
     def _blocks_to_store(self, output: SchedulerOutput) -> Iterable[tuple[bytes, int]]:
         """Yield (hash, device block) of storable blocks without a file that this step fills."""

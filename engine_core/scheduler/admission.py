@@ -4,8 +4,9 @@
     AdmissionRule    conditions on free blocks beyond "the next tokens fit"
     Pause            a gate: no new request starts, or nothing is scheduled at all
 
-The first request without room ends the pass, so no later request overtakes it. A request that a
-gate blocks is parked, and the next one is considered.
+The first request without room ends the pass, so no later request overtakes it, except one whose KV
+was loaded while the first waits for prompt tokens. A request that a gate blocks is parked, and the
+next one is considered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -249,11 +250,42 @@ class AdmissionPass:
                 return
             candidate = Candidate(request, self._kv_cache)
             if not self._is_blocked(candidate) and not self._admit(candidate, plan):
+                break
+        if plan.prompt_budget <= 0:
+            self._admit_loaded(plan)
+
+    def _admit_loaded(self, plan: StepPlan) -> None:
+        """Admit requests whose KV was loaded although the step has no prompt tokens left.
+
+        Prompts before them in the queue wait for the prefill throttle. These requests do not: they
+        compute a block at most.
+        """
+        for request in self._kv_transfer.loaded_requests():
+            if plan.budget <= 0 or not self._can_run_one_more():
+                return
+            candidate = Candidate(request, self._kv_cache)
+            if request.status.is_blocked or self._is_throttled(candidate):
+                continue
+            if not self._is_blocked(candidate) and not self._admit(candidate, plan):
                 return
 
-    @staticmethod
-    def _has_budget(plan: StepPlan) -> bool:
-        return plan.budget > 0 and plan.prompt_budget > 0
+    def _has_budget(self, plan: StepPlan) -> bool:
+        """Return whether the step has tokens for the head of the queue.
+
+        With a connector the head may need no prompt tokens of this step.
+        """
+        return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
+
+    def _is_throttled(self, candidate: Candidate) -> bool:
+        """Return whether the tokens that a request computes are prompt tokens of the step.
+
+        They are not if the KV of all tokens but a block at most comes from a connector.
+        """
+        request = candidate.request
+        if not (candidate.num_external_tokens or self._kv_transfer.is_loaded(request)):
+            return True
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        return request.num_tokens - num_computed > self._kv_cache.block_size
 
     def _can_run_one_more(self) -> bool:
         return len(self._running) < self._max_running
@@ -322,10 +354,14 @@ class AdmissionPass:
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)
+        is_throttled = self._is_throttled(candidate)
+        prompt_budget = plan.prompt_budget if is_throttled else plan.budget
+        if prompt_budget <= 0:
+            return False
         if not self._can_run_one_more():
             return self._fairness.preempt_for(request, plan)
         num_missing = request.num_tokens - num_computed
-        num_new = self._first_chunk(num_missing, plan)
+        num_new = self._chunks.first_chunk(num_missing, min(plan.budget, prompt_budget))
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, candidate):
@@ -336,7 +372,10 @@ class AdmissionPass:
             self._remember_refusal(candidate, num_new, plan)
             return False
         self._refusal = None
-        self._waiting.pop_request()
+        if request is self._waiting.peek_request():
+            self._waiting.pop_request()
+        else:
+            self._waiting.remove_request(request)
         self._running.append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed
@@ -347,7 +386,8 @@ class AdmissionPass:
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
-        plan.prompt_budget -= num_new
+        if is_throttled:
+            plan.prompt_budget -= num_new
         if num_missing > 1:
             plan.count_prefilling(1, num_new)
         for listener in self._listeners:

@@ -24,7 +24,7 @@ from engine_core.request import Request
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.queues.fair import FairShares
+from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.tenant_usage import TenantUsage
 
@@ -38,7 +38,7 @@ class TenantFairness:
     def __init__(
         self,
         usage: TenantUsage,
-        policy: FairShares,
+        policy: FairSchedulingPolicy,
         preemption_order: PreemptionOrder,
         waiting: RequestQueue,
         running: list[Request],

@@ -13,8 +13,8 @@ and then the request is given blocks and parked:
     findable    |<---------------->|  external ones when the load is confirmed
 
 Loaded KV is not findable before that. If a load fails, the request computes the tokens or ends, by
-policy. Blocks stay out of the free queue while a worker may write or read them, whatever becomes of
-the request. How KV is copied is the connector's business; nothing here waits for it.
+policy. Blocks stay out of the free queue while a worker may write or read them, also after the
+request has ended. How KV is copied is the connector's business; nothing here waits for it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -393,6 +393,14 @@ class KVTransferManager:
             self._kv_cache.transfer_refs.hold(blocks)
             self._left_loading[seq_id] = blocks
 
+    def is_loaded(self, request: Request) -> bool:
+        """Return whether a waiting request was given KV from the connector."""
+        return request.seq_id in self._loaded
+
+    def loaded_requests(self) -> list[Request]:
+        """Return the waiting requests that were given KV from the connector."""
+        return list(self._loaded.values())
+
     def discard_content(self, request: Request) -> None:
         """Make all KV of a request unfindable, here and in the connector: it is not finite.
 
@@ -410,7 +418,7 @@ class KVTransferManager:
             self._abandon(load.request)
         self._loads.clear()
 
-    def start_over(self) -> None:
+    def forget_transfers(self) -> None:
         """Forget all copies: workers of a new epoch will not report them."""
         for load in list(self._loads.values()):
             self._abandon(load.request)

@@ -4,7 +4,7 @@ PreemptionOrder     the order in which running requests are preempted
 KVWatermarks        occupancies of the pool at which admission stops and preemption begins
 NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
 Preemption          frees the blocks and puts the request back into the queue
-start_over          the same for all requests, after the workers have died
+requeue_all         the same for all requests, after the workers have died
 SwapRule            whether the KV of a preempted request is loaded or recomputed
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
-from engine_core.scheduler.queues.fair import FairShares
+from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
 
@@ -35,7 +35,7 @@ class PreemptionOrder:
     grows along the running list.
     """
 
-    def __init__(self, policy: FairShares) -> None:
+    def __init__(self, policy: FairSchedulingPolicy) -> None:
         self._policy = policy
         self._tenants: dict[int, PreemptionQueue] = {}
         self._last_index = 0
@@ -286,7 +286,7 @@ class Preemption:
         self._waiting.requeue_preempted(victim)
 
 
-def start_over(
+def requeue_all(
     requests: Iterable[Request], preemption: Preemption, kv_cache: KVCacheManager, now: float
 ) -> None:
     """Put all requests back into the queue, in their order, after the workers have lost their KV.

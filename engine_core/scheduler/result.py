@@ -17,6 +17,7 @@ from engine_core.scheduler.beam_groups import BeamGroup, BeamGroups
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.lifecycle import RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
+from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
@@ -123,6 +124,7 @@ class ResultPass:
         beams: BeamGroups,
         kv_transfer: KVTransferManager,
         agent_sessions: AgentSessions,
+        usage: TenantUsage,
         max_model_len: int,
     ) -> None:
         self._lifecycle = lifecycle
@@ -131,6 +133,7 @@ class ResultPass:
         self._beams = beams
         self._kv_transfer = kv_transfer
         self._agent_sessions = agent_sessions
+        self._usage = usage
         self._max_model_len = max_model_len
         self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
         self._num_corrupted = 0
@@ -169,6 +172,7 @@ class ResultPass:
                 request.num_output_placeholders -= num_positions
             if num_positions > 1:
                 _drop_rejected(request, num_positions - num_new)
+                self._usage.charge_extra_tokens(request, num_new - 1)
             # Nearly every row is one token that ends nothing.
             if (
                 num_new == 1

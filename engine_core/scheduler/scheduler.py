@@ -17,6 +17,7 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
+from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.crash_isolation import CrashProgressSink, repeated_crash_output
 from engine_core.scheduler.hooks import (
     NO_OBSERVER,
@@ -25,7 +26,7 @@ from engine_core.scheduler.hooks import (
     TokenConstraints,
 )
 from engine_core.scheduler.kv_transfer import Connect, no_connector
-from engine_core.scheduler.preemption import start_over
+from engine_core.scheduler.preemption import requeue_all
 from engine_core.scheduler.result import (
     ClientOutputs,
     ImpossibleResultError,
@@ -54,8 +55,8 @@ class Scheduler:
     sessions, queue_limits, deadlines, agent_sessions, kv_transfer: parts that the engine's input
         and loop also use directly.
 
-    epoch: of the workers, until `start_over`. max_model_len: maximum tokens of prompt and output.
-    vocab_size: sampled token ids are below it. gates: additional admission gates.
+    epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
+    output. vocab_size: sampled token ids are below it. gates: additional admission gates.
     constraints: the gate of requests with a grammar. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
     """
@@ -74,6 +75,7 @@ class Scheduler:
         connect: Connect = no_connector,
         load_failure_policy: LoadFailurePolicy = "recompute",
         observer: SchedulerObserver = NO_OBSERVER,
+        compute_meter: ComputeMeter | None = None,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
         parts = SchedulerParts(
@@ -113,6 +115,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._clock = clock
         self._observer = observer
+        self._compute_meter = compute_meter
         self._vocab_size = vocab_size
         self._max_num_seqs = config.max_num_seqs
         self._step_budget = parts.chunks.step_budget
@@ -214,7 +217,7 @@ class Scheduler:
         """Mode of the pause; None without one."""
         return self._pause.mode
 
-    def start_over(self, epoch: int) -> ClientOutputs:
+    def begin_worker_epoch(self, epoch: int) -> ClientOutputs:
         """Prepare for workers of a new epoch: all requests are computed again.
 
         Called between two steps; results of earlier steps must not be passed any more. Returns the
@@ -222,10 +225,12 @@ class Scheduler:
         """
         self._observer.on_event("restart", f"workers of epoch {epoch}")
         crashing = self._crash_isolation.note_crash()
-        self.kv_transfer.start_over()
+        self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
-        start_over(self.requests, self._preemption, self._kv_cache, self._clock())
+        requeue_all(self.requests, self._preemption, self._kv_cache, self._clock())
         self._row_counts.clear()
+        if self._compute_meter is not None:
+            self._compute_meter.drop_steps()
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
         for request in crashing:
@@ -334,6 +339,9 @@ class Scheduler:
         external_queries, external_hits = self.kv_transfer.pop_stats()
         job_seconds, tool_seconds = self.agent_sessions.pop_durations()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
+        meter = self._compute_meter
+        flops, read_bytes, write_bytes = (0, 0, 0) if meter is None else meter.pop_totals()
+        shares: tuple[list[float], list[float]] = ([], []) if meter is None else meter.pop_shares()
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -360,6 +368,11 @@ class Scheduler:
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),
             request_preemptions=self._lifecycle.pop_preemption_counts(),
+            estimated_flops=flops,
+            estimated_read_bytes=read_bytes,
+            estimated_write_bytes=write_bytes,
+            flops_shares=shares[0],
+            bandwidth_shares=shares[1],
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -414,6 +427,8 @@ class Scheduler:
 
         Hashing a block, stop tokens and recomputation need the ids and wait for the result.
         """
+        if self._compute_meter is not None:
+            self._compute_meter.record_step(step, plan)
         for request, num_tokens in zip(plan.continued, plan.continued_tokens, strict=True):
             request.num_computed_tokens += num_tokens
         for request, num_tokens in zip(plan.admitted, plan.admitted_tokens, strict=True):
@@ -433,3 +448,5 @@ class Scheduler:
         num_decoding, num_prompt_tokens = self._row_counts.pop(step, (0, 0))
         self._prefill_throttle.learn_step(num_decoding, num_prompt_tokens, seconds)
         self._swap_rule.learn_step(num_prompt_tokens, seconds)
+        if self._compute_meter is not None:
+            self._compute_meter.record_time(step, seconds)

@@ -201,6 +201,7 @@ class SchedulerParts:
             self.beams,
             self.kv_transfer,
             self.agent_sessions,
+            self.usage,
             max_model_len,
         )
         self.lifecycle.attach(

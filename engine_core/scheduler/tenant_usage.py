@@ -2,7 +2,8 @@
 
 The counters are those of the virtual token counter (Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024): input tokens when a request is admitted for the first time, and
-OUTPUT_WEIGHT for each step of a decoding request. Recomputation after a preemption or a crash is
+OUTPUT_WEIGHT for each output token: one for each step of a decoding request, and those that a step
+yields in addition when its result arrives. Recomputation after a preemption or a crash is
 charged to no tenant. So a counter moves only with work that is never undone, and two tenants cannot
 preempt each other for ever.
 
@@ -118,6 +119,10 @@ class TenantUsage:
             self.prefills[request.seq_id] = request
         else:
             self._begin_decoding(request)
+
+    def charge_extra_tokens(self, request: Request, number: int) -> None:
+        """Charge output tokens of a step beyond the first, from accepted drafts."""
+        self._accounts[request.tenant].served += OUTPUT_WEIGHT * number
 
     def end_running(self, request: Request) -> None:
         """Stop charging for a request that does not run any more."""

@@ -64,6 +64,19 @@ async def test_text_parts_are_lines(start, say, tokenizer):
         assert prompt == tokenizer.encode(PROMPT.replace("hello", "hel\nlo")).ids
 
 
+@pytest.mark.parametrize("fields", [{}, {"name": "f"}, {"tool_call_id": "1"}])
+@pytest.mark.parametrize("role", ["ipython", "critic", "function"])
+async def test_the_template_gets_custom_roles(start, say, tokenizer, role, fields):
+    async with start(say("Hi")) as front_end:
+        messages = [*MESSAGES, {"role": role, "content": "42", **fields}]
+        response = await front_end.chat(messages=messages)
+        assert response.status_code == 200, response.text
+        prompt = front_end.engine.requests.get_nowait().prompt_token_ids
+        user, answer = PROMPT.split("<|im_start|>assistant")
+        text = f"{user}<|im_start|>{role}\n42<|im_end|>\n<|im_start|>assistant{answer}"
+        assert prompt == tokenizer.encode(text).ids
+
+
 async def test_max_completion_tokens_wins(start, say):
     async with start(say("Hi there you")) as front_end:
         choice = (await front_end.chat(max_tokens=9, max_completion_tokens=1)).json()["choices"][0]
@@ -167,8 +180,10 @@ async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
         ([{"role": "user", "content": None}], "messages"),
         ([{"role": "user", "content": []}], "messages"),
         ([{"role": "user", "content": "a\ud800"}], "messages"),
-        ([{"role": "king", "content": "x"}], "messages"),
-        ([{"role": "function", "content": "x", "name": "f"}], "messages"),
+        ([{"role": "", "content": "x"}], "messages"),
+        ([{"role": "x" * 65, "content": "x"}], "messages"),
+        ([{"role": 7, "content": "x"}], "messages"),
+        ([{"role": "x\ud800", "content": "x"}], "messages"),
         ([{"role": "user", "content": "x", "tool_call_id": "1"}], "messages"),
         ([{"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}], "messages"),
         (

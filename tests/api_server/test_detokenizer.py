@@ -102,6 +102,46 @@ def test_metaspace_lets_broken_bytes_go() -> None:
     assert pieces[7] != ""
 
 
+BROKEN = {
+    b"\xff": "\ufffd",
+    b"\xe4\xbd": "\ufffd",  # the beginning of a character is one invalid part
+    b"\x80\x80": "\ufffd\ufffd",
+    b"\xe4\xbd\xe4\xbd\xa0": "\ufffd你",
+    b"\xe4\xbd\xa0\xff\xe5\xa5\xbd": "你\ufffd好",
+    b"\xf0\x9f\x98" * 4 + "😀".encode(): "\ufffd" * 4 + "😀",
+    "\ufffd▁".encode(): "\ufffd▁",
+    b"\xff" * 20 + "你".encode(): "\ufffd" * 20 + "你",
+}
+
+
+@pytest.mark.parametrize(("data", "text"), BROKEN.items())
+def test_invalid_bytes_of_byte_tokens(data: bytes, text: str) -> None:
+    """As Python's own decoder has it; the valid characters around them keep their text."""
+    tokenizer = metaspace_tokenizer()
+    model = ModelTokenizer(tokenizer)
+    run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    words = tokenizer.encode("the fox").ids
+    ids = [*words, *run, *words]
+    assert text == data.decode(errors="replace")
+    whole = model.decode(ids, skip_special_tokens=True)
+    assert whole == f"the fox{text} the fox"
+    assert "".join(pieces_of(model, ids)) == whole
+    assert "".join(pieces_of(model, run)) == text
+    assert b"".join(map(model.token_bytes, run)) == data
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_byte_tokens(seed: int) -> None:
+    tokenizer = metaspace_tokenizer()
+    source = random.Random(seed)
+    words = tokenizer.encode("the quick fox 你 😀").ids
+    some = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x80, 0xE4, 0xBD, 0xF0, 0x9F)]
+    ids = [words[0], *source.choices([*words, *some, *some], k=40)]
+    model = ModelTokenizer(tokenizer)
+    whole = model.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces_of(model, ids)) == whole
+
+
 def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     model = ModelTokenizer(tokenizer)
     assert pieces_of(model, [1, 2, 0]) == ["", "", "", ""]

@@ -61,7 +61,7 @@ async def test_a_request_counts_from_its_headers_on(start):
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         while not visitors.number:
             await asyncio.sleep(0)
-        front_end.app_state.health.draining = True
+        front_end.app_state.health.start_drain()
         gone = asyncio.create_task(visitors.wait_until_idle())
         writer.write(body)
         request = await front_end.engine.requests.get()

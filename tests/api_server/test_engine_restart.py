@@ -2,13 +2,9 @@
 
 import asyncio
 
-import pytest
-
 from api_server.engine import engine_client
-from api_server.engine.session import TurnInput, generate
 from proto.engine_io import FinishReason
-from proto.errors import ErrorInfo, InternalRequestError
-from proto.sampling_params import SamplingParams
+from proto.errors import ErrorInfo
 from proto.stats import SchedulerStats
 
 
@@ -257,24 +253,6 @@ async def test_an_operators_call_is_made_again(start):
         assert (await call).ok
         (made,) = engine.calls
         assert (made.epoch, made.name, made.pause_mode) == (2, "pause", "freeze")
-
-
-async def test_a_session_ends_with_its_engine(start):
-    async def inputs():
-        yield TurnInput([1, 2], SamplingParams(max_tokens=4))
-        await asyncio.Event().wait()
-
-    async with start(accepts=True) as front_end:
-        session = generate(front_end.app_state.client, inputs())
-        first = asyncio.create_task(anext(session))
-        request = await front_end.engine.requests.get()
-        front_end.engine.emit(request, [40])
-        await first
-        engine = await front_end.lose_engine()
-        with pytest.raises(InternalRequestError, match="session"):
-            await anext(session)
-        engine.announce()
-        assert front_end.app_state.client.num_open == 0
 
 
 async def test_gauges_of_the_dead_engine_are_forgotten(start):

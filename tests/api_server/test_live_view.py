@@ -28,7 +28,7 @@ from tests.api_server.conftest import FrontEnd, StartFrontEnd
 
 HELLO = {
     "model": "toy",
-    "num_blocks": 65,
+    "num_blocks": 64,
     "block_size": 16,
     "blocks_per_cell": 1,
     "max_num_seqs": 256,
@@ -299,7 +299,7 @@ async def test_a_drain_does_not_wait_for_watchers(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         assert front_end.app_state.in_flight.number == 0
-        front_end.app_state.health.draining = True
+        front_end.app_state.health.start_drain()
         assert (await front_end.complete()).status_code == 503
         async with watching(front_end) as late:
             assert (await late.next())[0] == "hello"

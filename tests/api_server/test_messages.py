@@ -507,7 +507,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
 
 async def test_draining_is_an_overload(start):
     async with start() as front_end:
-        front_end.app_state.health.draining = True
+        front_end.app_state.health.start_drain()
         response = await ask(front_end)
         assert response.status_code == 503
         assert response.json()["error"]["type"] == "overloaded_error"

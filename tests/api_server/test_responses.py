@@ -22,6 +22,12 @@ from tests.api_server.conftest import concurrently
 PATH = "/v1/responses"
 TAKEN = ResponsesRequest.model_fields.keys() | HARMLESS
 TEXT = "Hi 😀 there"
+REPEATED = {
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tool_calls": None},
+    **{"safety_identifier": None, "prompt_cache_key": None, "user": None},
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+}
+"""Fields of every response that the Open Responses schema requires."""
 EVENT = TypeAdapter(ResponseStreamEvent)
 
 
@@ -87,7 +93,15 @@ async def test_a_whole_answer(start, say):
         assert message["status"] == "completed"
         assert found["metadata"] == {"a": "b"}
         assert found["temperature"] == 0.5
-        assert found["store"] is False
+        assert found["store"] is True
+        assert {name: found[name] for name in REPEATED} == REPEATED
+        given = {
+            **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tool_calls": 3},
+            **{"safety_identifier": "s", "prompt_cache_key": "p", "user": "u"},
+        }
+        response = await ask(front_end, **given)
+        assert {name: response.json()[name] for name in given} == given
+        assert "x-tokend-ignored" not in response.headers
         usage = found["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens_details"]["reasoning_tokens"] == 0
@@ -191,7 +205,7 @@ async def test_parameters_reach_the_engine(start, say):
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
         form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
         found = await answer(front_end, text={"format": form, "verbosity": "medium"})
-        assert found["text"]["format"] == form
+        assert found["text"]["format"] == {"description": None} | form
         assert json.loads(front_end.engine.requests.get_nowait().grammar.source) == schema
 
 
@@ -305,7 +319,7 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
             "text",
             "text",
         ),
-        ({"background": True}, "background", "store"),
+        ({"background": True, "store": False}, "background", "store"),
         ({"background": True, "store": True, "stream": True}, "background", "stream"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "no such"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "longer"),
@@ -406,7 +420,7 @@ async def test_stored_responses_go_on(start, say, tokenizer):
             "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
         )
         third = await api.responses.create(
-            model="toy", input="three", previous_response_id=second.id
+            model="toy", input="three", previous_response_id=second.id, store=False
         )
         assert prompt_of(front_end, tokenizer).count("<|im_start|>user") == 3
         with pytest.raises(openai.NotFoundError):
@@ -419,10 +433,10 @@ async def test_stored_responses_go_on(start, say, tokenizer):
         assert (await api.responses.retrieve(second.id)).previous_response_id == first.id
 
 
-async def test_nothing_is_stored_unasked(start, say):
+async def test_nothing_is_stored_against_the_clients_will(start, say):
     async with start(say(TEXT)) as front_end:
-        found = await answer(front_end)
-        await events(front_end)
+        found = await answer(front_end, store=False)
+        await events(front_end, store=False)
         assert len(front_end.app_state.responses) == 0
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
             response = await front_end.http.request(method, f"{PATH}/{found['id']}{path}")
@@ -434,13 +448,36 @@ async def test_nothing_is_stored_where_that_is_not_wanted(start, say):
         assert (await error(front_end, store=True))["param"] == "store"
     async with start(say(TEXT), config=FrontEndConfig(api_server_count=2)) as front_end:
         assert "api-server-count" in (await error(front_end, store=True))["message"]
-        await answer(front_end)
+        assert (await answer(front_end))["store"] is False
 
 
-async def test_a_conversation_that_is_too_large_to_store_is_refused(start, say):
+async def test_a_conversation_that_is_too_large_to_store(start, say):
     config = FrontEndConfig(max_stored_responses_mib=1)
     async with start(say(TEXT), config=config) as front_end:
-        assert (await error(front_end, store=True, input="x" * 200_000))["param"] == "store"
+        fields = {"input": "x" * 200_000, "truncation": "auto"}
+        for must_store in ({"store": True}, {"background": True}):
+            assert (await error(front_end, **fields, **must_store))["param"] == "store"
+        found = await answer(
+            front_end, input=[{"role": "user", "content": "x", "id": "y" * 200_000}]
+        )
+        assert found["store"] is False
+        assert len(front_end.app_state.responses) == 0
+
+
+async def test_a_response_is_finished_for_all_once_its_last_event_is_made(start, say):
+    """The stream that has sent it may still be open."""
+    async with start(say(TEXT)) as front_end:
+        responses = front_end.app_state.responses
+        remove, finished = responses.remove_running, asyncio.Event()
+        responses.remove_running = lambda *given: finished.set()
+        found = await events(front_end)
+        await asyncio.wait_for(finished.wait(), 10)
+        url = f"{PATH}/{found[-1]['response']['id']}"
+        assert (await front_end.http.get(url)).json() == found[-1]["response"]
+        assert (await front_end.http.post(f"{url}/cancel")).json()["status"] == "completed"
+        assert (await front_end.http.delete(url)).json()["deleted"]
+        assert (await front_end.http.get(url)).status_code == 404
+        responses.remove_running = remove
 
 
 @pytest.fixture

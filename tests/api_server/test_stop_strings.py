@@ -21,12 +21,11 @@ def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[st
 
 
 def obvious(strings: list[str], text: str) -> tuple[str, str | None]:
-    """The string that is complete first; of several that end there the longest."""
+    """The string that is complete first; of several that end there the first in the list."""
     for end in range(1, len(text) + 1):
-        found = [string for string in strings if text[:end].endswith(string)]
-        if found:
-            longest = max(found, key=len)
-            return text[: end - len(longest)], longest
+        for string in strings:
+            if text[:end].endswith(string):
+                return text[: end - len(string)], string
     return text, None
 
 
@@ -44,6 +43,13 @@ def test_like_the_obvious_search(seed: int) -> None:
         rest = rest[size:]
     found, stop, _ = run(strings, pieces)
     assert (found, stop) == obvious(strings, text)
+
+
+@pytest.mark.parametrize(
+    ("strings", "shown"), [(["END", "THE END"], "it is THE "), (["THE END", "END"], "it is ")]
+)
+def test_the_first_in_the_list_wins_a_tie(strings: list[str], shown: str) -> None:
+    assert run(strings, ["it is T", "HE E", "ND."])[:2] == (shown, strings[0])
 
 
 def test_holds_back_no_more_than_a_beginning() -> None:

@@ -12,8 +12,10 @@ WALL_CLOCKS |= {"time.localtime", "time.gmtime", "time.ctime", "time.strftime", 
 SHOWN_ONLY = {
     ("api_server/app_state.py", "time.time"),  # `created` of the model
     ("api_server/request_builder.py", "time.time"),  # `created` of an answer
+    ("api_server/tracing.py", "time.time"),  # start and end of a span
     ("api_server/protocol/responses/encoder.py", "time.time"),  # `completed_at` of a response
     ("engine_core/trace/file.py", "time.time"),  # when a trace began
+    ("deploy/bench/serve.py", "datetime.now"),  # when a measurement began
     ("api_server/text/chat_template.py", "datetime.now"),  # what a template calls today
 }
 

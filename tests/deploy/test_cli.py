@@ -1,5 +1,6 @@
 """The command: exit statuses, one line for each error, nothing heavy where it is not needed."""
 
+import json
 import os
 import socket
 import subprocess
@@ -63,6 +64,50 @@ def test_what_the_user_must_change_is_one_line_and_status_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tokend: ")
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--prt", "1", "--log-format", "json"],
+        ["--log-format=json", "--max-num-seqs", "0"],
+        ["no-such-model", "--port", "0", "--log-format", "json"],
+        ["--config", "FILE", "--max-num-seqs", "0"],
+    ],
+)
+def test_errors_are_json_if_the_log_is(
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "tokend.yaml").write_text("log-format: json\n")
+    words = [word.replace("FILE", str(tmp_path / "tokend.yaml")) for word in words]
+    assert cli.main(["serve", *words]) == 2
+    printed = capsys.readouterr()
+    *_, last = map(json.loads, printed.err.splitlines())
+    assert (last["level"], last["process"], printed.out) == ("ERROR", "tokend", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *sorted(cli._COMMANDS),
+        "trace view",
+        *(f"bench {name}" for name in cli._BENCHES),
+    ],
+)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_has_a_help(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main([*command.split(), flag])
+    except SystemExit as exit:  # argparse
+        status = exit.code
+    assert status == 0
+    assert f"usage: tokend {command}" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_there(

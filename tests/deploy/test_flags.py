@@ -98,6 +98,11 @@ def test_fractions(text: str, number: float) -> None:
         (["--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         (["--no-prefix-caching"], "did you mean --no-enable-prefix-caching?"),
         (["-p", "80"], "unknown flag -p"),
+        (["--ctx-size", "80"], "unknown flag --ctx-size; did you mean --max-model-len?"),
+        (["-c", "80"], "did you mean --max-model-len?"),
+        (["--num_ctx=80"], "did you mean --max-model-len?"),
+        (["-ngl", "99"], "did you mean --device cuda?"),
+        (["--n-predict", "99"], "did you mean max_tokens in each request?"),
         (["--port", "http"], "--port takes a whole number, not 'http'"),
         (["--port"], "--port needs a value"),
         (["--port", "--host"], "--port needs a value"),
@@ -128,6 +133,14 @@ def test_fractions(text: str, number: float) -> None:
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: list[str], expected: str) -> None:
     assert expected in refusal(*words)
+
+
+def test_the_names_suggested_for_flags_of_others_exist() -> None:
+    known = {name for flag in flags.all_flags() for name in (flag.name, flag.negation)}
+    for meant in flags._OF_OTHERS.values():
+        assert not meant.startswith("-") or meant.split()[0] in known, meant
+    own = {name.lstrip("-") for name in known}
+    assert not own & set(flags._OF_OTHERS)
 
 
 def test_help_is_asked_for_anywhere() -> None:

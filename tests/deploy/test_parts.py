@@ -6,9 +6,10 @@ import re
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 
+import msgspec
 import pytest
 
 from deploy.display import Display, open_display
@@ -18,7 +19,7 @@ from deploy.supervisor.launch import Launch, Readiness, listen, ready_message, u
 from deploy.supervisor.processes import child_environment
 from deploy.supervisor.shutdown import ShutdownLimits, ShutdownSequence
 from deploy.supervisor.signals import SignalInbox
-from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
+from proto.config import DeviceConfig, FrontEndConfig, LogFormat, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.host_resources import allowed_cores, usable_cores
 from proto.lifecycle import (
@@ -128,6 +129,9 @@ class TestExitReport:
 
 ENGINE_READY = boots.engine_ready(
     max_model_len=8192,
+    num_blocks=688,
+    kv_cache_bytes=3 << 29,
+    kv_cache_tokens=11_008,
     device_name="some cpu",
     weights=(WeightFormatMemory("packed", 92 << 20), WeightFormatMemory("bf16", 257 << 20)),
     starts=(ProcessStart("worker", 0, (StartPhase("imports", 1.0), StartPhase("weights", 0.5))),),
@@ -150,10 +154,11 @@ class TestReady:
             ProcessStart("api_server", 0, ()),
         )
 
-    def test_the_line_names_what_clients_need_and_no_key(self) -> None:
+    @pytest.mark.parametrize("log_format", ["text", "json"])
+    def test_the_message_names_what_clients_need_and_no_key(self, log_format: LogFormat) -> None:
         config = ServeConfig(
             model=ModelConfig(served_model_name="it's mine"),
-            frontend=FrontEndConfig(api_key="hush"),
+            frontend=FrontEndConfig(api_key="hush", log_level="debug", log_format=log_format),
         )
         url = "http://127.0.0.1:81"
         readiness = Readiness(range(1))
@@ -165,16 +170,33 @@ class TestReady:
         clock.end("command")
         launch = Launch(config, boots.model(name="file"), (), url, {}, {}, (), clock)
         text = ready_message(launch, readiness)
-        assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
-        assert "weights: packed 92 MiB + bf16 257 MiB, 3.2 s)" in text
+        assert "hush" not in text
+        ready = "tokend is ready: it's mine on some cpu at http://127.0.0.1:81 after 3.2 s"
+        if log_format == "json":
+            first, timings = map(json.loads, text.splitlines())
+            assert (first["message"], first["level"], first["url"]) == (ready, "INFO", url)
+            assert (first["kv_cache_bytes"], first["kv_cache_tokens"]) == (3 << 29, 11_008)
+            assert timings["level"] == "DEBUG"
+            assert timings["message"].startswith("started in 3.2")
+            return
+        assert text.startswith(f"{ready}\n")
+        assert text.endswith("\n  Ctrl-C stops")
+        assert "  length    up to 8,192 tokens," in text
+        assert "  KV cache  1.50 GiB for 11,008 tokens (688 blocks of 16)" in text
+        assert "  weights   92 MiB GGUF blocks as stored + 257 MiB bf16\n" in text
+        assert "  web page  http://127.0.0.1:81/\n" in text
         assert re.search(
-            r"started in 3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "
+            r"start     3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "
             r"api 0: imports 0\.80 s, engine 1\.25 s$",
             text,
             re.MULTILINE,
         )
         assert "Bearer $TOKEND_API_KEY" in text
-        assert "hush" not in text
+        quiet = msgspec.structs.replace(config.frontend, log_level="info", page=False)
+        launch = replace(launch, config=msgspec.structs.replace(config, frontend=quiet))
+        text = ready_message(launch, readiness)
+        assert "  start " not in text
+        assert "web page" not in text
 
 
 class TestEnvironment:

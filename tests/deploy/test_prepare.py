@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -270,7 +271,7 @@ def test_a_gguf_file_that_is_in_one_piece_may_say_so(tmp_path: Path, count: int)
 
 def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tokenizer=False)
-    assert "no tokenizer.ggml.model" in gguf_refusal(tmp_path / "tiny.gguf")
+    assert "tiny.gguf has no tokenizer" in gguf_refusal(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,120 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
-    assert "has no tokenizer.json" in folder_refusal(tmp_path)
+    expected = f"{tmp_path} has no tokenizer: copy the model's tokenizer.json into it"
+    assert folder_refusal(tmp_path).startswith(expected)
+    (tmp_path / "vocab.json").write_text("{}")
+    assert "its tokenizer cannot be converted: " in folder_refusal(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "BertModel"])
+def test_another_architecture_is_reported_before_anything_else(
+    tmp_path: Path, architecture: str
+) -> None:
+    """The folder has neither weights nor a tokenizer."""
+    config = {"architectures": [architecture], **AUTO_MAP}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert folder_refusal(tmp_path) == (
+        f"{architecture} is not supported; supported: Gemma3ForCausalLM, LlamaForCausalLM, "
+        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    )
+
+
+def test_another_architecture_of_a_gguf_file_is_reported_before_its_keys(tmp_path: Path) -> None:
+    extra = {"phi3.attention.sliding_window": 16}
+    write_gguf(tmp_path / "tiny.gguf", architecture="phi3", tokenizer=False, extra=extra)
+    assert gguf_refusal(tmp_path / "tiny.gguf") == (
+        "GGUF architecture phi3 is not supported; supported: gemma3, llama, mistral, qwen2, qwen3"
+    )
+
+
+def test_missing_weights_are_reported_before_a_missing_tokenizer(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    assert folder_refusal(tmp_path) == f"{tmp_path} has no .safetensors weights"
+
+
+def located(model: str | Path, around: HostEnvironment) -> store.ModelSource:
+    return store.locate(str(model), around, Recorder())
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path, around: HostEnvironment) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")  # many folders of GGUF files have one
+    write_gguf(folder / "tiny.gguf")
+    source = located(folder, around)
+    assert (source.name, source.path) == ("mine", str(folder / "tiny.gguf"))
+    assert source.kind == "gguf"
+    write_gguf(folder / "small.gguf")
+    with pytest.raises(ModelError, match=r"give the path of one: small\.gguf, tiny\.gguf$"):
+        located(folder, around)
+
+
+@pytest.mark.parametrize(
+    ("link", "name"), [("given.gguf", "given"), ("given", "given"), ("v1.5", "v1.5")]
+)
+def test_a_link_is_named_by_the_path_that_was_given(
+    tmp_path: Path, around: HostEnvironment, link: str, name: str
+) -> None:
+    write_gguf(tmp_path / "0123abcd")
+    (tmp_path / link).symlink_to(tmp_path / "0123abcd")
+    source = located(tmp_path / link, around)
+    assert (source.name, source.path) == (name, str(tmp_path / "0123abcd"))
+
+
+def write_hub_cache(cache: Path, name: str) -> Path:
+    """Create the folders of a downloaded model as huggingface_hub does; return the snapshot."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("a" * 40)
+    snapshot = folder / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+def test_a_model_of_the_hub_comes_from_the_local_cache(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
+    with pytest.raises(ModelError, match=r"download it with: hf download org/tiny$"):
+        located("org/tiny", around)
+    with pytest.raises(ModelError, match=r"org/tiny-GGUF --include '\*Q4_K_M\.gguf'$"):
+        located("org/tiny-GGUF", around)
+    snapshot = write_hub_cache(Path(around.hugging_face_cache), "org/tiny")
+    (snapshot / "config.json").write_text("{}")  # as a program that reads only this leaves it
+    with pytest.raises(ModelError, match="hf download org/tiny"):
+        located("org/tiny", around)
+    write_folder(snapshot)
+    model = store.prepared_model("org/tiny", around, Recorder())
+    assert (model.name, model.source) == ("org/tiny", str(snapshot))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/cache", "HF_HOME": "/hf"}, "/hf/hub"),
+        ({"HF_HOME": "/hf", "HF_HUB_CACHE": "/models"}, "/models"),
+    ],
+)
+def test_the_hugging_face_cache_is_where_its_library_has_it(
+    variables: dict[str, str], expected: str
+) -> None:
+    assert HostEnvironment.of(variables).hugging_face_cache == expected
+
+
+def test_a_full_disk_is_reported_with_the_numbers(
+    tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1_000))
+    write_folder(tmp_path / "mine")
+    numbers = r"[\d.,]+ MB are needed and 0\.0 MB are free"
+    with pytest.raises(ModelError, match=rf"disk of {around.cache}/prepared/\S+: {numbers}"):
+        prepare(tmp_path / "mine", around)
+    with pytest.raises(ModelError, match=rf"disk of {around.cache}/models: {numbers}"):
+        prepare(Path("gemma3-270m"), around)
 
 
 def test_an_index_may_not_point_out_of_the_folder(tmp_path: Path) -> None:
@@ -348,7 +462,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path, in_config: bool) -> None:
     traces = tmp_path / "traces"
     write_folder(tmp_path / "mine", config=AUTO_MAP if in_config else {})
     (tmp_path / "mine/evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
-    (tmp_path / "mine/tokenizer.json").unlink()
+    (tmp_path / "mine/tokenizer.json").rename(tmp_path / "mine/vocab.json")
     (tmp_path / "mine/tokenizer_config.json").write_text(json.dumps(AUTO_MAP))
     message = folder_refusal(tmp_path / "mine")
     assert not in_config or "auto_map" in message

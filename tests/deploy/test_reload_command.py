@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from deploy.reload import command as reload_command
+from proto.codec import to_json
 from proto.errors import ConfigError
+from proto.lifecycle import ReloadState
+from proto.run_directory import RunDirectory
 from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
 
 BEGUN = "tokend: reloading"
@@ -44,6 +47,22 @@ def test_the_command_fails_with_the_reload(
 def test_a_command_that_finds_nobody(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         reload_command.main(words, str(tmp_path))
+
+
+def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -> None:
+    directories = []
+    try:
+        for pid, port in ((11, 8000), (22, 8001)):
+            directories.append(RunDirectory.create(str(tmp_path)))
+            state = ReloadState(pid, f"http://127.0.0.1:{port}", f"model-{pid}")
+            Path(directories[-1].path, "reload").write_bytes(to_json(state))
+        with pytest.raises(ConfigError) as caught:
+            reload_command.main([], str(tmp_path))
+    finally:
+        for directory in directories:
+            directory.leave()
+    assert "11 (model-11 at http://127.0.0.1:8000)" in str(caught.value)
+    assert "22 (model-22 at http://127.0.0.1:8001)" in str(caught.value)
 
 
 def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) -> None:

@@ -50,9 +50,11 @@ def test_every_process_has_its_title_and_group(daemon: Daemon) -> None:
     assert (run_dir.stat().st_mode & 0o777) == 0o700
 
 
-def test_the_start_is_told_phase_by_phase(daemon: Daemon) -> None:
+def test_the_start_is_told_phase_by_phase() -> None:
     """Each process begins within the time that is told of all, and ends in it."""
-    told = re.search(r"started in ([\d.]+) s: (.+)", daemon.text)
+    with Daemon("--log-level", "debug") as daemon:
+        assert eventually(lambda: "Ctrl-C stops" in daemon.text)
+    told = re.search(r"start +([\d.]+) s: (.+)", daemon.text)
     assert told is not None
     found = phases([PrintedLine(0.0, told[0])])
     who = {name.partition(": ")[0] for name in found if ": " in name}

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.daemon import Daemon, DaemonPool, eventually
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -56,7 +56,7 @@ def test_figures_only_grow_and_the_log_tells_no_secret() -> None:
             restarts = [name for name in after if name[0] == "tokend:restarts_total"]
             assert sum(after[name] - before[name] for name in restarts) >= 1
         assert complete(daemon, 8).json()["choices"][0]["text"] == answer
-    lines = [json.loads(line) for line in daemon.output if line.startswith("{")]
+    lines = [json.loads(line) for line in daemon.output]  # of both streams
     told = [line for line in lines if line["logger"] == "tokend.requests"]
     assert [line["finish"] for line in told] == ["length"] * 4
     assert [line["completion_tokens"] for line in told] == [8, 64, 64, 8]
@@ -76,3 +76,22 @@ def is_back(daemon: Daemon, role: str, pid: int) -> bool:
         return httpx.get(f"{daemon.url}/health/ready", headers=HEADERS).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_flops_of_steps_are_those_of_the_model(daemons: DaemonPool) -> None:
+    """SmolLM2-135M: 30 layers, 9 query and 3 KV heads of 64, MLP 1536, 49,152 tokens."""
+    hidden, layers, num_prompt, num_output = 576, 30, 5, 4
+    linear = 2 * layers * hidden * (576 + 192 + 192 + 576 + 3 * 1536)
+    num_computed = num_prompt + num_output - 1  # the last token is only sampled
+    pairs = num_computed * (num_computed + 1) // 2
+    flops = num_computed * linear + num_output * 2 * 49152 * hidden + pairs * 4 * 576 * layers
+    flags = ("--enable-mfu-metrics", "--peak-tflops", "1", "--peak-memory-gbps", "50")
+    with daemons.borrow(*flags) as daemon:
+        name = "vllm:estimated_flops_per_gpu_total"
+        before = daemon.metric(name)
+        body = {"prompt": [20, 21, 22, 23, 24], "max_tokens": num_output, "ignore_eos": True}
+        httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        assert daemon.metric(name) - before == pytest.approx(flops, rel=1e-9)
+        for share in ("flops", "bandwidth"):
+            assert daemon.metric(f"tokend:step_{share}_utilization_count") == num_output
+            assert daemon.metric(f"tokend:step_{share}_utilization_sum") > 0

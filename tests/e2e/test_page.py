@@ -185,18 +185,21 @@ def test_a_chat_keeps_its_turns_and_escape_stops(visit):
     for message in ("What is the capital of France?", "And of Italy?"):
         page.fill("#message", message)
         page.press("#message", "Enter")
-        page.wait_for_selector(".turn:last-child .token")
+        page.wait_for_selector(".turn:last-child .markdown p")
         visitor.wait_done()
     messages = json.loads([each for each in sent if each][-1])["messages"]
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
     first = page.evaluate("document.querySelector('.turn.assistant .tokens').textContent")
+    assert page.is_hidden(".turn.assistant .tokens >> nth=0")
+    page.click(".turn.assistant >> nth=0 >> text=Tokens")
+    assert page.is_visible(".turn.assistant .tokens >> nth=0")
     assert messages[2]["content"] == first
     assert messages[0]["content"] == SYSTEM
     assert "Paris" in first
     page.fill("#p-max_tokens", "2000")
     page.fill("#message", "Write a very long story about a lighthouse.")
     page.press("#message", "Enter")
-    page.wait_for_selector(".turn:nth-child(6) .token")
+    page.wait_for_selector(".turn:nth-child(6) .token")  # the choice holds for new answers
     page.keyboard.press("Escape")
     visitor.wait_done()
     assert "stopped" in page.inner_text(".turn:nth-child(6) .summary")
@@ -230,6 +233,9 @@ def test_the_block_map_fills_and_empties(visit, guarded):
     visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 3")
     assert page.get_attribute("#live-state", "data-state") == "live"
     assert page.inner_text("#tile-running") == "1"
+    assert "299 KV blocks of" in page.inner_text("#live-shape")
+    assert "of 299 blocks" in page.inner_text("#tile-used-detail")
+    assert "Of 299 blocks" in page.get_attribute("#map", "aria-label")
     assert page.locator("#requests tr").count() == 1
     assert page.inner_text("#requests code").startswith("cmpl-")
     assert visitor.colours() >= 3
@@ -261,7 +267,7 @@ def test_every_kind_of_block_and_request_is_shown(visit):
         {"owner": 4, "id": None, "state": "waiting_for_kv", "num_blocks": 1}
         | dict.fromkeys(("prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens")),
     ]
-    hello = {"model": "toy", "version": "1", "num_blocks": 40, "block_size": 16}
+    hello = {"model": "toy", "version": "1", "num_blocks": 39, "block_size": 16}
     hello |= {"blocks_per_cell": 2, "max_num_seqs": 8, "max_model_len": 64}
     cells = [[1, 5, 0], [2, 1, 0], [2, 2, 3], [1, 3, 4], [1, 4, 0], [13, 0, 0]]
     view = {"time_s": 1.0, "step": 9, "running": 1, "waiting": 300, "preemptions": 2}
@@ -278,7 +284,7 @@ def test_every_kind_of_block_and_request_is_shown(visit):
     page.wait_for_selector("#log .restart")
     counts = [visitor.count(each) for each in ("free", "cached", "held", "shared", "pinned")]
     assert counts == [26, 4, 4, 2, 2]
-    assert "About, of 40 blocks: 26 free, 4 cached" in page.get_attribute("#map", "aria-label")
+    assert "About, of 39 blocks: 26 free, 4 cached" in page.get_attribute("#map", "aria-label")
     assert page.inner_text("#tile-hits") == "25 %"
     assert page.inner_text("#tile-preemptions") == "2"
     rows = page.locator("#requests tr").all_inner_texts()
@@ -415,6 +421,206 @@ def test_what_looks_like_markup_stays_text(visit):
     page = visitor.page
     assert page.locator("#completion-output img, #completion-output b").count() == 0
     assert prompt in page.evaluate("document.querySelector('#completion-output').textContent")
+
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+ANSWER = (
+    """# Sorting
+
+| algorithm | best case | average case | worst case | memory | stable | year |
+|---|---:|---|---|---|---|---|
+| Quicksort | n | n log n | n squared | log n | no | 1961 |
+
+```python
+def quicksort(values): return values  # a comment longer than a screen of any phone is wide
+```
+
+- [x] **done**
+- see [the article](https://example.org/sorting) and [defined later][later]
+
+[later]: https://example.org/later
+
+"""
+    + "A paragraph that says something about sorting, again and again.\n\n" * 40
+)
+
+
+def stream_answer(page: Any, answer: str, step: int = 5) -> None:
+    """Answer chats with this text, in pieces of `step` characters, one per 2 ms.
+
+    The stream is made in the browser, because a fulfilled route sends its body at once.
+    """
+    page.evaluate(
+        """([answer, step]) => {
+            const sent = window.fetch;
+            window.fetch = (address, options) => {
+                if (!String(address).endsWith("v1/chat/completions")) return sent(address, options);
+                window.lastBody = JSON.parse(options.body);
+                let at = 0;
+                const encoder = new TextEncoder();
+                const pull = async (controller) => {
+                    await new Promise((done) => setTimeout(done, 2));
+                    const delta = { content: answer.slice(at, at + step) };
+                    const finish_reason = (at += step) < answer.length ? null : "length";
+                    const chunk = JSON.stringify({ choices: [{ delta, finish_reason }] });
+                    controller.enqueue(encoder.encode(`data: ${chunk}\\n\\n`));
+                    if (finish_reason) {
+                        controller.enqueue(encoder.encode("data: [DONE]\\n\\n"));
+                        controller.close();
+                    }
+                };
+                return Promise.resolve(new Response(new ReadableStream({ pull })));
+            };
+        }""",
+        [answer, step],
+    )
+
+
+def ask(visitor: Visitor) -> None:
+    visitor.page.fill("#message", "How are lists sorted?")
+    visitor.page.click("#chat-form [data-action=run]")
+    visitor.page.wait_for_selector(".markdown >> nth=-1")
+
+
+@pytest.mark.parametrize("options", [PHONE, {"viewport": {"width": 1440, "height": 900}}])
+def test_the_end_of_an_answer_stays_in_view_and_nothing_covers_it(visit, options):
+    visitor = visit("chat", **options)
+    page = visitor.page
+    stream_answer(page, ANSWER)
+    # of the composer: how far the summary, the last line, ends above it
+    distance = """document.getElementById('chat-form').getBoundingClientRect().top
+        - document.querySelector('.summary').getBoundingClientRect().bottom"""
+    ask(visitor)
+    height = "document.querySelector('.markdown').offsetHeight"
+    next_frame = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+    for _ in range(10):
+        page.wait_for_function(f"(before) => {height} > before + 40", arg=page.evaluate(height))
+        assert page.evaluate(f"{next_frame}.then(() => {distance})") >= 0
+    page.evaluate("document.getElementById('chat-scroller').scrollTop -= 300")
+    page.wait_for_function(f"{distance} < 0")
+    visitor.wait_done()
+    assert page.evaluate(distance) < 0, "a reader who scrolled back is left there"
+    page.evaluate("document.getElementById('chat-scroller').scrollTop = 1e6")
+    assert page.evaluate(distance) >= 0
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(f"{fits} && document.documentElement.scrollHeight <= innerHeight")
+
+
+def test_on_a_phone_parameters_are_folded_and_tables_scroll_inside(visit):
+    visitor = visit("chat", **PHONE)
+    page = visitor.page
+    assert page.is_hidden("#p-temperature")
+    page.click("#parameters summary")
+    assert page.is_visible("#p-temperature")
+    page.click("#parameters summary")
+    stream_answer(page, ANSWER, step=200)
+    ask(visitor)
+    visitor.wait_done()
+    for inner in (".markdown .scroller", ".markdown pre"):
+        sizes = "({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth]"
+        content, box = page.eval_on_selector(inner, sizes)
+        assert box < 390 < content, inner
+    assert page.evaluate("document.getElementById('chat-scroller').scrollWidth") <= 390
+    page.click("#tab-live")
+    page.wait_for_selector("#live-state[data-state=live]")
+    page.evaluate("document.getElementById('requests-table').hidden = false")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_answers_are_markdown_and_a_chat_is_not_cut(visit):
+    visitor = visit("chat")
+    page = visitor.page
+    stream_answer(page, ANSWER)
+    ask(visitor)
+    visitor.wait_done()
+    assert page.inner_text(".markdown h1") == "Sorting"
+    assert page.locator(".markdown td").all_inner_texts()[:2] == ["Quicksort", "n"]
+    assert page.get_attribute(".markdown td >> nth=1", "align") == "right"
+    assert page.inner_text(".code-head span") == "python"
+    assert page.inner_text(".markdown .hljs-keyword >> nth=0") == "def"
+    assert page.is_checked(".markdown input")
+    links = page.eval_on_selector_all(
+        ".markdown a", "links => links.map((a) => [a.href, a.target, a.rel])"
+    )
+    assert links == [
+        [f"https://example.org/{name}", "_blank", "noopener noreferrer"]
+        for name in ("sorting", "later")
+    ]
+    assert "max_tokens" not in page.evaluate("Object.keys(lastBody)")
+    assert "reached the end of the context" in page.inner_text(".summary")
+    ask(visitor)
+    visitor.wait_done()
+    assert page.evaluate("lastBody.messages[1].content") == ANSWER
+
+
+@pytest.mark.parametrize("step", [1, 3, 10_000])
+def test_an_answer_cannot_run_scripts(visit, step):
+    attacks = [
+        "<script>window.ran = 1</script>",
+        "<img src=x onerror='window.ran = 2'>",
+        "[link](javascript:window.ran=3)",
+        "[link](JaVa&#x53;cript:window.ran=4)",
+        "[link](data:text/html,<script>window.ran=5</script>)",
+        "<javascript:window.ran=6>",
+        "![image](javascript:window.ran=7)",
+        '![image](https://elsewhere.invalid/x.png "title\\" onload=\\"window.ran=8")',
+        "<svg><animate onbegin='window.ran=9'/></svg>",
+        "<iframe srcdoc='<script>parent.ran=10</script>'></iframe>",
+        "<a href='javascript:window.ran=11'>x</a>",
+        "<style>body { display: none }</style>",
+        "<form action=//elsewhere.invalid><input name=body><button>x</button></form>",
+        '```"onmouseover="window.ran=12\n<img src=x onerror=window.ran=13>\n```',
+        "```html\n<img src=x onerror=window.ran=14><script>window.ran=15</script>\n```",
+        "| a |\n|---|\n| <img src=x onerror=window.ran=16> |",
+        "[x]: javascript:window.ran=17\n\n[x]",
+        "<math><mtext><table><mglyph><style><!--</style>"
+        "<img title='--&gt;&lt;img src=x onerror=window.ran=18&gt;'>",
+    ]
+    visitor = visit("chat")
+    page = visitor.page
+    stream_answer(page, "\n\n".join(attacks), step)
+    ask(visitor)
+    visitor.wait_done()
+    for link in page.locator(".markdown a").all():
+        assert re.match("https?:", link.get_attribute("href") or "https:")
+    found = page.evaluate(
+        """() => {
+            const tags = "script, img, svg, iframe, style, form, math";
+            const isBad = ({ name, value }) =>
+                /^on|style|^id$|^name$/.test(name) || /javascript:|data:/i.test(value);
+            return [...document.querySelectorAll(".markdown *")]
+                .filter((each) => each.matches(tags) || [...each.attributes].some(isBad))
+                .map((each) => each.outerHTML);
+        }"""
+    )
+    assert found == []
+    assert page.evaluate("window.ran") is None
+    assert attacks[0] in page.inner_text(".markdown")
+    assert attacks[1] in page.inner_text(".markdown")
+
+
+def test_a_chat_and_a_completion_run_side_by_side(visit, guarded):
+    visitor = visit("completion")
+    page = visitor.page
+    visitor.complete(ENDLESS, 2000)
+    page.click("#tab-chat")
+    page.fill("#message", "Write a very long story about a lighthouse.")
+    page.press("#message", "Enter")
+    page.wait_for_selector(".turn.assistant .markdown p")
+    assert guarded.metric("vllm:num_requests_running") == 2
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".turn.assistant .ending")
+    assert page.locator("#completion-output .ending").count() == 0
+    page.click("#busy")
+    visitor.wait_done()
+    assert "stopped" in page.locator("#completion-output .summary").text_content()
+    wait_idle(guarded)
+
+
+def test_a_completion_has_a_limit_of_its_own(visit):
+    visitor = visit("completion")
+    visitor.page.click("#completion-form [data-action=curl]")
+    assert '"max_tokens": 512' in visitor.page.input_value("#curl-text")
 
 
 def test_the_policy_holds(visit):

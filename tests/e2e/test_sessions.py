@@ -1,58 +1,80 @@
-"""A session with the real model: each turn is what a fresh request with the merged prompt gives."""
+"""Sessions of a real daemon, by a real client: each turn is what a fresh request would be."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
-from api_server.engine.session import TurnInput, TurnOutput, generate
-from proto.config import CacheConfig, ModelConfig, ServeConfig
-from proto.sampling_params import SamplingParams
-from tests.e2e.engine_and_worker import EngineAndWorker
+from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.reference import Reference
-
-pytestmark = pytest.mark.suite("settings")
 
 TEXTS = [
     "The old harbour of the town lies behind a wall of black stone, and every evening",
     " But when the fog came in that year, nobody could see the lamp any more, so the people",
     " In the morning",
 ]
-PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+FIELDS = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
-async def test_three_chunks_give_the_tokens_of_three_fresh_requests(reference: Reference) -> None:
+@asynccontextmanager
+async def opened(daemon: Daemon) -> AsyncIterator[ClientConnection]:
+    async with connect(daemon.url.replace("http", "ws", 1) + "/v1/sessions") as client:
+        yield client
+
+
+async def send(client: ClientConnection, kind: str, **fields: Any) -> None:
+    await client.send(json.dumps({"type": kind, **fields}))
+
+
+async def choice(client: ClientConnection) -> dict[str, Any]:
+    """The choice of the next chunk."""
+    chunk = json.loads(await asyncio.wait_for(client.recv(), 60))
+    assert "error" not in chunk, chunk
+    found: dict[str, Any] = chunk["choices"][0]
+    return found
+
+
+async def turn(
+    client: ClientConnection, first: dict[str, Any] | None = None
+) -> tuple[list[int], list[int]]:
+    """Prompt and output of the next turn, or of the one whose first chunk has been read."""
+    choices = [first or await choice(client)]
+    while choices[-1]["finish_reason"] is None:
+        choices.append(await choice(client))
+    return choices[0]["prompt_token_ids"], [token for c in choices for token in c["token_ids"]]
+
+
+@pytest.mark.suite("settings")
+async def test_three_chunks_give_the_tokens_of_three_fresh_requests(
+    daemon: Daemon, reference: Reference
+) -> None:
     """The second chunk comes when the first turn is over, the third during the second turn."""
     chunks = [list(reference.tokenizer.encode(text)) for text in TEXTS]
-    config = ServeConfig(
-        model=ModelConfig(dtype="float32"), cache=CacheConfig(enable_prefix_caching=False)
-    )
-    async with EngineAndWorker(config) as engine:
-        first_turn_over = asyncio.Event()
-
-        async def inputs() -> AsyncIterator[TurnInput]:
-            yield TurnInput(chunks[0], PARAMS)
-            await first_turn_over.wait()
-            yield TurnInput(chunks[1], PARAMS)
-            yield TurnInput(chunks[2], PARAMS)
-
-        turns: list[list[TurnOutput]] = [[]]
-        async for output in generate(engine.client, inputs()):
-            turns[-1].append(output)
-            if output.finish_reason is not None:
-                first_turn_over.set()
-                turns.append([])
-        assert turns.pop() == []
-        outputs = [[token for each in turn for token in each.token_ids] for turn in turns]
-        prompts = merged(chunks, outputs)
-        fresh = [await answer(engine, prompt) for prompt in prompts]
-        reply = await engine.client.call_admin("get_num_unfinished")
-    assert reply.value == 0
-    assert [turn[-1].finished for turn in turns] == [False, False, True]
-    kept = [turn[0].num_cached_tokens for turn in turns]
-    assert kept == [0, *(len(p) - len(c) for p, c in zip(prompts[1:], chunks[1:], strict=True))]
-    reference.assert_greedy(list(zip(prompts, outputs, strict=True)))
-    reference.assert_greedy(list(zip(prompts, fresh, strict=True)))
+    async with opened(daemon) as client:
+        await send(client, "input", prompt=chunks[0], **FIELDS)
+        turns = [await turn(client)]
+        await send(client, "input", prompt=chunks[1])
+        await send(client, "input", prompt=chunks[2])
+        await send(client, "end")
+        turns += [await turn(client), await turn(client)]
+        with pytest.raises(ConnectionClosed) as closed:
+            await client.recv()
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1000
+    assert [prompt for prompt, _ in turns] == merged(chunks, [output for _, output in turns])
+    reference.assert_greedy(turns)
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as http:
+        for prompt, output in turns:
+            body = {"prompt": prompt, **FIELDS}
+            fresh = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+            reference.assert_greedy([(prompt, fresh["token_ids"])])
+            assert len(fresh["token_ids"]) == len(output)
 
 
 def merged(chunks: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
@@ -65,11 +87,39 @@ def merged(chunks: list[list[int]], outputs: list[list[int]]) -> list[list[int]]
     return prompts
 
 
-async def answer(engine: EngineAndWorker, prompt: list[int]) -> list[int]:
-    """The tokens of a request that is alone."""
+@pytest.mark.suite("settings")
+async def test_a_client_that_leaves_ends_its_session(daemon: Daemon) -> None:
+    async with opened(daemon) as client:
+        await send(client, "input", prompt="Once", max_tokens=2000, ignore_eos=True)
+        await client.recv()
+    assert await asyncio.to_thread(
+        eventually, lambda: daemon.metric("vllm:num_requests_running") == 0
+    )
 
-    async def only() -> AsyncIterator[TurnInput]:
-        yield TurnInput(prompt, PARAMS)
 
-    outputs = [each async for each in generate(engine.client, only())]
-    return [token for each in outputs for token in each.token_ids]
+@pytest.mark.suite("chaos")
+async def test_a_session_survives_its_worker_and_reports_the_death_of_its_engine(
+    reference: Reference,
+) -> None:
+    chunks = [list(reference.tokenizer.encode(text)) for text in TEXTS]
+    with Daemon("--dtype", "float32") as daemon:
+        async with opened(daemon) as client:
+            await send(client, "input", prompt=chunks[0], **FIELDS)
+            turns = [await turn(client)]
+            daemon.processes()["worker"].kill()  # between two turns
+            await send(client, "input", prompt=chunks[1], max_tokens=200)
+            first = await choice(client)
+            daemon.processes()["worker"].kill()  # within a turn
+            turns.append(await turn(client, first))
+            assert len(turns[1][1]) == 200
+            reference.assert_greedy(turns)
+            daemon.processes()["engine_core"].kill()
+            error = json.loads(await asyncio.wait_for(client.recv(), 60))["error"]
+            assert error["message"] == "the session ended with its engine"
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1011
+        async with opened(daemon) as client:  # waits for the next engine
+            await send(client, "input", prompt=chunks[0], **FIELDS)
+            assert await turn(client) == turns[0]

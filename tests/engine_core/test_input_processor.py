@@ -128,10 +128,12 @@ def test_an_unforeseen_error_ends_that_request_only(monkeypatch, caplog):
     assert desk.outputs.accepted == [(0, 2)]
 
 
-def test_a_request_sent_twice_does_not_disturb_itself():
+def test_a_request_sent_twice_does_not_disturb_itself(caplog):
     desk = Desk()
-    desk.take(request(1))
-    desk.take(request(1))
+    traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    desk.take(request(1, trace_headers=traced))
+    desk.take(request(1, trace_headers=traced))
+    assert "trace_id=4bf92f3577b34da6a3ce929d0e0e4736" in caplog.text
     assert desk.engine.scheduler.num_unfinished == 1
     assert desk.outputs.accepted == [(0, 1)]
     assert desk.outputs.outputs == []

@@ -50,7 +50,9 @@ def test_input_from_a_subscriber_disturbs_no_other(frame: bytes) -> None:
         context.destroy(0)
 
 
-def test_a_slow_subscriber_misses_events_and_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_subscriber_misses_events_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED_BATCHES", 500)
     context = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="t-") as place:

@@ -220,9 +220,7 @@ def test_live_views_are_sent_until_the_front_end_dies(run_dir, closing):
     assert views.seconds_to_next is None, "no page is open"
 
 
-def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(
-    run_dir, closing, monkeypatch
-):
+def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, closing, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 10_000)
     monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 1)
     engine = EngineHarness()

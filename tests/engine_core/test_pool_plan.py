@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
-from engine_core.pool_plan import plan_pool, weight_memory
+from engine_core.pool_plan import check_ranks, plan_pool, weight_memory
 from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, ModelError
 from proto.lifecycle import KVGroup, WeightFormatMemory
 from tests.fakes import boots
 
@@ -43,6 +43,37 @@ def test_the_smallest_rank_decides():
     assert plan([worker(1_000_000), worker(160_000)]).num_blocks == 100
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 7}, "vocabulary size 1000 and 7"),
+        ({"model_fingerprint": b"h" * 32}, "fingerprint of model and weights .* and 6868"),
+        ({"dtype": "int8"}, "KV dtype float32 and int8"),
+        ({"head_dim": 3}, "head size .* and 3"),
+        ({"num_slots": 9}, "layers per KV group .* and 9"),
+        ({"groups": (KVGroup(64),)}, r"windows of the KV groups \[None\] and \[64\]"),
+        ({"groups": (KVGroup(kind="state"),)}, "kinds of the KV groups .*state"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused_with_both_values(changes, message):
+    first = boots.worker_ready()
+    geometry = {name: value for name, value in changes.items() if hasattr(first.geometry, name)}
+    second = msgspec.structs.replace(
+        first,
+        rank=1,
+        geometry=msgspec.structs.replace(first.geometry, **geometry),
+        **{name: value for name, value in changes.items() if name not in geometry},
+    )
+    with pytest.raises(ModelError, match=f"worker 0 and worker 1 do not fit together: {message}"):
+        check_ranks([first, second])
+
+
+def test_ranks_may_have_different_numbers_of_kv_heads():
+    first = worker(160_000)
+    geometry = msgspec.structs.replace(first.geometry, num_kv_heads=9, bytes_per_token=900)
+    check_ranks([first, msgspec.structs.replace(first, rank=1, geometry=geometry, fingerprint=b"")])
+
+
 def test_an_override_decides_alone():
     assert plan([worker(160_000)], num_gpu_blocks_override=7).num_blocks == 7
 
@@ -60,6 +91,26 @@ def test_a_length_that_was_asked_for_counts():
     assert (result.max_model_len, result.notice) == (100, "")
     assert plan([worker(160_000)], max_model_len=1584).notice == ""
     assert plan([worker(1_000_000_000)], max_model_len=10_000).max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("cache", "way_out"),
+    [
+        ({}, "raise --kv-cache-memory to 1M"),
+        ({"num_gpu_blocks_override": 100}, "raise --num-gpu-blocks-override to 101"),
+    ],
+)
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_sum(cache, way_out):
+    with pytest.raises(ConfigError) as caught:
+        plan([worker(160_000), worker(160_000)], max_model_len=1585, **cache)
+    assert caught.value.parameter == "max_model_len"
+    assert str(caught.value) == (
+        "--max-model-len 1585 needs 100 KV blocks of 16 tokens (0.3 MiB), and the KV pool has "
+        f"99 KV blocks of 16 tokens (0.3 MiB): {way_out} or lower --max-model-len to 1584"
+    )
+    fits = {"kv_cache_memory": 1 << 20} if not cache else {"num_gpu_blocks_override": 101}
+    granted = [worker(1 << 19), worker(1 << 19)]
+    assert plan(granted, max_model_len=1585, **fits).max_model_len == 1585
 
 
 def test_a_pool_without_one_usable_block_is_refused_with_both_numbers():

@@ -14,6 +14,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, choices_of
+from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.hooks import (
     NO_OBSERVER,
     AdmissionGate,
@@ -66,6 +67,7 @@ class EngineHarness:
         vocab_size: int = VOCAB_SIZE,
         connector: FakeConnector | None = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
+        compute_meter: ComputeMeter | None = None,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -91,6 +93,7 @@ class EngineHarness:
             observer=observer,
             connect=self._connect,
             load_failure_policy=load_failure_policy,
+            compute_meter=compute_meter,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -171,7 +174,7 @@ class EngineHarness:
         self.in_flight.clear()
         runner = self.runner
         self.runner = PagedRunner(runner.block_size, runner.next_token, windows=runner.windows)
-        outputs = self.scheduler.start_over(epoch)
+        outputs = self.scheduler.begin_worker_epoch(epoch)
         self.note(outputs)
         return outputs
 

@@ -181,7 +181,7 @@ class GrammarEngine:
         """Replace the workers; steps in flight are lost."""
         self.harness.in_flight.clear()
         self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
-        self.harness.note(self.harness.scheduler.start_over(2))
+        self.harness.note(self.harness.scheduler.begin_worker_epoch(2))
 
     def tokens(self, request_id: int, choice: int = 0) -> list[int]:
         return self.harness.tokens[request_id, choice]

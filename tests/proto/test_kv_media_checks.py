@@ -9,6 +9,7 @@ import pytest
 from proto.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.config_checks import validate
 from proto.errors import ConfigError
+from proto.kv_media_checks import check_media
 
 DISK = {"spec_name": "DiskOffloadingSpec", "disk_path": "/kv", "disk_bytes_to_use": 1 << 30}
 REMOTE = {"spec_name": "RemoteOffloadingSpec", "remote_url": "redis://host"}
@@ -131,3 +132,43 @@ def test_a_disk_that_others_may_write_to_is_refused_at_the_start(tmp_path: Path)
     assert raised.value.parameter == "kv_transfer_config"
     tmp_path.chmod(0o700)
     validate(config(document, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [
+        ({"kv_connector": "LMCacheConnector"}, "there is no kv_connector LMCacheConnector"),
+        (
+            offloading({"spec_name": "TapeOffloadingSpec"}),
+            "spec_name TapeOffloadingSpec is not known",
+        ),
+        (offloading({"cpu_bytes": 1}), "cpu_bytes is not known"),
+        (offloading({}), "cpu_bytes_to_use is needed"),
+        (
+            offloading({"cpu_bytes_to_use": 1 << 20, "block_size": 3}),
+            "block_size must be a multiple",
+        ),
+        (multi({"kv_connector": "X"}), "there is no kv_connector X"),
+        ({"kv_connector": "MultiConnector"}, "MultiConnector needs connectors"),
+    ],
+)
+def test_unknown_connectors_and_keys_are_refused_before_any_process_starts(
+    connector: dict[str, Any], expected: str
+) -> None:
+    config = ServeConfig(
+        cache=CacheConfig(kv_transfer_config=msgspec.json.encode(connector).decode())
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_media(config)
+
+
+def test_connectors_of_other_modules_check_themselves() -> None:
+    for connector in (
+        {"kv_connector": "Mine", "kv_connector_module_path": "mine"},
+        offloading({"spec_name": "Mine", "spec_module_path": "mine", "anything": 1}),
+    ):
+        check_media(
+            ServeConfig(
+                cache=CacheConfig(kv_transfer_config=msgspec.json.encode(connector).decode())
+            )
+        )

@@ -10,7 +10,7 @@ import pytest
 from worker import kernels
 from worker.build_kernels import (
     SOURCE_DIR,
-    Variant,
+    KernelVariant,
     cpu_flags,
     machine_variants,
     usable_variants,
@@ -55,6 +55,6 @@ each_variant = with_each(LOADABLE)
 
 
 @cache
-def load_variant(variant: Variant) -> Kernels:
+def load_variant(variant: KernelVariant) -> Kernels:
     """The library of one variant, loaded once: its name has a digest of all its sources."""
     return kernels.load_variant(variant)

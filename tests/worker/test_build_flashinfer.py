@@ -14,7 +14,7 @@ from worker.build_flashinfer import (
     EIGHT_BITS,
     TEST_VARIANTS,
     UNUSED_HEADERS,
-    Variant,
+    FlashInferVariant,
     build_environment,
     find_toolkit,
     pack,
@@ -75,7 +75,7 @@ def test_heads_that_there_are_no_kernels_for_are_refused(tmp_path: Path) -> None
         parser().parse_args([str(tmp_path), "--head-dims", "96"])
 
 
-def asked_by(case: Case) -> set[Variant]:
+def asked_by(case: Case) -> set[FlashInferVariant]:
     """The modules that a test of this case plans with: a group of layers each."""
     dtype, kv_dtype = (
         "" if each is None else str(each).removeprefix("torch.")
@@ -83,7 +83,7 @@ def asked_by(case: Case) -> set[Variant]:
     )
     windows = kv_layout([None, case.window]).windows
     return {
-        Variant(case.head_dim, dtype, kv_dtype, window is not None, case.soft_cap > 0)
+        FlashInferVariant(case.head_dim, dtype, kv_dtype, window is not None, case.soft_cap > 0)
         for window in windows
     }
 
@@ -96,9 +96,9 @@ def test_the_modules_for_tests_are_those_that_tests_on_a_gpu_ask_for() -> None:
 def test_flags_multiply(tmp_path: Path) -> None:
     chosen = parser().parse_args([str(tmp_path), "--head-dims", "64", "--soft-cap", "--windows"])
     assert variants(chosen) == [
-        Variant(64, window=window, soft_cap=soft_cap)
+        FlashInferVariant(64, window=window, soft_cap=soft_cap)
         for window in (False, True)
         for soft_cap in (False, True)
     ]
     chosen = parser().parse_args([str(tmp_path), "--head-dims", "64", "--fp8"])
-    assert variants(chosen) == [Variant(64), Variant(64, kv_dtype=EIGHT_BITS)]
+    assert variants(chosen) == [FlashInferVariant(64), FlashInferVariant(64, kv_dtype=EIGHT_BITS)]

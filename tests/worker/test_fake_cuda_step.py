@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from proto.prepared_model import FAMILIES as SUPPORTED
 from tests.fakes.fake_cuda_step import (
     CUDA,
     FAMILIES,
@@ -24,7 +25,6 @@ from tests.fakes.fake_cuda_step import (
 from tests.gpu import operators
 from worker.async_runner import DeviceTokens
 from worker.kv_cache import KVCache
-from worker.models.registry import _FAMILIES
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_fault_in_a_step_is_found(
 
 
 def test_the_operators_of_all_families_are_those_that_a_gpu_is_asked_for() -> None:
-    assert {each["architectures"][0] for each in FAMILIES.values()} == set(_FAMILIES)
+    assert {each["architectures"][0] for each in FAMILIES.values()} == set(SUPPORTED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         found = operators.text_of(seen_operators())

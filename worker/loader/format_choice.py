@@ -102,12 +102,6 @@ def part_in_blocks(index: TensorIndex) -> float:
     return num_bytes[True] / max(1, num_bytes.total())
 
 
-def describe_memory(weight_format: WeightFormat) -> str:
-    """Return the memory of each format for the log: "packed 91.9 MiB + bf16 256.5 MiB"."""
-    memory = weight_format.memory
-    return " + ".join(f"{name} {size / (1 << 20):.1f} MiB" for name, size in memory.items())
-
-
 def describe_dense_weights(weight_format: WeightFormat) -> str:
     """Return a line about weights that are dense for lack of a kernel; "" if there are none."""
     names = weight_format.dense_names

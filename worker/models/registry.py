@@ -1,27 +1,19 @@
-"""The table of model families.
+"""Finds the family of a model.
 
-To add one: a file with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, and a line here.
+To add one: a file here with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, and a line in
+`proto.prepared_model.FAMILIES`.
 """
 
 import json
 import os
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Any, Final
+from importlib import import_module
+from typing import Any
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
-from worker.models import gemma3, llama, mistral, qwen2, qwen3
+from proto.prepared_model import PreparedModel, family_of
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
-
-_FAMILIES: Final[Mapping[str, ModuleType]] = {
-    "Gemma3ForCausalLM": gemma3,
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-}
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -38,11 +30,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         or not isinstance(architectures[0], str)
     ):
         raise reader.refusal("architectures", architectures, "one architecture is needed")
-    family = _FAMILIES.get(architectures[0])
-    if family is None:
-        raise reader.refusal(
-            "architectures", architectures[0], f"supported: {', '.join(_FAMILIES)}"
-        )
+    family = import_module(f"worker.models.{family_of(architectures[0])}")
     reader.must_be("model_type", family.MODEL_TYPE)
     spec: ModelSpec = family.spec(reader)
     return spec

@@ -6,6 +6,7 @@ described by its parts (parts.py); embedding, norms and head belong to the model
 
 from dataclasses import dataclass
 
+from proto.lifecycle import ComputeShape
 from worker.attention.base import AttentionShape
 from worker.models.attention import AttentionSpec
 from worker.models.parts import PartSpec, WeightSpec, norm_weight, projection
@@ -68,6 +69,26 @@ class ModelSpec:
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embedding of each layer with attention."""
         return tuple(attention.rope for attention in self.attention_layers)
+
+    @property
+    def compute_shape(self) -> ComputeShape:
+        """The FLOPs of a forward pass; norms, activations and the softmax are left out."""
+        matrices = (
+            weight.shape
+            for layer in self.layers
+            for part in (layer.mixer, layer.mlp)
+            for weight in part.weights
+            if len(weight.shape) == 2
+        )
+        by_window: dict[int | None, int] = {}
+        for attention in self.attention_layers:
+            flops = 2 * 2 * attention.query_size  # query by key, probabilities by value
+            by_window[attention.window] = by_window.get(attention.window, 0) + flops
+        return ComputeShape(
+            sum(2 * rows * columns for rows, columns in matrices),
+            2 * self.vocab_size * self.hidden_size,
+            tuple(by_window.items()),
+        )
 
     def weights(self) -> dict[str, WeightSpec]:
         """Return every weight of the model by its full name, bottom to top."""

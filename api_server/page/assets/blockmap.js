@@ -40,7 +40,7 @@ export class BlockMap {
 
   reshape(hello) {
     this.blocksPerCell = hello.blocks_per_cell;
-    this.numBlocks = hello.num_blocks;
+    this.numBlocks = hello.num_blocks; // that requests can use: 1 to this number
     const many = hello.blocks_per_cell > 1 ? `Each cell is ${hello.blocks_per_cell} blocks. ` : "";
     byId("map-scale").textContent = many;
   }
@@ -56,7 +56,7 @@ export class BlockMap {
     for (const [length, state, owner] of view.cells) {
       this.states.fill(state, at, at + length);
       this.owners.fill(owner, at, at + length);
-      this.counts[state] += length;
+      this.counts[state] += this.#firstBlock(at + length) - this.#firstBlock(at);
       at += length;
     }
     this.requests = new Map(view.requests.map((request) => [request.owner, request]));
@@ -64,16 +64,16 @@ export class BlockMap {
     this.paint();
   }
 
+  /** The first block of a cell that requests can use; block 0 counts only if it has a cell of its own. */
+  #firstBlock(cell) {
+    const first = Math.min(this.numBlocks + 1, cell * this.blocksPerCell);
+    return this.blocksPerCell > 1 ? Math.max(1, first) : first;
+  }
+
   /** Number of used blocks. */
   get used() {
     const [, , held, shared, pinned] = this.counts ?? [0, 0, 0, 0, 0];
-    return Math.min(this.usable, (held + shared + pinned) * this.blocksPerCell);
-  }
-
-  /** Number of blocks that requests can use. */
-  get usable() {
-    const reserved = this.counts?.[5] ?? 0;
-    return Math.max(0, this.numBlocks - (this.blocksPerCell === 1 ? reserved : 1));
+    return held + shared + pinned;
   }
 
   /** Highlights the blocks of one request; 0 for none. */
@@ -125,12 +125,11 @@ export class BlockMap {
   }
 
   #showCounts() {
-    const blocks = this.counts.map((count) => count * this.blocksPerCell);
     for (const [state, name] of STATES.entries()) {
       const shown = document.querySelector(`[data-count=${name}]`);
-      if (shown) shown.textContent = figure(blocks[state]);
+      if (shown) shown.textContent = figure(this.counts[state]);
     }
-    const parts = STATES.slice(0, 5).map((name, state) => `${figure(blocks[state])} ${name}`);
+    const parts = STATES.slice(0, 5).map((name, state) => `${figure(this.counts[state])} ${name}`);
     const about = this.blocksPerCell > 1 ? "About, of" : "Of";
     this.canvas.setAttribute(
       "aria-label",
@@ -197,7 +196,7 @@ export class BlockMap {
 
   #describe(at) {
     const first = at * this.blocksPerCell;
-    const last = Math.min(this.numBlocks, first + this.blocksPerCell) - 1;
+    const last = Math.min(this.numBlocks, first + this.blocksPerCell - 1); // block 0 is reserved
     const which = first === last ? `Block ${figure(first)}` : `Blocks ${figure(first)}–${figure(last)}`;
     const state = STATES[this.states[at]];
     const owner = this.owners[at];

@@ -1,13 +1,13 @@
 // The Completion tab: a prompt and its continuation.
 import { byId, make } from "./dom.js";
-import { parameters, wantsProbabilities } from "./parameters.js";
+import { MAX_COMPLETION_TOKENS, parameters, wantsProbabilities } from "./parameters.js";
 import { Run } from "./run.js";
 import { completionTokens, TokenText } from "./tokens.js";
 
 const PATH = "v1/completions";
 
 function body() {
-  const fields = { prompt: byId("prompt").value, ...parameters(), stream: true };
+  const fields = { prompt: byId("prompt").value, max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), stream: true };
   fields.stream_options = { include_usage: true };
   if (wantsProbabilities()) fields.logprobs = 5;
   return fields;

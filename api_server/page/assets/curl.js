@@ -1,7 +1,7 @@
 // The dialog with the curl command of a request. The command contains no key; it refers to an
 // environment variable.
 import { addressOf } from "./api.js";
-import { announce, byId } from "./dom.js";
+import { announce, byId, copyText } from "./dom.js";
 import { key } from "./key.js";
 
 /** Returns the shell command that sends this body. */
@@ -28,12 +28,7 @@ export function showCurl(path, body) {
 export function startCurl() {
   byId("curl-close").addEventListener("click", () => byId("curl-dialog").close());
   byId("curl-copy").addEventListener("click", async () => {
-    byId("curl-text").select();
-    try {
-      await navigator.clipboard.writeText(byId("curl-text").value);
-    } catch {
-      document.execCommand("copy"); // pages over plain HTTP have no clipboard
-    }
+    await copyText(byId("curl-text").value);
     byId("curl-copied").textContent = "Copied.";
     announce("Copied.");
   });

@@ -21,6 +21,21 @@ export function announce(text) {
   byId("announcer").textContent = text;
 }
 
+/** Copies a text; pages over plain HTTP have no clipboard, but may copy a selection. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = make("textarea", { class: "unseen", value: text });
+    const focused = document.activeElement;
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    focused?.focus();
+  }
+}
+
 /** Places a hint near a box of the window, wholly inside the window. */
 export function placeNear(hint, box) {
   hint.hidden = false;

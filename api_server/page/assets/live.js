@@ -59,7 +59,7 @@ export class LiveView {
     this.map.reshape(hello);
     for (const chart of this.charts) chart.reset();
     byId("live-shape").textContent =
-      `${hello.model} · ${figure(hello.num_blocks)} blocks of ${hello.block_size} tokens · ` +
+      `${hello.model} · ${figure(hello.num_blocks)} KV blocks of ${hello.block_size} tokens · ` +
       `at most ${figure(hello.max_num_seqs)} requests at once`;
   }
 
@@ -76,15 +76,15 @@ export class LiveView {
 
   #tiles(view) {
     const { queries, hits, preemptions } = this.totals;
-    const { used, usable } = this.map;
+    const { used, numBlocks } = this.map;
     const show = (name, value, detail) => {
       byId(`tile-${name}`).textContent = value;
       byId(`tile-${name}-detail`).textContent = detail;
     };
     show("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
     show("waiting", figure(view.waiting), view.waiting ? "for their first step" : "the queue is empty");
-    const share = usable ? (100 * used) / usable : 0;
-    show("used", `${figure(share)} %`, `${figure(used)} of ${figure(usable)} blocks`);
+    const share = numBlocks ? (100 * used) / numBlocks : 0;
+    show("used", `${figure(share)} %`, `${figure(used)} of ${figure(numBlocks)} blocks`);
     const hitRate = queries ? `${figure((100 * hits) / queries)} %` : "–";
     show("hits", hitRate, `${figure(hits)} of ${figure(queries)} tokens`);
     show("preemptions", figure(preemptions), "since this view was opened");

@@ -4,6 +4,7 @@ import { startCurl } from "./curl.js";
 import { byId, figure } from "./dom.js";
 import { startKey } from "./key.js";
 import { LiveView } from "./live.js";
+import { startParameters } from "./parameters.js";
 import { startPlayground } from "./playground.js";
 import { startTabs } from "./tabs.js";
 
@@ -37,6 +38,7 @@ startKey(() => {
   live.reconnect();
 });
 startCurl();
+startParameters();
 startPlayground();
 startTabs((name) => live.show(name === "live"));
 showModel();

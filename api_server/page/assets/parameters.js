@@ -1,5 +1,5 @@
 // The form of parameters. An empty field is not sent, so that the server's default applies; the server
-// validates the values.
+// validates the values. On a narrow screen the form is folded until it is opened.
 import { byId } from "./dom.js";
 
 const NUMBERS = [
@@ -13,6 +13,8 @@ const NUMBERS = [
   "frequency_penalty",
   "repetition_penalty",
 ];
+/** Default of a completion; that of the API, 16, would cut it short. */
+export const MAX_COMPLETION_TOKENS = 512;
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 
 /** Returns the form's fields of a request. */
@@ -35,3 +37,11 @@ export const wantsProbabilities = () => byId("p-logprobs").checked;
 
 /** Returns the system message; "" for none. */
 export const systemMessage = () => byId("p-system").value.trim();
+
+/** Folds the form whenever the screen becomes narrow, and opens it when it becomes wide. */
+export function startParameters() {
+  const narrow = matchMedia("(max-width: 860px)");
+  const fold = () => (byId("parameters-fold").open = !narrow.matches);
+  narrow.addEventListener("change", fold);
+  fold();
+}

@@ -1,51 +1,99 @@
-// What the Chat and Completion tabs share: at most one generation, the buttons, the keys.
+// What the Chat and Completion tabs share: the buttons, the keys, and the scrolling. Each tab has at most
+// one generation; both can generate at the same time.
 import { chatRequest, chatRun, forgetTurns } from "./chat.js";
 import { completionRequest, completionRun } from "./completion.js";
 import { showCurl } from "./curl.js";
 import { byId } from "./dom.js";
 import { hideTokenHint } from "./tokens.js";
 
-let current = null;
+const AT_END_PX = 40;
 
-async function start(form, makeRun) {
-  const input = form.querySelector("textarea");
-  if (current || input.value === "") {
-    input.focus();
-    return;
+/** A tab that generates. output: the element that grows; scroller: the one that scrolls it. */
+class Playground {
+  constructor(name, { makeRun, makeRequest, output, scroller }) {
+    this.name = name;
+    this.form = byId(`${name}-form`);
+    this.makeRun = makeRun;
+    this.run = null;
+    this.follower = new Follower(output, scroller);
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#start();
+    });
+    this.form.addEventListener("keydown", submitByKey);
+    this.#button("curl").addEventListener("click", () => {
+      const { path, body } = makeRequest();
+      showCurl(path, body);
+    });
+    this.#button("stop").addEventListener("click", () => this.stop());
+    this.#show(false);
   }
-  const run = makeRun();
-  current = run;
-  show(true);
-  const follow = following(run.summary);
-  await run.finish();
-  follow.disconnect();
-  run.over?.();
-  current = null;
-  show(false);
+
+  /** Aborts the generation, if there is one. */
+  stop() {
+    this.run?.stop();
+  }
+
+  async #start() {
+    const input = this.form.querySelector("textarea");
+    if (this.run || input.value === "") {
+      input.focus();
+      return;
+    }
+    this.run = this.makeRun();
+    this.#show(true);
+    this.follower.start();
+    await this.run.finish();
+    this.run.over?.();
+    this.run = null;
+    this.#show(false);
+  }
+
+  #button(action) {
+    return this.form.querySelector(`[data-action=${action}]`);
+  }
+
+  #show(running) {
+    const [run, stop] = [this.#button("run"), this.#button("stop")];
+    const focused = document.activeElement;
+    run.hidden = running;
+    stop.hidden = !running;
+    if (running && focused === run) stop.focus();
+    if (!running && focused === stop) run.focus();
+    byId(`tab-${this.name}`).classList.toggle("running", running);
+    byId("busy").hidden = document.querySelector(".tabs .running") === null;
+  }
 }
 
-/** Scrolls to the end, unless the user has scrolled away from it. */
-function following(summary) {
-  const page = document.scrollingElement;
-  const scroll = () => {
-    if (page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
-  };
-  page.scrollTop = page.scrollHeight;
-  const watch = new MutationObserver(scroll);
-  watch.observe(summary, { childList: true });
-  return watch;
-}
-
-function show(running) {
-  const focused = document.activeElement;
-  for (const button of document.querySelectorAll("[data-action=stop]")) button.hidden = !running;
-  for (const button of document.querySelectorAll("[data-action=run]")) {
-    const stop = button.parentElement.querySelector("[data-action=stop]");
-    button.hidden = running;
-    if (running && focused === button) stop.focus();
-    if (!running && focused === stop) button.focus();
+/** Keeps the end of an output in view while it grows, unless the user scrolls away from it. */
+class Follower {
+  constructor(output, scroller) {
+    this.scroller = scroller;
+    this.follows = true;
+    this.top = 0;
+    const target = scroller === document.scrollingElement ? document : scroller;
+    target.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    const observer = new ResizeObserver(() => this.#follow());
+    observer.observe(output);
+    if (target === scroller) observer.observe(scroller); // a keyboard on the screen makes it lower
   }
-  byId("busy").hidden = !running;
+
+  /** Scrolls to the end. */
+  start() {
+    this.follows = true;
+    this.#follow();
+  }
+
+  #follow() {
+    if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
+  }
+
+  #scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
+    if (scrollHeight - scrollTop - clientHeight < AT_END_PX) this.follows = true;
+    else if (scrollTop < this.top) this.follows = false;
+    this.top = scrollTop;
+  }
 }
 
 function submitByKey(event) {
@@ -58,31 +106,29 @@ function submitByKey(event) {
 
 /** Sets up both tabs. */
 export function startPlayground() {
-  const tabs = [
-    [byId("completion-form"), completionRun, completionRequest],
-    [byId("chat-form"), chatRun, chatRequest],
-  ];
-  for (const [form, makeRun, makeRequest] of tabs) {
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      start(form, makeRun);
-    });
-    form.addEventListener("keydown", submitByKey);
-    form.querySelector("[data-action=curl]").addEventListener("click", () => {
-      const { path, body } = makeRequest();
-      showCurl(path, body);
-    });
-    form.querySelector("[data-action=stop]").addEventListener("click", () => current?.stop());
-  }
+  const chat = new Playground("chat", {
+    makeRun: chatRun,
+    makeRequest: chatRequest,
+    output: byId("turns"),
+    scroller: byId("chat-scroller"),
+  });
+  const completion = new Playground("completion", {
+    makeRun: completionRun,
+    makeRequest: completionRequest,
+    output: byId("completion-output"),
+    scroller: document.scrollingElement,
+  });
   byId("chat-new").addEventListener("click", () => {
-    current?.stop();
+    chat.stop();
     forgetTurns();
     byId("message").focus();
+  });
+  byId("busy").addEventListener("click", () => {
+    for (const each of [chat, completion]) each.stop();
   });
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
     hideTokenHint();
-    current?.stop();
+    for (const each of [chat, completion]) if (document.body.dataset.tab === each.name) each.stop();
   });
-  show(false);
 }

@@ -5,7 +5,6 @@ import { announce, duration, figure, make } from "./dom.js";
 
 const REASONS = {
   stop: "ended by itself",
-  length: "reached max_tokens",
   abort: "ended by an operator",
   repetition: "ended because it repeated itself",
   tool_calls: "called a tool",
@@ -36,13 +35,20 @@ export class Run {
       for await (const chunk of generate(this.path, this.body, this.stopped.signal)) {
         this.#processChunk(chunk);
       }
-      this.#summarize(REASONS[this.reason] ?? this.reason ?? "ended");
+      this.#summarize(this.#ending());
       return true;
     } catch (error) {
       if (error.name === "AbortError") this.#summarize("stopped");
       else this.#fail(error);
       return false;
     }
+  }
+
+  #ending() {
+    if (this.reason === "length") {
+      return this.body.max_tokens ? "reached max_tokens" : "reached the end of the context";
+    }
+    return REASONS[this.reason] ?? this.reason ?? "ended";
   }
 
   #processChunk(chunk) {

@@ -1,5 +1,6 @@
 // The tabs; the visible one is also in the address, so that it can be bookmarked and linked.
 import { byId } from "./dom.js";
+import { MAX_COMPLETION_TOKENS } from "./parameters.js";
 
 const NAMES = ["chat", "completion", "live"];
 
@@ -15,6 +16,7 @@ export function startTabs(changed) {
     }
     byId("parameters").hidden = name === "live";
     byId("field-system").hidden = name !== "chat";
+    byId("p-max_tokens").placeholder = name === "chat" ? "no limit" : String(MAX_COMPLETION_TOKENS);
     document.body.dataset.tab = name;
     if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
     changed(name);

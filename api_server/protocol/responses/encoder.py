@@ -48,7 +48,7 @@ class ResponsesEncoder:
     """Encoder of /v1/responses, for the only choice of a request.
 
     translation: knows the client's tools and field names. record: stores the finished response;
-    None if the request does not ask for that.
+    None if it is not stored.
     """
 
     keep_alive = KEEP_ALIVE_COMMENT
@@ -62,7 +62,7 @@ class ResponsesEncoder:
         record: ResponseRecord | None = None,
     ) -> None:
         self._options = options
-        self._envelope = _envelope(options, request)
+        self._envelope = _envelope(options, request, is_stored=record is not None)
         self._has_summary = request.returns_summary
         self._parser = parser
         self._translation = translation
@@ -72,6 +72,7 @@ class ResponsesEncoder:
         self._call_index = -1
         self._content_tokens = ContentTokens()
         self._finish_reason = ""
+        self.is_finished = False
         self._events = EventBuffer()
 
     def encode_start(self) -> str:
@@ -96,7 +97,10 @@ class ResponsesEncoder:
         self._close_item("incomplete")
         response = self._response("failed") | {"error": {"code": code, "message": message}}
         self._save(response)
-        self._events.add_unprefixed_event("error", code=code, message=message, param=param)
+        details = {"type": body["type"], "code": code, "message": message, "param": param}
+        self._events.add_unprefixed_event(
+            "error", code=code, message=message, param=param, error=details
+        )
         self._events.add_event("failed", response=response)
         return self._events.take_events()
 
@@ -128,6 +132,7 @@ class ResponsesEncoder:
         return response
 
     def _save(self, response: Json) -> None:
+        self.is_finished = True
         if self._record is not None:
             self._record.save_response(response)
 
@@ -208,11 +213,14 @@ def _usage_object(usage: Usage) -> Json:
     }
 
 
-def _envelope(options: ResponseOptions, request: ResponsesRequest) -> Json:
+def _envelope(options: ResponseOptions, request: ResponsesRequest, *, is_stored: bool) -> Json:
     """Return the fields that do not change while the response grows."""
-    text: Json = {"format": {"type": "text"}}
-    if request.text is not None and request.text.format is not None:
-        text = {"format": request.text.format}
+    text: Json = {"format": {"type": "text"}, "verbosity": "medium"}
+    if request.text is not None:
+        text_format = request.text.format or text["format"]
+        if text_format["type"] == "json_schema":
+            text_format = {"description": None, "strict": False} | text_format
+        text = {"format": text_format, "verbosity": request.text.verbosity or "medium"}
     reasoning: Json = {"effort": None, "summary": None}
     if request.reasoning is not None:
         summary = request.reasoning.summary or request.reasoning.generate_summary
@@ -225,23 +233,36 @@ def _envelope(options: ResponseOptions, request: ResponsesRequest) -> Json:
         "status": "in_progress",
         "background": request.background,
         "error": None,
+        "frequency_penalty": request.frequency_penalty,
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": dict(request.metadata),
         "model": options.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
+        "presence_penalty": request.presence_penalty,
         "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": reasoning,
+        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": request.store,
+        "store": is_stored,
         "temperature": request.temperature,
         "text": text,
         "tool_choice": request.tool_choice,
-        "tools": request.tools,
+        "tools": [_complete_tool(tool) for tool in request.tools],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": request.truncation,
         "usage": None,
+        "user": request.user,
     }
+
+
+def _complete_tool(tool: Json) -> Json:
+    """Return a tool of the request; a function gets the fields that the request leaves out."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False} | tool

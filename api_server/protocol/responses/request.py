@@ -42,12 +42,14 @@ MAX_METADATA_PAIRS: Final = 16
 MAX_METADATA_KEY_CHARACTERS: Final = 64
 MAX_METADATA_VALUE_CHARACTERS: Final = 512
 
+_REPEATED_NUMBERS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that the response repeats."""
 PASSED: Final = frozenset(
     {
         *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed", "stop"),
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
-        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
+        *(REQUEST_NUMBERS.keys() - _REPEATED_NUMBERS),
         "logit_bias",
         *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),
@@ -136,6 +138,10 @@ class ResponsesRequest(Strict):
     """0 takes the likeliest token."""
     top_p: float = 1.0
     """Draw from the smallest set of tokens with this probability."""
+    presence_penalty: float = 0.0
+    """-2 to 2; above 0, a token that the answer already contains gets less likely."""
+    frequency_penalty: float = 0.0
+    """-2 to 2; above 0, a token gets less likely with each time that the answer contains it."""
     tools: list[dict[str, Any]] = []
     """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
     and named in X-Tokend-Ignored."""
@@ -143,6 +149,8 @@ class ResponsesRequest(Strict):
     """auto, none, required, a function or custom tool by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     """Whether an answer may call more than one tool."""
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    """Most calls of tools that the server runs. This server runs none, so it has no effect."""
     text: Annotated[TextOptions | None, BeforeValidator(_text)] = None
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
     reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
@@ -155,16 +163,23 @@ class ResponsesRequest(Strict):
     """Answer with server-sent events."""
     stream_options: Annotated[ResponseStreamOptions | None, BeforeValidator(_stream_options)] = None
     """Only include_obfuscation (false) is accepted; it has no effect."""
-    store: bool = False
-    """Store the response for a while, for GET and for previous_response_id."""
+    store: bool | None = None
+    """Store the response for a while, for GET and for previous_response_id. By default yes, unless
+    storing is disabled or the conversation is too large; with true that is a 400."""
     background: bool = False
-    """Answer at once and generate in the background; needs store, excludes stream."""
+    """Answer at once and generate in the background; not without store, nor with stream."""
     previous_response_id: Annotated[Text, Field(max_length=256)] | None = None
     """A stored response whose conversation this request continues, without its instructions."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto: a conversation that is too long loses its beginning."""
     metadata: Annotated[dict[str, Label], Field(max_length=MAX_METADATA_PAIRS)] = {}
     """Up to 16 pairs that the response repeats."""
+    user: Label | None = None
+    """The client's id of its user, which the response repeats."""
+    safety_identifier: Label | None = None
+    """A newer name of user, which the response repeats."""
+    prompt_cache_key: Label | None = None
+    """Has no effect, because prefixes are found without it; the response repeats it."""
 
     @property
     def returns_summary(self) -> bool:
@@ -205,7 +220,7 @@ def _check_combinations(request: ResponsesRequest) -> None:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
-    if request.background and not request.store:
+    if request.background and request.store is False:
         raise InvalidRequestError("background needs store", "background")
     if request.background and request.stream:
         raise InvalidRequestError("background does not go with stream here", "background")
@@ -253,7 +268,7 @@ class ResponsesTranslation(ChatTranslation):
             "response_format": _response_format(request, ignored),
             **self.tools.chat_fields(request.parallel_tool_calls),
         }
-        for name in ("temperature", "top_p"):
+        for name in _REPEATED_NUMBERS:
             if name in request.model_fields_set:
                 fields[name] = getattr(request, name)
         effort = None if request.reasoning is None else request.reasoning.effort

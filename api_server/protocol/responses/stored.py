@@ -1,4 +1,4 @@
-"""Responses in memory: those that clients asked to store, and those that are running.
+"""Responses in memory: those that are stored, and those that are running.
 
 Stored responses are limited in bytes and number, in total and per client, and in age. A client
 sees only its own. If a client exceeds its limits, its oldest response is dropped first.
@@ -52,6 +52,11 @@ class RunningResponse:
         self._is_cancelled = False
         self.is_stored = is_stored
 
+    @property
+    def is_finished(self) -> bool:
+        """The response is complete, though its last bytes may still have to be sent."""
+        return self._encoder.is_finished
+
     def snapshot(self) -> Json:
         """Return the response with all output so far."""
         return self._encoder.snapshot("cancelled" if self._is_cancelled else "in_progress")
@@ -100,7 +105,9 @@ class StoredResponses:
             del self._running[owner, response_id]
 
     def find_running(self, owner: Owner, response_id: str) -> RunningResponse | None:
-        return self._running.get((owner, response_id))
+        """Return a response that still generates; a finished one is found only as stored."""
+        running = self._running.get((owner, response_id))
+        return None if running is None or running.is_finished else running
 
     def store_response(self, owner: Owner, response: Json, items: list[Json]) -> None:
         """Store a finished response; drop older ones if a limit is exceeded.

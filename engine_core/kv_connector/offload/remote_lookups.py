@@ -17,7 +17,7 @@ from proto.circuit_breaker import CircuitBreaker
 from proto.errors import TokendError
 from proto.kv_media import remote_name
 from proto.kv_transfer_config import RemoteAddress
-from proto.redis_client import RedisConnection, RemoteStoreError
+from proto.redis_client import RedisConnection
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -177,7 +177,7 @@ class RemoteLookups:
     def _remove_all(self, connection: RedisConnection) -> None:
         try:
             self._scan_and_unlink(connection)
-        except RemoteStoreError:
+        except TokendError:  # no reply, or a refusal, for example while the server loads its data
             self._clearing = True  # try again after reconnecting
             raise
 

@@ -192,7 +192,7 @@ class FairQueue:
             heapify(self._heap)
 
 
-class FairShares:
+class FairSchedulingPolicy:
     """A scheduling policy with fairness: requests of the least served tenant are preempted last.
 
     inner: orders the requests of one tenant; its priority key counts before fairness.

@@ -5,7 +5,7 @@ from typing import Final
 
 from engine_core.scheduler.queues.base import SchedulingPolicy
 from engine_core.scheduler.queues.continuum import BySession
-from engine_core.scheduler.queues.fair import FairShares
+from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.queues.fcfs import FirstComeFirstServed
 from engine_core.scheduler.queues.priority import ByPriority
 from engine_core.scheduler.tenant_usage import TenantUsage
@@ -18,6 +18,6 @@ POLICIES: Final[dict[str, Callable[[], SchedulingPolicy]]] = {
 """A new policy needs its name in `proto.config.SchedulerConfig.scheduling_policy`, too."""
 
 
-def make_policy(name: str, usage: TenantUsage) -> FairShares:
+def make_policy(name: str, usage: TenantUsage) -> FairSchedulingPolicy:
     """Return the policy of this name for each tenant's requests, with fairness among tenants."""
-    return FairShares(POLICIES[name](), usage)
+    return FairSchedulingPolicy(POLICIES[name](), usage)

@@ -322,9 +322,9 @@ def deep(levels: int) -> dict:
             {
                 "tools": [NOW],
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
             },
-            "response_format",
+            "structured_outputs",
         ),
     ],
 )

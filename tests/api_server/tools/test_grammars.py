@@ -186,7 +186,10 @@ def test_beside_an_answer_of_a_schema(backend, name):
         field="response_format",
     )
     wrongs = [
-        ({"tool_choice": "required"}, own),
+        (
+            {"tool_choice": "required"},
+            GrammarSource("regex", "a+", field="structured_outputs"),
+        ),
         ({}, GrammarSource("regex", "a+", field="structured_outputs")),
     ]
     if name in ("llama3_json", "pythonic"):
@@ -201,6 +204,7 @@ def test_beside_an_answer_of_a_schema(backend, name):
             grammar(name, wrong, **fields)
         assert caught.value.param == wrong.field
     assert grammar(name, own, tool_choice="none") is own
+    assert grammar(name, own, tool_choice="required") == grammar(name, tool_choice="required")
 
 
 class MarkTokens:

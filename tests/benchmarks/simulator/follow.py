@@ -118,7 +118,7 @@ class Follower:
             case "restart":
                 self._in_flight.clear()
                 self._epoch += 1
-                scheduler.start_over(self._epoch)
+                scheduler.begin_worker_epoch(self._epoch)
             case "pause":
                 scheduler.pause("freeze" if line.detail == "freeze" else "finish_running")
             case "resume":

@@ -5,13 +5,17 @@ import math
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable
+from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from deploy import cli
 from deploy.bench.client import CHAT, COMPLETIONS
+from deploy.bench.figures import METRICS, AnswerComparison, RunFigures, show
 from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, token, well
 
 
@@ -56,7 +60,34 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
         ElementTree.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
     assert page.count("<svg") == 6
     assert "http" not in page.replace(fake.url, "")
-    assert "10 compared, 0 different" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    started = datetime.fromisoformat(found["started"])
+    mean_in, mean_out = (
+        sum(each[name] for each in found["runs"]) / 60 for name in ("input_tokens", "output_tokens")
+    )
+    for line in (
+        f"started {started:%Y-%m-%d %H:%M:%S} UTC; per request on average "
+        f"{mean_in:,.0f} tokens in, {mean_out:,.0f} out",
+        "--concurrency=1,2,4",
+        "--range-ratio=0.5",
+        "(--check-share) were answered again 10 times, 0 of them with another text",
+    ):
+        assert line in " ".join(printed.split())
+        assert line in page
+
+
+def test_wide_tables_are_turned_upright_on_a_narrow_screen() -> None:
+    times = {metric: [1.0, 2.0] for metric in METRICS}
+    runs = [RunFigures(f"concurrency {number}", 1.0, 0.5, None, times, []) for number in (1, 2)]
+    narrow, wide = (Console(file=StringIO(), width=width) for width in (40, 150))
+    for console in (narrow, wide):
+        show(console, ["head"], runs, AnswerComparison())
+    lines = narrow.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[0] == "head"
+    assert sum("output tokens/s" in line for line in lines) == 2
+    assert "…" not in narrow.file.getvalue()
+    assert sum("output tokens/s" in line for line in wide.file.getvalue().splitlines()) == 1
 
 
 def test_what_goes_wrong_is_counted_and_shown(
@@ -82,7 +113,7 @@ def test_what_goes_wrong_is_counted_and_shown(
     assert second["num_failed"] == 3
     text = capsys.readouterr().out
     assert "3 failed: out of blocks" in text
-    assert "6 compared, 6 different" in text
+    assert "were answered again 6 times, 6 of them with another text" in " ".join(text.split())
     assert "after 2 characters: 'y', then '0y'" in text
     assert "a difference need not be an error" in text
 

@@ -87,10 +87,10 @@ def test_phases_are_what_a_server_prints() -> None:
         PrintedLine(0.5, "worker 0: loading weights …"),
         PrintedLine(0.9, "worker 0: loading weights …"),
         PrintedLine(1.5, "start: imports 0.25 s, weights 1.5 s; first step: 3 s"),
-        PrintedLine(1.6, "tokend is ready: x at http://127.0.0.1:1 (length 8, 1.6 s)"),
+        PrintedLine(1.6, "tokend is ready: x at http://127.0.0.1:1 after 1.6 s"),
         PrintedLine(
             1.6,
-            "  started in 1.60 s: command 0.20 s; worker 0: imports 0.75 s, weights 0.50 s; "
+            "  start     1.60 s: command 0.20 s; worker 0: imports 0.75 s, weights 0.50 s; "
             "engine 0: workers' weights 1.25 s, KV cache and warm-up 0.10 s",
         ),
     ]

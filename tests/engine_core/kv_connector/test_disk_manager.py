@@ -106,7 +106,9 @@ def test_lookup_returns_none_during_the_scan_and_notifies_afterwards(
     assert run(manager, 1) == 1
 
 
-def test_a_slow_scan_delays_requests_only_briefly(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_scan_delays_requests_only_briefly(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_manager, "SCAN_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)

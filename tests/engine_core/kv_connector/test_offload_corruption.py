@@ -41,7 +41,9 @@ def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_corruption_of_a_running_request_discards_its_stored_blocks(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_corruption_of_a_running_request_discards_its_stored_blocks(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
     """The blocks are removed even while the medium does not know yet what it has."""
     rig = OffloadRig()
     request = rig.add_one(PROMPT, 10)

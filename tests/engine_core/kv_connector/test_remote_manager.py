@@ -216,9 +216,21 @@ def test_reset_empties_the_store_of_this_model_only(store: Store) -> None:
 
 
 @needs_redis
-def test_a_stopped_server_costs_one_timeout(
-    store: Store, server: RedisServer
-) -> None:
+def test_a_reset_that_the_server_refuses_is_tried_again(store: Store) -> None:
+    store.write(1, 2)
+    connection = store.connect()
+    connection.call(5.0, b"ACL", b"SETUSER", b"default", b"-scan")
+    manager = store.manager(remote_retry_seconds=0.05)
+    assert manager.reset_cache()
+    eventually(lambda: manager._lookups._failure_logged)
+    connection.call(5.0, b"ACL", b"SETUSER", b"default", b"+scan")
+    eventually(lambda: connection.call(5.0, b"DBSIZE") == 0)
+    eventually(lambda: manager._lookups.connected)
+    assert store.asked(manager, 1) == 0
+
+
+@needs_redis
+def test_a_stopped_server_costs_one_timeout(store: Store, server: RedisServer) -> None:
     store.write(1)
     manager = store.manager(remote_timeout=0.2, remote_retry_seconds=0.2)
     assert store.asked(manager, 1) == 1

@@ -103,7 +103,9 @@ def test_an_end_that_is_not_among_the_best_counts_for_nothing():
     ("early_stopping", "length_penalty", "over"),
     [(True, 1.0, True), (False, 1.0, True), ("never", 1.0, False), ("never", 0.0, True)],
 )
-def test_the_search_ends_when_no_better_hypothesis_is_possible(early_stopping, length_penalty, over):
+def test_the_search_ends_when_no_better_hypothesis_is_possible(
+    early_stopping, length_penalty, over
+):
     """Finished at -1 and -1.1; the best that lives has -3: -1.5 a token now, -0.3 after ten."""
     beams = BeamSearch(2, 10, {0}, length_penalty, early_stopping)
     beams.advance(*row((0, -1), (6, -1.05), (7, -1.1)))

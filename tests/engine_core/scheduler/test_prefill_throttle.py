@@ -1,7 +1,11 @@
 """How many tokens of prompts join those who decode."""
 
+from typing import Any
+
 import pytest
 
+from engine_core.kv_connector.base import NO_MATCH, Match
+from engine_core.request import Request
 from engine_core.scheduler.limits import (
     MAX_PREFILL_STEPS,
     SHORT_SECONDS,
@@ -9,7 +13,9 @@ from engine_core.scheduler.limits import (
     make_prefill_throttle,
 )
 from proto.scheduler_output import SchedulerOutput
-from tests.fakes.engine_harness import EngineHarness
+from tests.engine_core.scheduler.external_kv import WAITS
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.kv_connector import FakeConnector
 
 DECODE = 0.05
 TOKEN = 0.0005
@@ -42,9 +48,7 @@ def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected:
     ("num_decoding", "expected"),
     [(1, 80), (2, 80), (4, 80), (9, 112), (10, 112), (16, 160), (99, 160)],
 )
-def test_unseen_batch_sizes_are_interpolated(
-    num_decoding: int, expected: int
-) -> None:
+def test_unseen_batch_sizes_are_interpolated(num_decoding: int, expected: int) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
     pace = PrefillThrottle(256, 2.0)
     pace.learn_step(16, 0, 0.08)
@@ -85,7 +89,9 @@ def test_a_short_step_is_not_cut() -> None:
 @pytest.mark.parametrize(
     ("num_missing", "expected"), [(96 * MAX_PREFILL_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
 )
-def test_a_backlog_of_prompts_is_computed_within_some_steps(num_missing: int, expected: int) -> None:
+def test_a_backlog_of_prompts_is_computed_within_some_steps(
+    num_missing: int, expected: int
+) -> None:
     assert learnt().prompt_tokens(16, num_missing) == expected
 
 
@@ -113,7 +119,7 @@ def test_the_setting_throttles() -> None:
     assert throttle.prompt_tokens(16, 0) == 96
 
 
-def decoding_engine(**settings: float) -> EngineHarness:
+def decoding_engine(**settings: Any) -> EngineHarness:
     """15 sequences that decode, and workers whose times are known."""
     engine = EngineHarness(max_num_batched_tokens=256, enable_prefix_caching=False, **settings)
     engine.step_seconds = seconds_of_step
@@ -163,3 +169,29 @@ def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
     seq_ids, counts = output.cached_requests.seq_ids, output.cached_requests.num_scheduled_tokens
     assert counts.pop(seq_ids.index(first.seq_id)) == 96
     assert counts == [1] * 14
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_transferred_prompt_does_not_wait_for_the_throttle(is_async: bool) -> None:
+    """Prompts that are computed take all prompt tokens of a step; its other tokens are free."""
+
+    def answer(request: Request, num_local: int) -> Match:
+        return Match(192, is_async=is_async) if request.num_prompt_tokens == 200 else NO_MATCH
+
+    connector = FakeConnector(lambda request, num_local: NO_MATCH)
+    engine = decoding_engine(
+        max_prefill_slowdown=2.0, connector=connector, scheduling_policy="priority"
+    )
+    connector.answer = answer
+    engine.add([30] * 1000, 1)
+    engine.step()
+    transferred = engine.add_one([40] * 200, max_tokens=2, ignore_eos=True)
+    if is_async:
+        engine.step()
+        assert transferred.status is WAITS, "the load begins at once"
+        engine.add([31] * 1000, 1, priority=-1)  # waits for prompt tokens at the head of the queue
+        engine.finish_load(transferred)
+    output = engine.step()
+    assert scheduled(output)[transferred.seq_id] == 8
+    assert output.total_num_scheduled_tokens == 15 + 96 + 8
+    assert scheduled(engine.step())[transferred.seq_id] == 1

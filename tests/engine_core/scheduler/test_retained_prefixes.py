@@ -404,9 +404,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
 @pytest.mark.parametrize(
     ("windows", "num_blocks"), [((None,), 5), ((None, None), 10), ((None, 6), 6)]
 )
-def test_the_value_of_a_pin_depends_on_tokens_not_on_cache_groups(
-    windows, num_blocks
-):
+def test_the_value_of_a_pin_depends_on_tokens_not_on_cache_groups(windows, num_blocks):
     engine = Engine(windows=windows)
     asked = []
     engine.scheduler.agent_sessions._rule = rule = Notes([])

@@ -9,6 +9,7 @@ import pytest
 from engine_core.kv_cache import integrity
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.step_plan import num_sampled_positions
+from engine_core.scheduler.tenant_usage import OUTPUT_WEIGHT
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EngineHarness, scheduled
 
@@ -52,6 +53,17 @@ def test_a_row_brings_one_token_for_each_accepted_draft_and_one_more(num_accepte
     assert not request.is_prefilling
     assert scheduled(engine.scheduler.schedule()) == {request.seq_id: 1}
     assert integrity.check(engine.kv_cache) == []
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_a_tenant_is_charged_for_each_token(num_accepted):
+    engine, request, output = with_drafts()
+    usage = engine.scheduler._usage
+    before = usage.served(request.tenant)
+    answer(engine, request, output, [*[51, 52][:num_accepted], 99])
+    engine.scheduler.schedule()  # charges one token for the step
+    charged = usage.served(request.tenant) - before
+    assert charged == OUTPUT_WEIGHT * (num_accepted + 1)
 
 
 @pytest.mark.parametrize("tokens", [[], [51, 52, 53, 54]])

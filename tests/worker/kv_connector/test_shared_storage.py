@@ -169,6 +169,40 @@ def test_null_blocks_are_not_stored(tmp_path: Path) -> None:
     assert (step.store_hashes, step.store_blocks) == ([hashes[0], hashes[2]], [5, 7])
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_store_that_ends_after_an_invalidation_is_not_found(tmp_path: Path, reset: bool) -> None:
+    request = Setup(make_manager(10, 4)).requests.make("aaaa bbbb")
+    context = replace(engine_context(), block_ids=lambda seq_id: [[5, 6]], num_ranks=2)
+    connector = SharedStorageScheduler(config(tmp_path), context)
+
+    def store() -> list[bytes]:
+        connector.update_state_after_alloc(request, [[5, 6]], 0)
+        cached = SimpleNamespace(
+            seq_ids=[request.seq_id], num_computed_tokens=[0], num_scheduled_tokens=[8]
+        )
+        output = SimpleNamespace(new_requests=[], cached_requests=cached)
+        metadata = connector.build_connector_meta(output)
+        return unpack(metadata, SharedStorageStep).store_hashes if metadata else []
+
+    def report(**hashes: list[bytes]) -> int:
+        metadata = pack(SharedStorageReport(**hashes))
+        connector.update_connector_output(KVConnectorOutput(worker_metadata=metadata))
+        return connector.get_num_new_matched_tokens(request, 0).num_tokens
+
+    first, second = store()
+    assert report(stored=[first]) == 0
+    if reset:
+        assert connector.reset_cache()
+    else:
+        connector.invalidate_request(request)
+    connector.request_finished(request, [[5, 6]])
+    assert store() == [first, second], "the next request stores the blocks again"
+    assert report(stored=[first, second]) == 0, "rank 1, of the first store"
+    assert report(lost=[second]) == 0, "rank 0, of the first store"
+    assert report(stored=[first, second]) == 0, "rank 0, of the second store"
+    assert report(stored=[first, second]) == 4, "the last token is always computed"
+
+
 @pytest.mark.parametrize("windows", [(64,), (None, 64)])
 def test_a_model_with_windows_is_refused(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
     with pytest.raises(ConfigError, match=r"SharedStorageConnector .* sliding windows"):

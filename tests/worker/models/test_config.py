@@ -136,7 +136,10 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
-        ({"architectures": ["PhiForCausalLM"]}, "architectures = 'PhiForCausalLM'"),
+        (
+            {"architectures": ["PhiForCausalLM"]},
+            "PhiForCausalLM is not supported; supported: Gemma3",
+        ),
         ({"architectures": None}, "architectures = None"),
     ],
 )

@@ -21,7 +21,7 @@ from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
 from worker.attention.base import AttentionInputs
 from worker.attention.cpu import CpuAttention
-from worker.build_kernels import Variant
+from worker.build_kernels import KernelVariant
 from worker.kernels import Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm
@@ -53,10 +53,10 @@ best_variant = with_each(LOADABLE[:1])
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Variant], Kernels]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelVariant], Kernels]:
     """Makes a variant the one that models are loaded with."""
 
-    def choose(variant: Variant) -> Kernels:
+    def choose(variant: KernelVariant) -> Kernels:
         kernels = load_variant(variant)
         for module in (norm, activation, kernel_stack):
             monkeypatch.setattr(module, "row_kernels", lambda: kernels)
@@ -160,7 +160,10 @@ def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = 
 @best_variant
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(
-    name: str, variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    name: str,
+    variant: KernelVariant,
+    use: Callable[[KernelVariant], Kernels],
+    checkpoint: Checkpoint,
 ) -> None:
     kernels = use(variant)
     prepared = checkpoint(name)
@@ -171,7 +174,7 @@ def test_families(
 
 @each_variant
 def test_variants(
-    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
     for name, dtype in product(("llama", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
@@ -180,25 +183,25 @@ def test_variants(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied"])
 def test_bfloat16_of_any_length(
-    name: str, use: Callable[[Variant], Kernels], tmp_path: Path
+    name: str, use: Callable[[KernelVariant], Kernels], tmp_path: Path
 ) -> None:
     """Rows that are no whole number of a kernel's steps, which it does not read in place."""
     tiny_model(CONFIGS[name]).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
 
     @each_variant
-    def same_bits(variant: Variant) -> None:
+    def same_bits(variant: KernelVariant) -> None:
         kernels = use(variant)
         assert_same_bits(load(prepared, torch.bfloat16, Bf16Format(kernels)), kernels)
 
     same_bits()
 
 
-def test_products_of_several_types(use: Callable[[Variant], Kernels], tmp_path: Path) -> None:
+def test_products_of_several_types(use: Callable[[KernelVariant], Kernels], tmp_path: Path) -> None:
     prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
 
     @each_variant
-    def same_bits(variant: Variant) -> None:
+    def same_bits(variant: KernelVariant) -> None:
         kernels = use(variant)
         form = PackedFormat(kernels, DenseFormat(torch.bfloat16), torch.bfloat16)
         assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
@@ -208,7 +211,7 @@ def test_products_of_several_types(use: Callable[[Variant], Kernels], tmp_path: 
 
 @best_variant
 def test_the_shapes_of_smollm2(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], tmp_path: Path
 ) -> None:
     kernels = use(variant)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 96}
@@ -221,7 +224,7 @@ def test_the_shapes_of_smollm2(
 
 @each_variant
 def test_weights_of_two_forms(
-    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     """Steps of few rows by one, those of many by the other."""
     kernels = use(variant)
@@ -236,7 +239,7 @@ def test_weights_of_two_forms(
 
 @best_variant
 def test_what_is_not_ours_is_left_to_the_parts(
-    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
     dtype = torch.bfloat16
@@ -255,7 +258,7 @@ def test_what_is_not_ours_is_left_to_the_parts(
 
 @best_variant
 def test_a_token_that_is_no_number_breaks_its_own_rows(
-    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
     prepared = checkpoint("llama")
@@ -271,7 +274,7 @@ def test_a_token_that_is_no_number_breaks_its_own_rows(
 
 @best_variant
 def test_positions_beyond_the_model(
-    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
     model = load(checkpoint("llama"), torch.float32, int8(kernels, torch.float32))

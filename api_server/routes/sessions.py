@@ -1,0 +1,256 @@
+"""The WebSocket at /v1/sessions: streaming input for completions.
+
+{"type": "input", "prompt": …, fields of a completion}  ──▶
+                                         ◀── chunks of a completion, up to a finish_reason
+{"type": "input", "prompt": …}                          ──▶
+                                         ◀── …
+{"type": "end"}                                         ──▶
+                                         ◀── close
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from api_server.app_state import AppState
+from api_server.errors import SlowUploadError, error_body, error_response
+from api_server.http.http_protocol import HEADER_SECONDS
+from api_server.http.tenants import key_name_of, tenant_of
+from api_server.parsers.output_format import OutputFormat
+from api_server.protocol.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionEncoder,
+    CompletionRequest,
+    Echo,
+)
+from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.request_builder import EndpointOptions, RequestBuilder
+from api_server.routes.common import add_header_fields, app_state_of, decode_json
+from api_server.sampling import logit_edits
+from api_server.session import Session, Turn, close_code
+from api_server.text.prompts import num_prompts
+from api_server.tracing import trace_headers_of
+from proto.codec import changed
+from proto.errors import InternalRequestError, InvalidRequestError, RequestError
+from proto.sampling_params import SamplingParams
+
+logger = logging.getLogger("tokend.api")
+
+router = APIRouter()
+
+FIXED_FIELDS: Final = ("model", "seed", "priority", "cache_salt", "request_id")
+"""Fields that hold for a whole session."""
+
+UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
+    "stream": (True,),
+    "n": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "stop": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "timeout_ms": (),
+    "queue_timeout_ms": (),
+    "agent_hint": (),
+    "session_id": (),
+}
+"""Fields that a session does not have, with the values that have no effect.
+
+`stop`: the engine may compute tokens after the string, before the front end finds it; they would
+be part of the next turn's prompt."""
+
+
+@router.websocket("/v1/sessions")
+async def create_session(websocket: WebSocket) -> None:
+    app_state = app_state_of(websocket)
+    try:
+        tenant = tenant_of(websocket, app_state.config.tenant_by)
+        _ = app_state.client.engine
+    except RequestError as error:
+        await websocket.send_denial_response(error_response(error))
+        return
+    await websocket.accept()
+    await SessionConnection(websocket, app_state, tenant).run()
+
+
+class SessionConnection:
+    """One WebSocket: reads messages into a `Session` and sends its chunks."""
+
+    def __init__(self, websocket: WebSocket, app_state: AppState, tenant: int) -> None:
+        self._websocket = websocket
+        self._app_state = app_state
+        self._tenant = tenant
+        self._session = Session(app_state.client, app_state.open_streams)
+        self._fields: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Return when the session has ended or the client has disconnected."""
+        session = self._session
+        sending = asyncio.create_task(session.send_chunks(self._websocket.send_text))
+        reading = asyncio.create_task(self._read_messages())
+        draining = asyncio.create_task(self._end_at_drain())
+        tasks = {sending, reading, draining}
+        try:
+            done, _ = await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if not sending.done():
+                raise WebSocketDisconnect
+            await self._close()
+        except WebSocketDisconnect:
+            session.close(disconnected=True)
+        except Exception:
+            logger.exception("a session failed")
+            session.fail(InternalRequestError("internal error"))
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._close()
+        finally:
+            session.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _close(self) -> None:
+        """Send the error of a failed session, and close the WebSocket."""
+        error = self._session.error
+        if error is not None:
+            await self._send_error(error, None)
+        await self._websocket.close(close_code(error))
+
+    async def _read_messages(self) -> None:
+        """Process messages until the client disconnects."""
+        with contextlib.suppress(WebSocketDisconnect):
+            try:
+                async with asyncio.timeout(HEADER_SECONDS):
+                    while not self._session.is_open:
+                        await self._read_message()
+            except TimeoutError:
+                self._session.fail(SlowUploadError(f"no input came in {HEADER_SECONDS:g} s"))
+            while True:
+                await self._read_message()
+
+    async def _read_message(self) -> None:
+        """Process a message; one that is invalid gets an error, and the session goes on."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        event_id = None
+        try:
+            fields = decode_json((message.get("text") or "").encode(), "message")
+            if not isinstance(fields, dict):
+                raise InvalidRequestError("a message must be a JSON object")
+            event_id = fields.pop("event_id", None)
+            kind = fields.pop("type", None)
+            if kind == "end":
+                self._session.end_input()
+            elif kind == "input":
+                await self._add_input(fields)
+            else:
+                raise InvalidRequestError('type must be "input" or "end"', "type")
+        except RequestError as error:
+            await self._send_error(error, event_id)
+
+    async def _send_error(self, error: RequestError, event_id: object) -> None:
+        """Send an error. event_id: of the message that caused it, if it had one."""
+        body = error_body(error)
+        if event_id is not None:
+            body["error"]["event_id"] = event_id
+        await self._websocket.send_text(json.dumps(body))
+
+    async def _add_input(self, fields: dict[str, Any]) -> None:
+        """Start or queue a turn. Fields that an input lacks are those of the input before."""
+        session, app_state = self._session, self._app_state
+        session.check_takes_input()
+        fields, ignored = self._merged_fields(fields)
+        body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
+        if str(ignored):
+            raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
+        _check_available(body)
+        grammar = body.grammar_source(ignored)
+        if grammar is not None:
+            raise InvalidRequestError(
+                f"{grammar.field} is not available in a session", grammar.field
+            )
+        key_name = key_name_of(self._websocket)
+        trace_headers = trace_headers_of(self._websocket)
+        builder = RequestBuilder(
+            app_state, body, "cmpl-", self._tenant, key_name, ignored, grammar, trace_headers
+        )
+        prompts = await app_state.prompt_reader("prompt").read_prompts(
+            body.prompt, add_special_tokens=body.add_special_tokens
+        )
+        options = EndpointOptions(
+            max_tokens=body.requested_max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+            prompt_logprobs=None,
+            edits=await logit_edits(body, app_state.tokenizer),
+        )
+        requests = builder.build_requests(prompts, options)
+        params = self._fitting_params(body, requests[0].sampling_params, prompts[0].token_ids)
+        texts = await builder.prompt_texts(prompts)
+        stream = builder.build_stream(requests, [0], OutputFormat(), session.notifier)
+        encoder = CompletionEncoder(
+            builder.response_options(body.logprobs), stream.streams, [Echo()], texts
+        )
+        session.add_turn(Turn(stream, encoder, prompts[0].token_ids), params)
+        self._fields = fields
+
+    def _merged_fields(self, fields: dict[str, Any]) -> tuple[dict[str, Any], IgnoredFields]:
+        """Return the fields of a turn, and what collects its unknown ones."""
+        ignored = IgnoredFields()
+        if "prompt" not in fields:
+            raise InvalidRequestError("prompt is missing", "prompt")
+        if not self._session.is_open:
+            add_header_fields(fields, self._websocket.headers, ignored)
+            fields["request_id"] = fields.get("request_id") or secrets.token_hex(16)
+        else:
+            for name in FIXED_FIELDS:
+                if name in fields and fields[name] != self._fields.get(name):
+                    raise InvalidRequestError(f"{name} cannot change within a session", name)
+        return {**self._fields, "stream": True, **fields}, ignored
+
+    def _fitting_params(
+        self, body: CompletionRequest, params: SamplingParams, token_ids: list[int]
+    ) -> SamplingParams:
+        """Return the parameters with a default `max_tokens` that the context leaves.
+
+        Raises InvalidRequestError if it leaves too few.
+        """
+        max_model_len = self._app_state.client.engine.max_model_len
+        num_tokens = self._session.num_tokens + len(token_ids)
+        left = max_model_len - num_tokens
+        if left < 1:
+            raise InvalidRequestError(
+                f"the session would have {num_tokens} tokens; the maximum context length is "
+                f"{max_model_len} tokens",
+                "prompt",
+            )
+        if body.requested_max_tokens is None:
+            return changed(params, max_tokens=min(params.max_tokens, left))
+        if body.requested_max_tokens > left:
+            raise InvalidRequestError(
+                f"{num_tokens} tokens of the session and max_tokens {body.requested_max_tokens} "
+                f"are more than the maximum context length of {max_model_len} tokens",
+                "max_tokens",
+            )
+        return params
+
+    async def _end_at_drain(self) -> None:
+        await self._app_state.health.wait_drain()
+        self._session.drain()
+
+
+def _check_available(body: CompletionRequest) -> None:
+    """Raise InvalidRequestError for a field that a session does not have."""
+    for name, neutral in UNAVAILABLE_FIELDS.items():
+        if name in body.model_fields_set and getattr(body, name) not in neutral:
+            raise InvalidRequestError(f"{name} is not available in a session", name)
+    if num_prompts(body.prompt) != 1:
+        raise InvalidRequestError("an input has one prompt", "prompt")

@@ -1,0 +1,27 @@
+"""The FLOPs of a model, by its spec, against those that torch counts in transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from worker.models.registry import spec_of
+
+NUM_TOKENS = 7
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flops_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
+    """transformers computes logits of all positions, and masks pairs that it has computed."""
+    model = save_tiny(name, tmp_path)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(NUM_TOKENS)[None], use_cache=False)
+    shape = spec_of(prepare_checkpoint(tmp_path, tmp_path / "prepared")).compute_shape
+    pairs = NUM_TOKENS * NUM_TOKENS
+    expected = NUM_TOKENS * (shape.linear_flops + shape.head_flops)
+    expected += pairs * sum(flops for _, flops in shape.attention_flops)
+    assert counter.get_total_flops() == expected
