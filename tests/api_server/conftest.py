@@ -30,8 +30,7 @@ from proto.lifecycle import ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
 from tests.fakes import boots
-from tests.fakes.fake_engine import FakeEngine, Script
-from tests.fakes.fake_supervisor import FakeSupervisor
+from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, said the old man to the sea.",
