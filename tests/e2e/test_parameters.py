@@ -14,7 +14,7 @@ from proto.logit_edits import LogitEdits
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
-from tests.worker.sampling.test_edits import edited_slowly
+from tests.worker.sampling.test_edits import edit_one_by_one
 
 pytestmark = pytest.mark.suite("settings")
 
@@ -84,9 +84,9 @@ def test_greedy_tokens_are_those_of_edited_scores(
         row = scores[position].tolist()
         for each in named & allowed if allowed else named:
             one = LogitEdits(**{f: getattr(edits, f) for f in PENALTIES} | bias_of(edits, each))
-            edited[each] = edited_slowly([row[each]], one, *seen(each, prompt, output[:position]))[
-                0
-            ]
+            edited[each] = edit_one_by_one(
+                [row[each]], one, *seen(each, prompt, output[:position])
+            )[0]
         gap = float(edited.max() - edited[token_id])
         assert gap < TIE_GAP, (position, token_id, gap)
     assert complete(small_daemon, prompt, **EDITS[name])[0]["token_ids"] == output

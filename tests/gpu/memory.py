@@ -26,7 +26,7 @@ TINY = CONFIGS["1B"] | {
 
 def mixed(report: Report) -> None:
     """Decodes and prefills in one step. Each tensor has memory of its own, with an end."""
-    checked(report, tests("test_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    checked(report, tests("test_output_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def graphs(report: Report) -> None:
