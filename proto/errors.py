@@ -24,7 +24,7 @@
 Between processes an error is sent as `ErrorInfo`.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import msgspec
 
@@ -79,12 +79,14 @@ class RequestError(TokendError):
     """Failure of one request.
 
     `message` is shown to the client, `param` names the offending field.
+    code: `code` of the error in OpenAI's format; "" for the HTTP status.
     retry_after_seconds: value of the Retry-After header; 0 for none.
     cause: label in the metric of aborted requests; "" if it is not counted there.
     """
 
     status = 500
     type = "InternalServerError"
+    code = ""
     cause = ""
     retry_after_seconds = 0
 
@@ -97,6 +99,10 @@ class RequestError(TokendError):
 class InvalidRequestError(RequestError):
     status = 400
     type = "BadRequestError"
+
+    def in_field(self, field: str) -> Self:
+        """Return the error as one of a field, whose name the message then begins with."""
+        return type(self)(f"{field}: {self.message}", field)
 
 
 class AuthenticationError(RequestError):
