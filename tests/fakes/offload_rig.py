@@ -109,8 +109,8 @@ class FakeOffloadWorkers:
 class OffloadRig(EngineHarness):
     """An engine harness with an offloading connector.
 
-    size: tokens of an offloaded block. num_slots: capacity of the medium. finishes: called for every
-    copy in progress after a step; returns None while the copy runs, else whether it succeeded.
+    size: tokens of an offloaded block. num_slots: capacity of the medium. finishes: called for
+    every copy in progress after a step; returns None while it runs, else whether it succeeded.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def undisturbed(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int
 
 
 def hashed_logprobs(token_ids: list[int], vocab_size: int = 1000) -> NDArray[np.float32]:
-    """Return log-probabilities of the next token, a function of the prefix, float32 [vocab_size]."""
+    """Return logprobs of the next token, a function of the prefix, float32 [vocab_size]."""
     digest = blake2b(struct.pack(f"<{len(token_ids)}I", *token_ids), digest_size=8).digest()
     draw = np.random.default_rng(int.from_bytes(digest, "little"))
     logits = 3 * draw.standard_normal(vocab_size)
