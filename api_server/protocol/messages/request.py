@@ -54,7 +54,7 @@ _MENTIONED: Final = re.compile(
 _CLIENT_WORDS: Final = _CLIENT_NAMES | {"response_format.json_schema": "output_config.format"}
 _MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
-_TOO_LONG: Final = re.compile(r"the prompt has (\d+) tokens, the maximum context length is (\d+)")
+_TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* The prompt has (\d+) tokens")
 
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Anthropic's effort → the effort that chat templates know."""
@@ -294,7 +294,7 @@ def _client_message(message: str) -> str:
     """
     too_long = _TOO_LONG.search(message)
     if too_long:
-        return f"prompt is too long: {too_long.group(1)} tokens > {too_long.group(2)} maximum"
-    if "longer than the maximum context length" in message:
+        return f"prompt is too long: {too_long.group(2)} tokens > {too_long.group(1)} maximum"
+    if "maximum context length is" in message:
         return f"prompt is too long: {message}"
     return _MENTIONED.sub(lambda found: _CLIENT_WORDS[found.group()], message)

@@ -293,7 +293,7 @@ class ResponsesTranslation(ChatTranslation):
         if name is not None:
             first, dot, rest = name.partition(".")
             name = _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
-        return InvalidRequestError(_FUNCTION.sub(self._tool_path, message), name)
+        return type(error)(_FUNCTION.sub(self._tool_path, message), name)
 
     def _tool_path(self, found: re.Match[str]) -> str:
         number, paths = int(found.group(1)), self.tools.paths
