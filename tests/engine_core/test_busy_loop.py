@@ -128,7 +128,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_steps_until_nothing_is_left_and_checks_the_kv_cache_once(depth):
+def test_the_loop_steps_until_idle_and_checks_the_kv_cache_once(depth):
     checks = []
     loop = Loop(check=lambda: iter([checks.append(1)]), depth=depth)
     request = loop.engine.add_one([1, 2], max_tokens=3)
@@ -136,7 +136,7 @@ def test_it_steps_until_nothing_is_left_and_checks_the_kv_cache_once(depth):
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
     assert checks == [1]
     assert loop.workers.sent[-1].finished_seq_ids
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
@@ -152,7 +152,7 @@ def test_a_token_that_comes_after_the_end_is_counted_and_dropped(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(depth):
+def test_the_loop_sleeps_while_all_requests_are_blocked(depth):
     def pause(io):
         loop.engine.scheduler.pause("finish_running")
 
@@ -166,7 +166,7 @@ def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(d
     request = loop.engine.add_one([1, 2], max_tokens=2)
     loop.busy_loop.run_until_shutdown()
     assert loop.tokens_of(request) == undisturbed([1, 2], 2)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
@@ -192,11 +192,11 @@ def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
     assert [each.epoch for each in loop.workers.sent][depth:][:1] == [7]
     assert loop.tokens_of(request) == undisturbed([1, 2], 4)
     loop.engine.runner = loop.workers.runner
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_copy_that_ends_is_told_at_once_where_no_step_will_tell(is_idle):
+def test_a_finished_copy_is_reported_at_once_without_a_step(is_idle):
     def report(io):
         io.workers.reports.append(KVConnectorOutput())
 
@@ -242,7 +242,7 @@ def test_an_integrity_check_ends_when_a_message_arrives():
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
 
 
-def test_it_stops_between_steps_without_starting_another():
+def test_the_loop_stops_between_steps():
     def stop(io):
         io.is_stopped = True
 
@@ -253,7 +253,7 @@ def test_it_stops_between_steps_without_starting_another():
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_stops_in_the_middle_of_a_step(depth):
+def test_the_loop_stops_during_a_step(depth):
     def stop(io):
         io.is_stopped = True
 
@@ -300,7 +300,7 @@ def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nons
         tokens = loop.tokens_of(request)
         assert tokens[1:] == undisturbed([*prompt, *tokens[:1]], 4), "all after what was claimed"
     loop.engine.runner = loop.workers.runner
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 def test_one_at_a_time_a_step_is_sent_after_the_answer_to_the_last():
@@ -330,7 +330,7 @@ def test_a_request_that_comes_while_the_last_tokens_of_others_compute_is_sent_at
     assert [what for what, _ in loop.workers.log[:2]] == ["sent", "sent"]
     assert loop.tokens_of(first) == undisturbed([1, 2], 1)
     assert loop.tokens_of(loop.late) == undisturbed([9], 2)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 def stops_now_and_then(token_ids, choice):
@@ -378,4 +378,4 @@ def test_workers_nearly_always_have_the_next_step_before_they_answer_the_last(po
     early = [place["sent", after] < place["answered", before] for before, after in pairwise(steps)]
     assert len(early) > 500
     assert sum(early) >= 0.95 * len(early)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()

@@ -32,7 +32,7 @@ from tests.fakes.paged_runner import undisturbed
 WORKER_PHASES = (StartPhase("imports", 1.5), StartPhase("weights", 0.25))
 
 
-def test_a_life(start):
+def test_an_engine_process_serves_from_start_to_shutdown(start):
     engine = start()
     engine.worker.send(changed(engine.worker_ready(), phases=WORKER_PHASES))
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
@@ -72,7 +72,7 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2], 50))
-    engine.answer_step()
+    engine.run_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     front_end.send(AdminCall(EPOCH, 1, "reset_prefix_cache"))
     reply = engine.expect(front_end, AdminReply)
@@ -89,12 +89,12 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     assert output.new_token_ids == undisturbed([4], 1)
 
 
-def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(start):
+def test_nonfinite_logits_fail_only_their_request(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2], 3))
-    engine.answer_step()
+    engine.run_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     result = engine.runner.execute(step)
     engine.worker.send(
@@ -112,7 +112,7 @@ def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(sta
     assert [token for each in outputs for token in each.new_token_ids] == undisturbed([4], 2)
 
 
-def test_each_front_end_gets_its_own(start):
+def test_every_front_end_gets_its_own_outputs(start):
     engine = start(frontend=FrontEndConfig(api_server_count=2))
     engine.start()
     first, second = engine.front_ends
@@ -122,15 +122,15 @@ def test_each_front_end_gets_its_own(start):
     message = engine.expect(second, EngineCoreOutputs, lambda each: each.accepted)
     assert message.accepted == [1 << 55]
     assert message.stats is not None, "they ride with what is said anyway"
-    engine.answer_step()
+    engine.run_step()
     (output,) = engine.expect(first, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (output.request_id, output.new_token_ids) == (1, undisturbed([1], 1))
-    engine.answer_step()
+    engine.run_step()
     (output,) = engine.expect(second, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (output.request_id, output.new_token_ids) == (1 << 55, undisturbed([2], 1))
 
 
-def test_a_bad_request_gets_an_error_and_harms_nobody(start):
+def test_a_bad_request_gets_an_error_and_others_continue(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -158,7 +158,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_loads(start):
     assert engine.shutdown() == 0
 
 
-def test_a_pause_is_told_and_taken_up_again(start):
+def test_a_pause_is_reported_and_restored(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -168,7 +168,7 @@ def test_a_pause_is_told_and_taken_up_again(start):
     assert engine.expect(engine.supervisor, Paused) == Paused(None)
 
 
-def test_an_engine_that_is_left_is_paused_by_the_supervisor(start):
+def test_the_supervisor_pauses_an_engine_that_is_replaced(start):
     """Operators call the current engine; this one does not report its pause."""
     engine = start()
     engine.start()
@@ -208,7 +208,7 @@ def test_an_engine_that_follows_a_paused_one_is_paused(start):
     assert engine.shutdown() == 0
 
 
-def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(start):
+def test_a_request_that_crashed_engines_runs_alone_and_is_finally_refused(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -218,7 +218,7 @@ def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(st
     assert (message.alone, message.progress) == ([1], [RequestProgress(1, 0, 0)])
     message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.progress)
     assert message.progress == [RequestProgress(1, 0, 1)]
-    steps = [engine.answer_step() for _ in range(3)]
+    steps = [engine.run_step() for _ in range(3)]
     sequences = [len(each.new_requests) + len(each.cached_requests.seq_ids) for each in steps]
     front_end.send(engine.request(2, [2], 2, crash_count=5))
     assert sequences == [1, 2, 1], "once it has a token it may have company"

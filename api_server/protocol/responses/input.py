@@ -8,6 +8,7 @@ function_call_output    "21 °C"              tool       "21 °C"
 """
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -55,6 +56,42 @@ _ITEM_FIELDS: Final = frozenset(
 """Fields of items in OpenAI's API; some have no effect here."""
 
 
+_ID_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+"""Type of an item → prefix of its id."""
+
+
+def with_id(item: Item) -> Item:
+    """Return the item with an id; one that the client has given stays."""
+    if isinstance(item.get("id"), str):
+        return item
+    kind = item.get("type") or "message"
+    prefix = _ID_PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
+    return {**item, "id": f"{prefix}_{secrets.token_hex(16)}"}
+
+
+def listed_item(item: Item) -> Item:
+    """Return an input item with the fields that it has in responses of OpenAI's API."""
+    kind = item.get("type") or "message"
+    listed = {"type": kind, **item}
+    if kind in ("message", "function_call", "custom_tool_call", "function_call_output"):
+        listed.setdefault("status", "completed")
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part: Item = {"type": "input_text", "text": content}
+        if item["role"] == "assistant":
+            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+        listed["content"] = [part]
+    return listed
+
+
 class ItemTranslator:
     """Translates the items of a conversation into chat messages.
 
@@ -70,6 +107,7 @@ class ItemTranslator:
         self._messages: list[Item] = []
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
+        self._call_ids: set[str] = set()
 
     def append_items(self, items: Sequence[Item]) -> None:
         """Translate the items; raise InvalidRequestError that names the invalid item."""
@@ -86,10 +124,7 @@ class ItemTranslator:
             elif kind in ("function_call", "custom_tool_call"):
                 self._append_call(item, kind, where)
             elif kind in ("function_call_output", "custom_tool_call_output"):
-                content = self._tool_result(item.get("output"), f"{where}.output")
-                call_id = _string(item, "call_id", where)
-                message = {"role": "tool", "tool_call_id": call_id, "content": content}
-                self._append_message(message)
+                self._append_call_output(item, where)
             elif isinstance(kind, str) and kind in _SERVER_ITEMS:
                 self._ignored.add(f"input.{kind}")
             else:
@@ -136,8 +171,10 @@ class ItemTranslator:
             arguments = _arguments(_string(item, "arguments", where))
         else:
             arguments = json.dumps({CUSTOM_INPUT: _string(item, "input", where)})
+        call_id = _string(item, "call_id", where)
+        self._call_ids.add(call_id)
         call = {
-            "id": _string(item, "call_id", where),
+            "id": call_id,
             "type": "function",
             "function": {
                 "name": self._tools.function_name(name, namespace),
@@ -145,6 +182,15 @@ class ItemTranslator:
             },
         }
         self._assistant_message().setdefault("tool_calls", []).append(call)
+
+    def _append_call_output(self, item: Item, where: str) -> None:
+        content = self._tool_result(item.get("output"), f"{where}.output")
+        call_id = _string(item, "call_id", where)
+        if call_id not in self._call_ids:
+            raise InvalidRequestError(
+                f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
+            )
+        self._append_message({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _tool_result(self, value: Any, where: str) -> str:
         """Return a tool's result as text.

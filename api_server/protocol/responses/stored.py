@@ -40,22 +40,27 @@ class StoredResponse:
     num_bytes: int
     expires_at: float
 
+    @property
+    def input_items(self) -> list[Json]:
+        """The items of the conversation before the response."""
+        return self.items[: len(self.items) - len(self.response["output"])]
+
 
 class RunningResponse:
-    """A response that is being generated. is_stored: it will be stored when it is finished."""
+    """A response that is being generated. record: stores it; None if it will not be stored."""
 
     def __init__(
-        self, stream: "TokenStream", encoder: "ResponsesEncoder", *, is_stored: bool
+        self, stream: "TokenStream", encoder: "ResponsesEncoder", record: "ResponseRecord | None"
     ) -> None:
         self._stream = stream
         self._encoder = encoder
         self._is_cancelled = False
-        self.is_stored = is_stored
+        self.record = record
 
     @property
     def is_finished(self) -> bool:
         """The response is complete, though its last bytes may still have to be sent."""
-        return self._encoder.is_finished
+        return self._encoder.final_response is not None
 
     def snapshot(self) -> Json:
         """Return the response with all output so far."""

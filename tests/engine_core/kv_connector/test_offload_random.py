@@ -79,19 +79,19 @@ class Machine:
             rig.step()
             assert check(rig.kv_cache) == []
         self.is_patient = False
-        rig.settle()
+        rig.run_until_idle()
         for request, prompt, num_tokens in self.requests:
             if request.seq_id not in self.aborted:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
-                assert rig.reason_of(request) is FinishReason.LENGTH
-        rig.assert_at_rest()
+                assert rig.finish_reason_of(request) is FinishReason.LENGTH
+        rig.assert_idle()
         assert rig.offloading.reset_cache()
         assert not rig.offloading._loads._loading
         assert not rig.offloading._requests
 
 
 @pytest.mark.parametrize("first", [0, 3, 6, 9])
-def test_random_requests(first: int) -> None:
+def test_random_requests_keep_the_invariants(first: int) -> None:
     """Run three random lives each, all of which load at least once."""
     machines = [Machine(seed) for seed in range(first, first + 3)]
     for each in machines:

@@ -37,27 +37,27 @@ def test_a_reuse_threshold_keeps_scans_out() -> None:
     assert rig.stores == []
     (stats,) = rig.offloading.drain_stats()
     assert stats.num_skipped == 3
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert len(rig.stores) == 1
 
 
-def test_who_waits_for_room_is_one_who_looks_for_its_blocks() -> None:
+def test_a_request_waiting_for_blocks_repeats_its_lookup() -> None:
     """A repeated lookup does not count as another use."""
     rig = OffloadRig(num_blocks=12, extra={"store_threshold": 2})
     blocker = rig.add_one([7] * 30, 10)
     rig.step()
     rig.add_one(PROMPT, 1)
-    while rig.reason_of(blocker) is None:
+    while rig.finish_reason_of(blocker) is None:
         rig.step()
-    rig.settle()
+    rig.run_until_idle()
     assert rig.stores == []
 
 
 def test_kv_producer_loads_nothing_and_kv_consumer_stores_nothing() -> None:
     producer = OffloadRig(role="kv_producer")
     producer.generate(PROMPT)
-    producer.forget_device()
+    producer.reset_prefix_cache()
     producer.generate(PROMPT)
     assert producer.stores
     assert not producer.loads
@@ -74,9 +74,9 @@ def test_start_over_forgets_the_workers_memory() -> None:
     assert rig.half.under_way
     rig.lose_workers()
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
-    rig.forget_device()
+    rig.run_until_idle()
+    rig.assert_idle()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert len(rig.loads) == 1, "stored anew by the workers that came"
 
@@ -88,14 +88,14 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     rig.step()
     assert not rig.offloading.reset_cache()
     rig.finishes = lambda job: True
-    rig.settle()
+    rig.run_until_idle()
     assert rig.offloading.reset_cache()
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert rig.loads == []
 
 
-def test_a_request_whose_scores_are_no_numbers_leaves_nothing_to_be_found() -> None:
+def test_nonfinite_logits_leave_no_stored_blocks() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 10)
     rig.step()

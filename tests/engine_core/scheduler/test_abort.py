@@ -11,10 +11,10 @@ def test_waiting_requests_leave_one_by_one():
         assert engine.scheduler.abort_request(each.request_id) == 1
         assert len(engine.scheduler.waiting) == left
         assert not engine.scheduler.has_request(each.request_id)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_the_worker_hears_of_a_running_request_and_not_of_a_waiting_one():
+def test_the_worker_is_notified_of_aborted_running_requests_only():
     engine = EngineHarness(max_num_seqs=1)
     running, waiting = engine.add_one([1, 2]), engine.add_one([3])
     engine.step()
@@ -24,7 +24,7 @@ def test_the_worker_hears_of_a_running_request_and_not_of_a_waiting_one():
     output = engine.step()
     assert output.finished_seq_ids == [running.seq_id]
     assert output.total_num_scheduled_tokens == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_late_tokens_of_an_aborted_request_are_dropped():
@@ -35,9 +35,9 @@ def test_late_tokens_of_an_aborted_request_are_dropped():
     engine.collect(output)
     assert engine.tokens_of(gone) == []
     engine.run()
-    assert engine.reason_of(gone) is None
+    assert engine.finish_reason_of(gone) is None
     assert engine.tokens_of(stays) == undisturbed([3], 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
@@ -50,7 +50,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     assert scheduled(engine.step()) == {taker.seq_id: 30}
     engine.run()
     assert engine.tokens_of(taker) == undisturbed(list(range(100, 130)), 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_can_be_aborted():
@@ -62,7 +62,7 @@ def test_a_preempted_request_can_be_aborted():
     engine.scheduler.abort_request(young.request_id)
     assert engine.step().finished_seq_ids == [young.seq_id]
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_one_choice_can_be_aborted_alone():
@@ -73,19 +73,19 @@ def test_one_choice_can_be_aborted_alone():
     assert engine.scheduler.abort_request(choices[0].request_id, 1) == 1
     engine.run()
     assert [len(engine.tokens_of(each)) for each in choices] == [3, 1, 3]
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_aborting_what_is_over_or_unknown_does_nothing():
+def test_aborting_a_finished_or_unknown_request_does_nothing():
     engine = EngineHarness()
     request = engine.add_one([1], max_tokens=1)
     engine.run()
     assert engine.scheduler.abort_request(request.request_id) == 0
     assert engine.scheduler.abort_request(12345, 7) == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_a_client_takes_only_its_own_requests_with_it():
+def test_a_disconnected_client_aborts_only_its_own_requests():
     engine = EngineHarness(max_num_seqs=3)
     mine = [engine.add_one([each], max_tokens=3) for each in range(3)]
     others = [engine.add_one([10 + each], max_tokens=3, client=1) for each in range(3)]
@@ -93,8 +93,8 @@ def test_a_client_takes_only_its_own_requests_with_it():
     assert engine.scheduler.abort_client_requests(1) == 3
     engine.run()
     assert all(len(engine.tokens_of(each)) == 3 for each in mine)
-    assert all(engine.reason_of(each) is None for each in others)
-    engine.assert_at_rest()
+    assert all(engine.finish_reason_of(each) is None for each in others)
+    engine.assert_idle()
 
 
 def test_aborted_in_every_order_they_have_the_tokens_they_had():
@@ -107,4 +107,4 @@ def test_aborted_in_every_order_they_have_the_tokens_they_had():
         engine.collect(output)
     assert [len(engine.tokens_of(requests[each])) for each in order] == list(range(10))
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()

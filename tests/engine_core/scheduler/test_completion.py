@@ -19,7 +19,7 @@ def finish(tokens, **params):
     engine = EngineHarness(next_token=scripted(tokens))
     request = engine.add_one([1, 2, 3], **params)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     (final,) = [
         each for each in engine.outputs[request.request_id, 0] if each.finish_reason is not None
     ]
@@ -34,7 +34,7 @@ def test_stops_at_a_stop_token_and_names_it():
     assert finish([10, 42], stop_token_ids=(42, 43)) == ([10, 42], FinishReason.STOP, 42)
 
 
-def test_ignores_eos_when_told_to():
+def test_ignore_eos_continues_past_eos():
     result = finish([10, EOS, 11], ignore_eos=True, max_tokens=3)
     assert result == ([10, EOS, 11], FinishReason.LENGTH, None)
 
@@ -48,7 +48,7 @@ def test_ends_at_max_tokens():
     assert finish([10, 11], max_tokens=2) == ([10, 11], FinishReason.LENGTH, None)
 
 
-def test_a_stop_token_counts_more_than_the_length_it_completes():
+def test_a_stop_token_takes_precedence_over_max_tokens():
     assert finish([10, EOS], max_tokens=2) == ([10, EOS], FinishReason.STOP, None)
 
 
@@ -83,7 +83,7 @@ def test_ends_when_the_outputs_repeat_themselves(tokens, kept, params):
     assert stop_reason is None
 
 
-def test_a_stop_token_and_the_length_count_more_than_a_repetition():
+def test_stop_tokens_and_max_tokens_take_precedence_over_repetition():
     assert finish([EOS, EOS], repetition=TWICE, min_tokens=2)[1] is FinishReason.STOP
     assert finish([9, 9], repetition=TWICE, max_tokens=2)[1] is FinishReason.LENGTH
 
@@ -93,7 +93,7 @@ def test_a_resumed_request_repeats_what_it_had_before():
     request = engine.add_one([1, 2], repetition=TWICE, max_tokens=8, output_token_ids=((5, 10),))
     engine.run()
     assert engine.tokens_of(request)[-1] == 10
-    assert engine.reason_of(request) is FinishReason.REPETITION
+    assert engine.finish_reason_of(request) is FinishReason.REPETITION
 
 
 def test_ends_at_the_usable_length():
@@ -101,7 +101,7 @@ def test_ends_at_the_usable_length():
     request = engine.add_one([1, 2, 3], max_tokens=16)
     engine.run()
     assert engine.tokens_of(request) == [7, 8, 9]
-    assert engine.reason_of(request) is FinishReason.LENGTH
+    assert engine.finish_reason_of(request) is FinishReason.LENGTH
 
 
 def test_tokens_after_the_one_that_ends_are_cut_off():
@@ -117,7 +117,7 @@ def test_tokens_after_the_one_that_ends_are_cut_off():
     assert request.output_token_ids == [9, 10, 42]
 
 
-def test_a_prompt_that_ends_with_eos_is_not_over():
+def test_a_prompt_that_ends_with_eos_generates():
     engine = EngineHarness()
     request = engine.add_one([1, EOS])
     assert completion(request, 100) is request.status

@@ -27,7 +27,7 @@ def answer(engine, output, *failed):
     return engine.scheduler.update_from_output(output, result)
 
 
-def test_it_ends_with_one_error_output_and_the_others_go_on():
+def test_a_corrupt_request_ends_with_one_error_output():
     engine = EngineHarness()
     bad, good = engine.add_one(prompt(20), 8, client=1), engine.add_one(prompt(20, 5), 8)
     engine.step()
@@ -49,7 +49,7 @@ def test_it_ends_with_one_error_output_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8)])
-def test_nobody_finds_its_blocks_not_even_those_that_a_window_has_passed(windows):
+def test_blocks_of_a_corrupt_request_are_not_findable(windows):
     engine = EngineHarness(block_size=4, windows=windows)
     first = engine.add_one(prompt(20), max_tokens=1)
     engine.run()
@@ -67,7 +67,7 @@ def test_nobody_finds_its_blocks_not_even_those_that_a_window_has_passed(windows
         assert repeated.num_cached_tokens == found
         assert check(engine.kv_cache) == []
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_chunk_can_fail_before_its_prompt_is_complete():
@@ -81,10 +81,10 @@ def test_a_chunk_can_fail_before_its_prompt_is_complete():
     engine.run()
     assert follower.num_cached_tokens == 0
     assert engine.tokens_of(follower) == undisturbed([*prompt(40), 7], 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_its_next_step_is_under_way_already():
+def test_a_corrupt_request_may_have_a_step_in_flight():
     engine = EngineHarness(async_scheduling=True)
     bad, good = engine.add_one(prompt(20), 8), engine.add_one(prompt(20, 5), 8)
     step_0, step_1 = engine.send(), engine.send()
@@ -99,7 +99,7 @@ def test_its_next_step_is_under_way_already():
         engine.step()
     engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
@@ -113,11 +113,11 @@ def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
     answer(engine, steps[2], bad)
     assert len(engine.kv_cache.pool.index) == 0
     engine.step()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_it_was_aborted_while_the_step_was_under_way(overlapped):
+def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
     """Nobody hears of it any more, but others would find its blocks."""
     engine = EngineHarness(block_size=4, async_scheduling=overlapped)
     gone = engine.add_one(prompt(20), max_tokens=8)
@@ -134,10 +134,10 @@ def test_it_was_aborted_while_the_step_was_under_way(overlapped):
     assert all(map(engine.kv_cache.is_cached, other.block_hashes))
     assert engine.scheduler.pop_stats().num_corrupted == 0, "no request ended because of it"
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_it_was_preempted_meanwhile():
+def test_a_corrupt_request_may_be_preempted_during_its_step():
     """Its blocks are free already, and full of what must not be found."""
     engine = EngineHarness(async_scheduling=True, num_blocks=11)
     engine.add_one(prompt(80), max_tokens=3)
@@ -150,10 +150,10 @@ def test_it_was_preempted_meanwhile():
     engine.collect(step_1)
     assert not any(map(engine.kv_cache.is_cached, bad.block_hashes))
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_what_a_step_does_not_have_cannot_fail():
+def test_a_corrupt_request_outside_the_step_is_a_protocol_error():
     engine = EngineHarness()
     engine.add_one([1])
     output = engine.scheduler.schedule()
@@ -176,4 +176,4 @@ def test_a_beam_that_fails_ends_its_whole_search(num_rounds):
     while engine.scheduler.has_work:
         engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 12)
-    engine.assert_at_rest()
+    engine.assert_idle()

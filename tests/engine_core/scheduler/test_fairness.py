@@ -67,7 +67,7 @@ class Flooded:
         while not self.engine.tokens_of(probe):
             self.steps(1)
             steps += 1
-        while self.engine.reason_of(probe) is None:
+        while self.engine.finish_reason_of(probe) is None:
             self.steps(1)
         return steps
 
@@ -93,14 +93,14 @@ def test_under_a_flood_the_first_token_is_two_steps_later_at_most(kind, overlapp
     assert all(flooded[length] <= idle[length] + 2 for length in PROBES), (idle, flooded)
 
 
-def test_the_same_by_priority():
+def test_a_flood_delays_the_first_token_little_by_priority():
     flood, settings = FLOODS["answers that fill the pool"]
     settings = {**settings, "scheduling_policy": "priority"}
     idle, flooded = waits(None, settings), waits(flood, settings)
     assert all(flooded[length] <= idle[length] + 2 for length in PROBES), (idle, flooded)
 
 
-def test_without_tenants_it_would_be_much_later():
+def test_without_tenants_a_flood_delays_the_first_token():
     """The same flood and probes, all of one tenant: what is promised is not there anyway."""
     flood, settings = FLOODS["long prompts"]
     engine = Flooded(flood, **settings)
@@ -111,14 +111,14 @@ def test_without_tenants_it_would_be_much_later():
     assert not engine.engine.tokens_of(probe)
 
 
-def test_two_floods_share_what_there_is():
+def test_two_floods_share_the_throughput():
     """One of long prompts, one of short ones with long answers, from different starts."""
     engine = Flooded(None, max_model_len=300)
     given = defaultdict(int)
     flights = []
 
     def pour() -> None:
-        flights[:] = [each for each in flights if engine.engine.reason_of(each) is None]
+        flights[:] = [each for each in flights if engine.engine.finish_reason_of(each) is None]
         for tenant, shape in ((1, (250, 2)), (2, (20, 40)), (3, (100, 10))):
             while sum(each.tenant == tenant for each in flights) < 12:
                 flights.append(engine.add(tenant, *shape))
@@ -143,6 +143,6 @@ def test_a_flood_is_not_starved_by_many_quiet_tenants():
     for tenant in range(10, 400):
         engine.add(tenant, STEP_TOKENS, 1)
         engine.steps(1)
-        if all(engine.engine.reason_of(each) is not None for each in mine):
+        if all(engine.engine.finish_reason_of(each) is not None for each in mine):
             break
-    assert all(engine.engine.reason_of(each) is not None for each in mine)
+    assert all(engine.engine.finish_reason_of(each) is not None for each in mine)

@@ -39,7 +39,7 @@ class TestInvalidBlocks:
         assert engine.kv_cache.block_ids(request.seq_id)[0][:100] == table[0]
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
         """KVC-23: neither the bad block nor any after it is found; those before are not lost."""
@@ -49,14 +49,14 @@ class TestInvalidBlocks:
         request = engine.add_one(prompt(1600))
         other = engine.add_one(prompt(40, 3), max_tokens=2)
         engine.step()
-        assert engine.reason_of(request) is FinishReason.ERROR
+        assert engine.finish_reason_of(request) is FinishReason.ERROR
         (output,) = engine.outputs[request.request_id, 0]
         assert output.error.kind == "internal"
         cached = [engine.kv_cache.is_cached(each) for each in request.block_hashes]
         assert cached == [True] * 50 + [False] * 50
         finish(engine)
         assert engine.tokens_of(other) == undisturbed(other.prompt_token_ids, 2)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_asynchronous_recompute_waits_for_the_end_of_the_load(self):
         """KVC-24: an early report cuts what counts; it runs when all is over."""
@@ -92,7 +92,7 @@ class TestInvalidBlocks:
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
 
-    def test_whoever_shares_a_bad_block_computes_it_too(self):
+    def test_every_request_sharing_an_invalid_block_recomputes_it(self):
         """KVC-27: found in the cache after the load, and known to be bad only then."""
         engine = engine_with(always(50 * 16, is_async=False))
         first = engine.add_one(prompt(1600), max_tokens=8)
@@ -106,10 +106,10 @@ class TestInvalidBlocks:
         assert first.num_computed_tokens == second.num_computed_tokens == 30 * 16
         assert not engine.kv_cache.is_cached(first.block_hashes[30])
         finish(engine)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
-    def test_failures_that_come_one_by_one(self, order):
+    def test_successive_load_failures_are_each_recomputed(self, order):
         """KVC-28: what counts ends at the least of them so far."""
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=2)
@@ -132,9 +132,9 @@ class TestInvalidBlocks:
         request = engine.add_one(prompt(400), max_tokens=4)
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
-    def test_policy_fail_ends_who_waits_and_keeps_its_blocks_until_the_load_ends(self):
+    def test_policy_fail_ends_a_waiting_request_and_keeps_its_blocks(self):
         """KVH-04."""
         engine = engine_with(always(32, is_async=True), load_failure_policy="fail")
         free = num_free(engine)
@@ -143,13 +143,13 @@ class TestInvalidBlocks:
         load = engine.connector.under_way[request.seq_id]
         engine.report(KVConnectorOutput(invalid_block_ids=[load.tables[0][1]]))
         assert request.status is RequestStatus.FINISHED_ERROR
-        assert engine.reason_of(request) is FinishReason.ERROR
+        assert engine.finish_reason_of(request) is FinishReason.ERROR
         assert len(engine.scheduler.waiting) == 0
         assert num_free(engine) == free - 2
         engine.finish_load(request)
         assert num_free(engine) == free
 
-    def test_of_a_step_whose_request_has_given_way_since(self):
+    def test_a_load_failure_of_a_request_preempted_since(self):
         """The token of that step came of KV that was not there: it is not taken for one."""
         engine = engine_with(
             always(32, is_async=False), fails=losing(1), async_scheduling=True, num_blocks=12

@@ -6,7 +6,7 @@ from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 
 
-def test_the_youngest_gives_way_and_comes_back_first():
+def test_the_youngest_is_preempted_and_resumed_first():
     """Four usable blocks of 16: two requests of two blocks each, one needs a third."""
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
     old = engine.add_one(list(range(32)), max_tokens=3)
@@ -34,7 +34,7 @@ def test_the_youngest_gives_way_and_comes_back_first():
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
     assert young.num_preemptions == 1
     assert len(young.preempted_at) == 1
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts():
@@ -53,7 +53,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     assert scheduled(engine.step()) == {old.seq_id: 1, young.seq_id: 16}
 
 
-def test_nobody_else_is_admitted_in_it_either():
+def test_no_other_request_is_admitted_in_that_step():
     """What the victim gave is for those who run; who comes before it in the line has to wait."""
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, scheduling_policy="priority")
     old = engine.add_one(list(range(32)), max_tokens=3, priority=1)
@@ -66,7 +66,7 @@ def test_nobody_else_is_admitted_in_it_either():
     assert scheduled(engine.step()) == {old.seq_id: 1, urgent.seq_id: 2}
 
 
-def test_a_request_that_is_last_in_line_gives_way_itself():
+def test_a_request_last_in_order_preempts_itself():
     engine = EngineHarness(num_blocks=4, enable_prefix_caching=False)
     first = engine.add_one(list(range(20)), max_tokens=5)
     second = engine.add_one(list(range(100, 116)), max_tokens=5)
@@ -75,8 +75,8 @@ def test_a_request_that_is_last_in_line_gives_way_itself():
     assert output.preempted_seq_ids == [second.seq_id]
     assert scheduled(output) == {first.seq_id: 1}
     engine.run()
-    assert engine.reason_of(second) is FinishReason.LENGTH
-    engine.assert_at_rest()
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
+    engine.assert_idle()
 
 
 def test_a_token_in_flight_survives_the_preemption():
@@ -95,7 +95,7 @@ def test_a_token_in_flight_survives_the_preemption():
     engine.collect(step_2)
     engine.run()
     assert engine.tokens_of(second) == undisturbed(list(range(100, 180)), 16)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_can_end_by_a_token_that_was_in_flight_when_it_was_preempted():
@@ -108,11 +108,11 @@ def test_a_request_can_end_by_a_token_that_was_in_flight_when_it_was_preempted()
     step_2 = engine.scheduler.schedule()
     assert second.status is RequestStatus.PREEMPTED
     engine.collect(step_1)
-    assert engine.reason_of(second) is FinishReason.LENGTH
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
     assert len(engine.scheduler.waiting) == 0
     engine.collect(step_2)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_what_the_prefix_cache_kept_is_not_computed_twice():
@@ -126,7 +126,7 @@ def test_what_the_prefix_cache_kept_is_not_computed_twice():
     assert young.num_cached_tokens == 0, "usage counts the first admission only"
     for each in (old, young):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_loses_its_drafts():

@@ -52,7 +52,7 @@ def test_the_others_wait_in_order(seats, priorities, arrivals, running, waiting)
     assert list(engine.scheduler.waiting) == [requests[each] for each in waiting]
 
 
-def test_one_seat_serves_them_one_after_the_other():
+def test_with_max_num_seqs_one_requests_run_one_by_one():
     engine = by_priority(max_num_seqs=1)
     requests = add_all(engine, [5, 1, 8, 3, 2, 7, 4, 6], max_tokens=1)
     engine.run()
@@ -68,7 +68,7 @@ def test_first_come_first_served_ignores_priorities():
     assert engine.scheduler.running == requests
 
 
-def test_the_least_urgent_gives_way_and_comes_back():
+def test_the_lowest_priority_is_preempted_and_resumed():
     """Four usable blocks of 16, two each; the urgent one needs a third."""
     engine = by_priority(num_blocks=5)
     low = engine.add_one(list(range(30)), priority=1, max_tokens=8)
@@ -81,7 +81,7 @@ def test_the_least_urgent_gives_way_and_comes_back():
     assert low.status is RequestStatus.PREEMPTED
     assert (len(engine.scheduler.waiting), len(engine.scheduler.running)) == (1, 1)
     engine.step()
-    assert engine.reason_of(high) is not None
+    assert engine.finish_reason_of(high) is not None
     output = engine.step()
     cached = output.cached_requests
     assert cached.resumed_seq_ids == [low.seq_id]
@@ -89,7 +89,7 @@ def test_the_least_urgent_gives_way_and_comes_back():
     assert cached.resumed_output_token_ids == [first]
     engine.run()
     assert engine.tokens_of(low) == undisturbed(list(range(30)), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
@@ -111,7 +111,7 @@ def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
     engine.run()
     for each in (low, high, other):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 9)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
@@ -132,10 +132,10 @@ def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
     engine.run()
     assert engine.tokens_of(low) == undisturbed(list(range(25)), 1)
     assert engine.tokens_of(high) == undisturbed(list(range(100, 104)), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_the_request_that_needs_room_gives_way_itself_and_the_rest_go_on():
+def test_a_request_of_lowest_priority_preempts_itself():
     engine = by_priority(num_blocks=6, block_size=4)
     first = engine.add_one(list(range(7)), priority=0, max_tokens=9)
     least = engine.add_one(list(range(100, 108)), priority=9, max_tokens=9)
@@ -148,4 +148,4 @@ def test_the_request_that_needs_room_gives_way_itself_and_the_rest_go_on():
     engine.run()
     for each in (first, least, last):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, each.max_tokens)
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -35,10 +35,10 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
     assert engine.scheduler.pop_stats().request_preemptions == [1] * 10
     assert engine.scheduler.pop_stats().request_preemptions == []
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_those_who_wait_stay_behind_those_who_ran():
+def test_waiting_requests_stay_behind_those_that_ran():
     engine = EngineHarness(max_num_seqs=2)
     requests = [engine.add_one(prompt_of(each), 4) for each in range(4)]
     engine.step()
@@ -46,7 +46,7 @@ def test_those_who_wait_stay_behind_those_who_ran():
     assert list(engine.scheduler.waiting) == requests
 
 
-def test_the_worker_is_told_to_forget_and_then_everything_anew(engine):
+def test_a_reset_clears_the_worker_and_resends_full_requests(engine):
     request = engine.add_one(prompt_of(0), 9)
     engine.step()
     engine.step()
@@ -68,7 +68,7 @@ def test_a_token_under_way_is_kept(engine):
     assert engine.tokens_of(request) == undisturbed(prompt_of(0), 2)
     engine.run()
     assert engine.tokens_of(request) == undisturbed(prompt_of(0), 5)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_prompt_under_way_is_computed_again():
@@ -88,19 +88,19 @@ def test_sessions_at_rest_and_in_line_lose_their_blocks_too(engine):
     in_line = engine.add_one(prompt_of(1), 2, resumable=True)
     while engine.scheduler.has_work:
         engine.step()
-    engine.give(in_line, [7], 2, last=True)
+    engine.add_session_input(in_line, [7], 2, last=True)
     assert not engine.scheduler.reset_prefix_cache()
     assert engine.scheduler.reset_prefix_cache(preempting=True)
-    engine.give(resting, [8], 2, last=True)
+    engine.add_session_input(resting, [8], 2, last=True)
     engine.run()
     for request, token in ((resting, 8), (in_line, 7)):
         first = undisturbed(request.prompt_token_ids, 2)
         merged = [*request.prompt_token_ids, first[0], token]
         assert engine.tokens_of(request) == first + undisturbed(merged, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_with_nobody_there_both_forms_are_the_same(engine):
+def test_without_requests_both_kinds_of_reset_are_the_same(engine):
     engine.add_one(prompt_of(0), 1)
     engine.run()
     assert engine.scheduler.reset_prefix_cache()

@@ -17,7 +17,7 @@ def prompt_of(number, length=20):
 
 @BOTH
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_everyone_waits_in_the_old_order_with_nothing_computed(overlapped, policy):
+def test_all_requests_are_queued_in_order_with_nothing_computed(overlapped, policy):
     engine = EngineHarness(max_num_seqs=3, scheduling_policy=policy, async_scheduling=overlapped)
     requests = [engine.add_one(prompt_of(each), 8, arrival_time=each) for each in range(5)]
     for _ in range(3):
@@ -41,7 +41,7 @@ def test_everyone_waits_in_the_old_order_with_nothing_computed(overlapped, polic
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -55,7 +55,7 @@ def test_a_prompt_half_computed_and_a_request_that_had_begun_to_wait(overlapped)
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -67,7 +67,7 @@ def test_the_last_token_that_was_in_flight_is_computed_again(overlapped):
     engine.lose_workers()
     engine.run()
     assert engine.tokens_of(request) == undisturbed([1, 2], 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -83,11 +83,11 @@ def test_choices_share_their_prompt_again(overlapped, num_steps):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 6, each.choice)
     computed = sum(each.total_num_scheduled_tokens for each in engine.runner.steps)
     assert computed < 39 + 3 * 7 + 3 * num_steps, "the prompt was computed once"
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
-def test_one_who_waited_for_the_prefix_of_another(overlapped):
+def test_a_request_that_waited_for_a_shared_prefix(overlapped):
     engine = EngineHarness(long_prefill_token_threshold=20, async_scheduling=overlapped)
     requests = [engine.add_one([*prompt_of(0, 64), each], 3) for each in range(3)]
     engine.step()
@@ -97,7 +97,7 @@ def test_one_who_waited_for_the_prefix_of_another(overlapped):
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -108,12 +108,12 @@ def test_sessions_at_rest_lose_their_blocks_and_no_tokens(overlapped):
         engine.step()
     engine.lose_workers()
     assert not engine.scheduler.has_work
-    engine.give(resting, [8], 2, last=True)
+    engine.add_session_input(resting, [8], 2, last=True)
     engine.run()
     first = undisturbed(resting.prompt_token_ids, 2)
     merged = [*resting.prompt_token_ids, first[0], 8]
     assert engine.tokens_of(resting) == first + undisturbed(merged, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
@@ -127,10 +127,10 @@ def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
     assert engine.tokens_of(staying) == undisturbed([2], 5)
     assert engine.tokens_of(late) == undisturbed([3], 5)
     assert len(engine.tokens_of(leaving)) == 1
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_windows_are_filled_anew():
+def test_windows_are_refilled():
     engine = EngineHarness(windows=(None, 24), block_size=8, num_blocks=60)
     requests = [engine.add_one(prompt_of(each, 60), 10) for each in range(2)]
     for _ in range(4):
@@ -139,10 +139,10 @@ def test_windows_are_filled_anew():
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 10)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
-def test_subscribers_hear_that_the_cache_is_empty():
+def test_subscribers_are_notified_of_the_empty_cache():
     log = KVEventLog()
     engine = EngineHarness(observers=[log])
     engine.add_one(prompt_of(0, 40), 5)
@@ -153,7 +153,7 @@ def test_subscribers_hear_that_the_cache_is_empty():
     assert log.pop_events()[-1] == AllBlocksCleared()
 
 
-def test_a_first_token_is_told_once_and_cached_tokens_are_those_of_the_first_time():
+def test_the_first_token_and_cached_tokens_are_reported_once():
     engine = EngineHarness()
     request = engine.add_one(prompt_of(0), 4)
     engine.step()
