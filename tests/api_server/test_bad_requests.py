@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.api_server.conftest import concurrently
 
 JSON = {"content-type": "application/json"}
