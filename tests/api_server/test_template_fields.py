@@ -1,7 +1,5 @@
 """Fields of a chat request that say how its prompt is rendered."""
 
-import json
-
 import pytest
 
 from tests.api_server.conftest import prepared
