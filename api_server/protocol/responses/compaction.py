@@ -9,7 +9,6 @@ The model writes the summary. A compaction item holds it as `encrypted_content`,
 clients send back unread; it is not encrypted here. A call that has no result yet stays.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -146,7 +145,7 @@ class CompactionEncoder(ResponsesEncoder):
         return {
             "id": response["id"],
             "object": "response.compaction",
-            "created_at": int(time.time()),
+            "created_at": response["created_at"],
             "output": [listed_item(item) for item in window],
             "usage": response["usage"],
         }

@@ -107,7 +107,8 @@ def is_message(item: Item) -> bool:
 def split_pending_calls(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Return (the items without calls of tools that have no result, these calls)."""
     answered = {str(item.get("call_id")) for item in items if item.get("type") in _RESULTS}
-    rest, pending = [], []
+    rest: list[Item] = []
+    pending: list[Item] = []
     for item in items:
         is_pending = item.get("type") in _CALLS and str(item.get("call_id")) not in answered
         (pending if is_pending else rest).append(item)
