@@ -30,7 +30,12 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.structured_output.backend import LLGuidanceBackend
-from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
+from engine_core.structured_output.compiler import (
+    MAX_SANDBOXES,
+    GrammarCache,
+    GrammarCompiler,
+    start_thread,
+)
 from engine_core.structured_output.matchers import (
     FreeMatcher,
     GrammarError,
@@ -137,7 +142,7 @@ class StructuredOutputManager:
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
         self._requests_by_source: dict[GrammarSource, list[tuple[int, int]]] = {}
-        self._blocked: dict[int, tuple[Request, ThinkingRule | None]] = {}  # by seq_id
+        self._blocked: dict[int, tuple[Request, EngineCoreRequest]] = {}  # by seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
         self._last_masked_step = 0
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
@@ -166,7 +171,7 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return True
-        compiled = self._compiler.request_grammar(source)
+        compiled = self._compiler.request_grammar(source, message.tenant)
         if isinstance(compiled, GrammarError):
             raise compiled
         if compiled is None:
@@ -178,8 +183,8 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return
-        self._blocked[request.seq_id] = request, message.thinking
-        compiled = self._compiler.request_grammar(source)
+        self._blocked[request.seq_id] = request, message
+        compiled = self._compiler.request_grammar(source, message.tenant)
         if compiled is not None and not isinstance(compiled, GrammarError):
             self._unblock_request(request.request_id, compiled)
 
@@ -199,10 +204,12 @@ class StructuredOutputManager:
 
     def _unblock_request(self, request_id: int, compiled: Matcher) -> None:
         """Give every choice of a request a matcher of its own, and unblock it."""
-        for request, rule in list(self._blocked.values()):
+        for request, message in list(self._blocked.values()):
             if request.request_id == request_id:
                 del self._blocked[request.seq_id]
-                self._rows[request.seq_id] = self._constrained_row(request, compiled.copy(), rule)
+                self._rows[request.seq_id] = self._constrained_row(
+                    request, compiled.copy(), message.thinking
+                )
                 self._unblock(request)
 
     def _constrained_row(
@@ -229,8 +236,18 @@ class StructuredOutputManager:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
-        self._blocked.pop(request.seq_id, None)
+        _, message = self._blocked.pop(request.seq_id, (request, None))
+        if message is not None:
+            self._withdraw_grammar(message)
         self._rows.pop(request.seq_id, None)
+
+    def _withdraw_grammar(self, message: EngineCoreRequest) -> None:
+        """Drop the grammar of a request that ended, unless others wait for the same."""
+        source = _source_of(message)
+        assert source is not None
+        if all(_source_of(other) != source for _, other in self._blocked.values()):
+            self._requests_by_source.pop(source, None)
+            self._compiler.withdraw_grammar(source)
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Return the constrained sequences that sample in a step and may need a mask.
@@ -341,7 +358,11 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
     setup = SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids, COMPILE_SECONDS)
     cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
     compiler = GrammarCompiler(
-        make_backend, GrammarSandbox(setup), cache, event_fd, eager=boot.incarnation == 0
+        make_backend,
+        [GrammarSandbox(setup) for _ in range(MAX_SANDBOXES)],
+        cache,
+        event_fd,
+        eager=boot.incarnation == 0,
     )
     return StructuredOutputManager(compiler, event_fd)
 

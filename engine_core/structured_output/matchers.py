@@ -38,6 +38,10 @@ class GrammarError(InvalidRequestError):
     """A grammar that is invalid or too expensive to compile; the message is sent to the client."""
 
 
+class UndecidedGrammarError(GrammarError):
+    """A grammar that was not compiled because of the host, not because of itself; never cached."""
+
+
 class Matcher(Protocol):
     """The position of one choice's text in its grammar. Not thread-safe."""
 

@@ -30,6 +30,8 @@ LIMIT_SECONDS = 20.0
 class NoSandbox:
     """Accepts every grammar."""
 
+    is_running = True
+
     def check(self, source: GrammarSource) -> None: ...
 
     def close(self) -> None: ...
@@ -71,7 +73,7 @@ class GrammarEngine:
         self.event_fd = event_fd
         compiler = GrammarCompiler(
             lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
-            NoSandbox(),  # type: ignore[arg-type]
+            [NoSandbox()],  # type: ignore[list-item]
             GrammarCache(16, 1 << 16),
             event_fd,
         )
