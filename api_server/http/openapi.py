@@ -132,6 +132,15 @@ RESPONSE: Final = an_object(
         "incomplete_details": or_null(an_object({"reason": STRING})),
     }
 )
+INPUT_ITEMS: Final = an_object(
+    {
+        "object": one_of("list"),
+        "data": a_list(an_object({"type": STRING, "id": STRING})),
+        "first_id": or_null(STRING),
+        "last_id": or_null(STRING),
+        "has_more": BOOLEAN,
+    }
+)
 MESSAGE: Final = an_object(
     {
         "id": STRING,
@@ -231,6 +240,14 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
     ),
     ("/v1/responses", "post"): Operation((ResponsesRequest,), {_JSON: RESPONSE, _EVENTS: EVENT}),
+    ("/v1/responses/input_tokens", "post"): Operation(
+        (ResponsesRequest,),
+        _json_response(an_object({"object": STRING, "input_tokens": INTEGER})),
+    ),
+    ("/v1/responses/{response_id}/input_items", "get"): Operation(
+        responses=_json_response(INPUT_ITEMS),
+        query={"limit": INTEGER, "order": one_of("asc", "desc"), "after": STRING},
+    ),
     ("/v1/responses/{response_id}", "get"): Operation(responses=_json_response(RESPONSE)),
     ("/v1/responses/{response_id}", "delete"): Operation(
         responses=_json_response(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))

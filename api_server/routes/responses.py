@@ -1,4 +1,4 @@
-"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API.
+"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API; count tokens.
 
 A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
 may run in the background, be cancelled, and be stored (field `store`).
@@ -9,7 +9,8 @@ import logging
 from typing import Any, Final
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from starlette.datastructures import QueryParams
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
@@ -17,7 +18,7 @@ from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.input import MAX_ITEMS, Item
+from api_server.protocol.responses.input import MAX_ITEMS, Item, listed_item, with_id
 from api_server.protocol.responses.request import (
     ResponsesRequest,
     ResponsesTranslation,
@@ -29,7 +30,12 @@ from api_server.protocol.responses.stored import (
     RunningResponse,
     json_size,
 )
-from api_server.routes.chat import ChatTurn, build_chat_turn, with_merged_roles_fallback
+from api_server.routes.chat import (
+    ChatTurn,
+    build_chat_turn,
+    count_tokens,
+    with_merged_roles_fallback,
+)
 from api_server.routes.common import app_state_of, read_fields
 from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
@@ -38,12 +44,13 @@ from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathE
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
 ID_PREFIX: Final = "resp_"
+MAX_PAGE_ITEMS: Final = 100
 
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     app_state = app_state_of(request)
-    owner = (tenant_of(request, app_state.config.tenant_by), key_name_of(request))
+    owner = _owner(request)
     ignored = IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     items = _conversation(app_state, owner, body)
@@ -67,7 +74,7 @@ async def create_response(request: Request) -> Response:
     record = ResponseRecord(app_state.responses, owner, items) if stores else None
     parser = turn.choice_parsers[0]
     encoder = ResponsesEncoder(turn.options, body, parser, translation, record)
-    running = RunningResponse(turn.stream, encoder, is_stored=stores)
+    running = RunningResponse(turn.stream, encoder, record)
     app_state.responses.add_running(owner, turn.options.id, running)
     turn.stream.cleanup.callback(
         app_state.responses.remove_running, owner, turn.options.id, running
@@ -79,6 +86,25 @@ async def create_response(request: Request) -> Response:
     if body.background:
         return _continue_in_background(app_state, turn, encoder)
     return turn.builder.response(turn.stream, encoder)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request) -> Response:
+    """Return the number of prompt tokens of the same request to /v1/responses."""
+    app_state = app_state_of(request)
+    ignored = IgnoredFields()
+    body, passed = parse_request(await read_fields(request, ignored), ignored)
+    items = _conversation(app_state, _owner(request), body)
+    names = app_state.chat_template.facts.names
+    translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
+
+    async def count(chat: ChatCompletionRequest) -> int:
+        return await count_tokens(app_state, chat, ignored)
+
+    number = await with_merged_roles_fallback(translation, count)
+    response = JSONResponse({"object": "response.input_tokens", "input_tokens": number})
+    response.raw_headers += ignored.headers()
+    return response
 
 
 def _continue_in_background(
@@ -123,9 +149,9 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
             )
         items += found.items
     if isinstance(body.input, str):
-        items.append({"type": "message", "role": "user", "content": body.input})
+        items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
-        items += body.input
+        items += [with_id(item) for item in body.input]
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
@@ -177,12 +203,52 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
     responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.find_running(owner, response_id)
-    if running is not None and running.is_stored:
+    if running is not None and running.record is not None:
         return running.snapshot()
     stored = responses.find_stored(owner, response_id)
     if stored is None:
         raise _unknown(response_id)
     return stored.response
+
+
+@stored_router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
+    """Return a page of the conversation before a response, the newest item first by default."""
+    responses, owner = app_state_of(request).responses, _owner(request)
+    running = responses.find_running(owner, response_id)
+    stored = responses.find_stored(owner, response_id)
+    if running is not None and running.record is not None:
+        items = running.record.items
+    elif stored is not None:
+        items = stored.input_items
+    else:
+        raise _unknown(response_id)
+    return _page(items, request.query_params)
+
+
+def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
+    """Return the items that a query selects, as a list of OpenAI's API."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order must be 'asc' or 'desc'", "order")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_PAGE_ITEMS):
+        raise InvalidRequestError(f"limit must be 1 to {MAX_PAGE_ITEMS}", "limit")
+    items = items if order == "asc" else items[::-1]
+    start = 0
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InvalidRequestError(f"after: there is no item {shown(after)}", "after")
+        start = ids.index(after) + 1
+    end = start + int(limit)
+    page = [listed_item(item) for item in items[start:end]]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": end < len(items),
+    }
 
 
 @stored_router.post("/v1/responses/{response_id}/cancel")
@@ -205,7 +271,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
-def _owner(request: Request) -> tuple[int, str]:
+def _owner(request: HTTPConnection) -> Owner:
     tenant_by = app_state_of(request).config.tenant_by
     return tenant_of(request, tenant_by), key_name_of(request)
 

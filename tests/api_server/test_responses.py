@@ -433,12 +433,71 @@ async def test_stored_responses_go_on(start, say, tokenizer):
         assert (await api.responses.retrieve(second.id)).previous_response_id == first.id
 
 
+async def test_input_tokens_are_counted(start, say):
+    """As many as the same request has, with the conversation before it."""
+    async with start(say(TEXT)) as front_end, client(front_end) as api:
+        body = {"input": [{"role": "user", "content": "one"}]}
+        first = await answer(front_end, **body)
+        found = await front_end.http.post(f"{PATH}/input_tokens", json=body)
+        number = first["usage"]["input_tokens"]
+        assert found.json() == {"object": "response.input_tokens", "input_tokens": number}
+        following = {"input": "two", "previous_response_id": first["id"], "instructions": "Brief."}
+        counted = await api.responses.input_tokens.count(model="toy", **following)
+        second = await answer(front_end, **following)
+        assert counted.input_tokens == second["usage"]["input_tokens"] > number
+        long = await api.responses.input_tokens.count(model="toy", input="fox " * 1000)
+        assert long.input_tokens > 256, "beyond the context too"
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.input_tokens.count(model="other", input="one")
+        refused = await front_end.http.post(f"{PATH}/input_tokens", json={"input": 5})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
+async def test_input_items_are_listed(start, say):
+    async with start(say(TEXT)) as front_end, client(front_end) as api:
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "c", "output": "21"}
+        given = [{"role": "user", "content": "one", "id": "msg_mine"}, call, result]
+        first = await api.responses.create(model="toy", input=given, truncation="auto")
+        second = await api.responses.create(model="toy", input="two", previous_response_id=first.id)
+
+        async def page(response_id=second.id, **query):
+            url = f"{PATH}/{response_id}/input_items"
+            return await front_end.http.get(url, params=query)
+
+        everything = (await page(order="asc")).json()
+        items = everything["data"]
+        kinds = ["message", "function_call", "function_call_output", "message", "message"]
+        assert [item["type"] for item in items] == kinds
+        assert items[0]["content"] == [{"type": "input_text", "text": "one"}]
+        assert items[3]["id"] == first.output[0].id
+        ids = [item["id"] for item in items]
+        assert ids[0] == "msg_mine"
+        assert len(set(ids)) == 5
+        assert all(isinstance(name, str) for name in ids)
+        ends = (everything["first_id"], everything["last_id"], everything["has_more"])
+        assert ends == (ids[0], ids[-1], False)
+        paged = [item.id async for item in api.responses.input_items.list(second.id, limit=2)]
+        assert paged == ids[::-1], "the newest first, over several pages"
+        tail = (await page(order="asc", after=ids[2], limit=1)).json()
+        assert ([item["id"] for item in tail["data"]], tail["has_more"]) == ([ids[3]], True)
+        empty = (await page(after=ids[0])).json()
+        assert (empty["data"], empty["first_id"], empty["has_more"]) == ([], None, False)
+        for name, value in (("limit", "0"), ("limit", "101"), ("limit", "x"), ("order", "up")):
+            assert (await page(**{name: value})).json()["error"]["param"] == name
+        assert (await page(after="nothing")).json()["error"]["param"] == "after"
+        assert (await page("resp_none")).status_code == 404
+
+
 async def test_nothing_is_stored_against_the_clients_will(start, say):
     async with start(say(TEXT)) as front_end:
         found = await answer(front_end, store=False)
         await events(front_end, store=False)
         assert len(front_end.app_state.responses) == 0
-        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        for method, path in (
+            *(("GET", ""), ("DELETE", ""), ("POST", "/cancel")),
+            ("GET", "/input_items"),
+        ):
             response = await front_end.http.request(method, f"{PATH}/{found['id']}{path}")
             assert response.status_code == 404
 
@@ -491,7 +550,10 @@ async def test_nobody_sees_the_responses_of_others(start, say, keys):
     async with start(say(TEXT), config=FrontEndConfig(api_key_file=keys)) as front_end:
         alice, bob = client(front_end, "a1"), client(front_end, "b1")
         made = await alice.responses.create(model="toy", input="one", store=True)
-        for use in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+        for use in (
+            *(bob.responses.retrieve, bob.responses.cancel, bob.responses.delete),
+            bob.responses.input_items.list,
+        ):
             with pytest.raises(openai.NotFoundError):
                 await use(made.id)
         with pytest.raises(openai.BadRequestError):

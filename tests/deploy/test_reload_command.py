@@ -72,7 +72,8 @@ def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) 
     words = [sys.executable, "-m", "deploy.cli", "reload", f"--pid={pid}"]
     environment = os.environ | {"XDG_RUNTIME_DIR": str(parent)}
     command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
-    assert eventually(lambda: "SIGHUP" in pending(pid))
+    assert eventually(lambda: "SIGHUP" in pending(pid) or command.poll() is not None)
+    assert command.poll() is None, command.communicate()[1]
     daemon.process.kill()
     daemon.process.wait()
     assert command.wait() == 1

@@ -68,7 +68,7 @@ def test_each_worker_has_its_part_of_weights_and_kv(two: Daemon) -> None:
     assert len(weights) == 2
     assert max(weights) <= MOST * sum(weights)
     assert "180 blocks" not in two.text
-    assert "179 KV blocks of 16" in two.text
+    assert "179 blocks of 16" in two.text
 
 
 @pytest.mark.parametrize("form", ["packed", "auto"])

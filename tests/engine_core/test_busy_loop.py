@@ -128,7 +128,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_steps_until_nothing_is_left_and_checks_the_kv_cache_once(depth):
+def test_the_loop_steps_until_idle_and_checks_the_kv_cache_once(depth):
     checks = []
     loop = Loop(check=lambda: iter([checks.append(1)]), depth=depth)
     request = loop.engine.add_one([1, 2], max_tokens=3)
@@ -152,7 +152,7 @@ def test_a_token_that_comes_after_the_end_is_counted_and_dropped(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(depth):
+def test_the_loop_sleeps_while_all_requests_are_blocked(depth):
     def pause(io):
         loop.engine.scheduler.pause("finish_running")
 
@@ -196,7 +196,7 @@ def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_copy_that_ends_is_told_at_once_where_no_step_will_tell(is_idle):
+def test_a_finished_copy_is_reported_at_once_without_a_step(is_idle):
     def report(io):
         io.workers.reports.append(KVConnectorOutput())
 
@@ -242,7 +242,7 @@ def test_an_integrity_check_ends_when_a_message_arrives():
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
 
 
-def test_it_stops_between_steps_without_starting_another():
+def test_the_loop_stops_between_steps():
     def stop(io):
         io.is_stopped = True
 
@@ -253,7 +253,7 @@ def test_it_stops_between_steps_without_starting_another():
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_it_stops_in_the_middle_of_a_step(depth):
+def test_the_loop_stops_during_a_step(depth):
     def stop(io):
         io.is_stopped = True
 

@@ -101,7 +101,7 @@ def test_extensions_of_other_sources_are_removed(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not folder_of_sources().is_dir(), reason="the scheduler is not compiled from these sources"
 )
-def test_an_engine_gets_the_compiled_form() -> None:
+def test_an_engine_loads_the_compiled_modules() -> None:
     ran = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
     answer, *files = ran.stdout.split()
     assert answer == "True"

@@ -32,7 +32,7 @@ class FrontEnds:
         return []
 
 
-def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
+def test_the_supervisor_is_notified_of_a_pause_before_the_reply():
     """The operator may kill the engine after the reply; the next engine must start paused."""
     log = []
     desk = Desk()
@@ -51,7 +51,7 @@ def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
     assert reply == AdminReply(1, 7, True)
 
 
-def test_an_idle_engine_gives_pins_up_when_their_time_is_over_and_says_so():
+def test_an_idle_engine_drops_expired_pins_and_reports_it():
     log, clock = [], FakeClock()
     desk = Desk(clock=clock, block_size=4, scheduling_policy="continuum", pin_policy="fixed")
     desk.engine.add_one(list(range(20)), 4, agent=AgentHint("a"))

@@ -125,7 +125,7 @@ def step(engine):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_request_that_kills_engines_before_they_decide_ends_and_nobody_else_does(place):
+def test_only_the_request_that_crashes_engines_is_ended(place):
     prompts = [[5] * 20, [6]]
     prompts.insert(place, GUILTY)
     front_end = FrontEnd(prompts)

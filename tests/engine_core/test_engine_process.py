@@ -32,7 +32,7 @@ from tests.fakes.paged_runner import undisturbed
 WORKER_PHASES = (StartPhase("imports", 1.5), StartPhase("weights", 0.25))
 
 
-def test_a_life(start):
+def test_an_engine_process_serves_from_start_to_shutdown(start):
     engine = start()
     engine.worker.send(changed(engine.worker_ready(), phases=WORKER_PHASES))
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
@@ -89,7 +89,7 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     assert output.new_token_ids == undisturbed([4], 1)
 
 
-def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(start):
+def test_nonfinite_logits_fail_only_their_request(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -112,7 +112,7 @@ def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(sta
     assert [token for each in outputs for token in each.new_token_ids] == undisturbed([4], 2)
 
 
-def test_each_front_end_gets_its_own(start):
+def test_every_front_end_gets_its_own_outputs(start):
     engine = start(frontend=FrontEndConfig(api_server_count=2))
     engine.start()
     first, second = engine.front_ends
@@ -130,7 +130,7 @@ def test_each_front_end_gets_its_own(start):
     assert (output.request_id, output.new_token_ids) == (1 << 55, undisturbed([2], 1))
 
 
-def test_a_bad_request_gets_an_error_and_harms_nobody(start):
+def test_a_bad_request_gets_an_error_and_others_continue(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -158,7 +158,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_loads(start):
     assert engine.shutdown() == 0
 
 
-def test_a_pause_is_told_and_taken_up_again(start):
+def test_a_pause_is_reported_and_restored(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -168,7 +168,7 @@ def test_a_pause_is_told_and_taken_up_again(start):
     assert engine.expect(engine.supervisor, Paused) == Paused(None)
 
 
-def test_an_engine_that_is_left_is_paused_by_the_supervisor(start):
+def test_the_supervisor_pauses_an_engine_that_is_replaced(start):
     """Operators call the current engine; this one does not report its pause."""
     engine = start()
     engine.start()
@@ -208,7 +208,7 @@ def test_an_engine_that_follows_a_paused_one_is_paused(start):
     assert engine.shutdown() == 0
 
 
-def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(start):
+def test_a_request_that_crashed_engines_runs_alone_and_is_finally_refused(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends

@@ -11,7 +11,7 @@ from tests.fakes.offload_rig import OffloadRig
 PROMPT = list(range(37))
 
 
-def test_a_store_that_is_never_reported_does_not_hide_that_nobody_steps() -> None:
+def test_an_unreported_store_does_not_hide_a_hang() -> None:
     """A request runs, or has room to run, while blocks are held by a copy."""
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 20)
@@ -33,7 +33,7 @@ def test_a_store_that_is_never_reported_does_not_hide_that_nobody_steps() -> Non
     assert owes_step(rig.scheduler), "there is room for it"
 
 
-def test_who_waits_for_room_that_a_copy_gives_back_owes_nothing() -> None:
+def test_waiting_for_blocks_held_by_a_copy_is_no_hang() -> None:
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     first = rig.add_one(PROMPT, 1)
     rig.run_until_over(first)
@@ -51,7 +51,7 @@ def test_who_waits_for_room_that_a_copy_gives_back_owes_nothing() -> None:
     rig.assert_at_rest()
 
 
-def test_who_is_loaded_for_owes_nothing_until_somebody_runs() -> None:
+def test_waiting_for_a_load_is_no_hang() -> None:
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
@@ -95,7 +95,7 @@ def supervisor_io_of(rig: OffloadRig, workers: Workers) -> SupervisorIO:
     return supervisor_io
 
 
-def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang() -> None:
+def test_a_copy_that_workers_never_report_is_a_hang() -> None:
     """The pool is full of blocks that are being copied; the time limit of a step applies."""
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     rig.run_until_over(rig.add_one(PROMPT, 1))
@@ -127,7 +127,7 @@ def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang()
     rig.assert_at_rest()
 
 
-def test_nobody_is_waited_for_while_somebody_runs_or_has_room() -> None:
+def test_no_copy_is_awaited_while_requests_run_or_blocks_are_free() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     supervisor_io = supervisor_io_of(rig, Workers())
     rig.add_one(PROMPT, 20)

@@ -12,7 +12,7 @@ class Listener:
         self.heard.append(message)
 
 
-def test_now_and_then_and_at_once_where_the_workers_are_new():
+def test_heartbeats_are_periodic_and_immediate_for_new_workers():
     now = [100.0]
     listener = Listener()
     supervisor_io = SupervisorIO(listener, None, lambda: now[0])

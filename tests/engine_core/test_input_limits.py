@@ -24,7 +24,7 @@ def test_a_full_queue_refuses_with_one_output_and_takes_again_when_it_is_emptier
     desk.engine.assert_at_rest()
 
 
-def test_all_choices_of_a_message_or_none():
+def test_all_choices_of_a_request_are_accepted_or_none():
     desk = Desk(max_num_queued_reqs=4)
     desk.take(request(1, n=2))
     desk.take(request(2, n=3))
@@ -34,7 +34,7 @@ def test_all_choices_of_a_message_or_none():
     assert desk.engine.scheduler.num_unfinished == 4
 
 
-def test_who_comes_again_after_a_crash_is_never_refused():
+def test_a_request_resumed_after_a_crash_is_never_refused():
     desk = Desk(max_num_queued_reqs=1)
     for request_id in (1, 2, 3):
         desk.take(request(request_id, accepted=True))
@@ -43,14 +43,14 @@ def test_who_comes_again_after_a_crash_is_never_refused():
     assert refused(desk) == [(4, "queue_full")], "those who came again do take places"
 
 
-def test_what_was_finished_before_the_crash_takes_no_place():
+def test_choices_finished_before_the_crash_take_no_queue_slot():
     desk = Desk(max_num_queued_reqs=1)
     desk.take(request(1, n=2, output_token_ids=((1,), (7, EOS)), finished_choices=(0,)))
     desk.take(request(2))
     assert desk.outputs.accepted == [(0, 1), (0, 2)]
 
 
-def test_what_fails_while_it_is_added_leaves_its_places(monkeypatch):
+def test_a_failed_submission_releases_its_queue_slots(monkeypatch):
     desk = Desk(max_num_queued_reqs=2)
     desk.take(request(1))
     add = desk.input_processor._add_choice
@@ -61,7 +61,7 @@ def test_what_fails_while_it_is_added_leaves_its_places(monkeypatch):
     assert desk.outputs.accepted == [(0, 1), (0, 3)]
 
 
-def test_who_is_overdue_is_ended_with_one_output():
+def test_an_expired_request_ends_with_one_output():
     clock = FakeClock()
     desk = Desk(clock=clock, max_num_seqs=1)
     desk.take(request(1, n=2, max_tokens=50, deadline=130.0), client=1)

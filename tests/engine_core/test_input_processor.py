@@ -139,7 +139,7 @@ def test_a_request_sent_twice_does_not_disturb_itself(caplog):
     assert desk.outputs.outputs == []
 
 
-def test_an_id_can_be_used_again_when_it_is_over():
+def test_an_id_can_be_reused_after_the_request():
     desk = Desk()
     desk.take(request(1))
     desk.take(Abort(1, 1, "disconnect"))
@@ -242,7 +242,7 @@ def test_a_pause_can_end_what_is_unfinished():
     desk.engine.assert_at_rest()
 
 
-def test_whether_there_is_a_pause_by_call():
+def test_is_paused_by_call():
     desk = Desk()
     for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
         desk.take(AdminCall(1, call_id, name))

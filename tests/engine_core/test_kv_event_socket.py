@@ -27,7 +27,7 @@ NUM_BATCHES = 20_000
     ],
     ids=["random", "pickle", "long subscription", "huge"],
 )
-def test_nobody_can_disturb_the_others(frame: bytes) -> None:
+def test_input_from_a_subscriber_disturbs_no_other(frame: bytes) -> None:
     context = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="t-") as place:
         publisher = KVEventPublisher(f"ipc://{place}/kv", 3)
@@ -50,7 +50,9 @@ def test_nobody_can_disturb_the_others(frame: bytes) -> None:
         context.destroy(0)
 
 
-def test_who_reads_slowly_misses_some_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_subscriber_misses_events_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED_BATCHES", 500)
     context = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="t-") as place:

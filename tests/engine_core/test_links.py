@@ -80,7 +80,7 @@ def hear(link, front_ends):
     return messages
 
 
-def test_front_ends_are_told_apart_and_other_epochs_dropped(run_dir, closing):
+def test_messages_carry_their_front_end_and_other_epochs_are_dropped(run_dir, closing):
     links = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     for client in range(2):
         peer = closing(Link.connect(front_end_path(run_dir, EPOCH, client), AdminReply))
@@ -109,7 +109,7 @@ os._exit(1)
 """
 
 
-def test_what_an_engine_said_last_arrives_though_it_dies_of_an_exception(run_dir, closing):
+def test_the_last_message_of_a_crashing_engine_arrives(run_dir, closing):
     """No other message names the request that it scheduled alone."""
     peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
     peer.send(Abort(EPOCH, 1, "disconnect"))
@@ -118,7 +118,7 @@ def test_what_an_engine_said_last_arrives_though_it_dies_of_an_exception(run_dir
     assert len(message.outputs[0].new_token_ids) == 2_000_000
 
 
-def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_dir, closing):
+def test_a_ping_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_dir, closing):
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0,)))
     link = closing(Link.bind(f"{run_dir}/s", Ping | Shutdown))
@@ -136,7 +136,7 @@ def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_di
     assert io.is_stopped
 
 
-def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_dir, closing):
+def test_statistics_travel_with_outputs_and_skip_dead_front_ends(run_dir, closing):
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
@@ -168,7 +168,7 @@ def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_di
     )
 
 
-def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, closing):
+def test_engine_state_held_by_a_dead_front_end_is_resent_to_another(run_dir, closing):
     """Its requests are aborted; without a message the gauges would still count them."""
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
@@ -186,7 +186,7 @@ def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, cl
     assert (message.stats.num_waiting, message.stats.num_running) == (0, 0)
 
 
-def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
+def test_live_views_are_sent_until_the_front_end_dies(run_dir, closing):
     """The engine waits until a view is due at most, and is not idle before."""
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
@@ -220,9 +220,7 @@ def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
     assert views.seconds_to_next is None, "no page is open"
 
 
-def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
-    run_dir, closing, monkeypatch
-):
+def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, closing, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 10_000)
     monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 1)
     engine = EngineHarness()
@@ -375,7 +373,7 @@ def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
         CacheReady(EPOCH, 0),
     ],
 )
-def test_a_worker_that_is_not_who_it_should_be_is_named(run_dir, closing, message):
+def test_a_worker_with_a_wrong_identity_is_named(run_dir, closing, message):
     ranks = Ranks(run_dir, closing)
     ranks.peers[1].send(message)
     with pytest.raises(WorkerFailedError, match="worker 1"):
@@ -391,7 +389,7 @@ def test_ranks_that_answer_different_steps_are_refused(run_dir, closing):
         ranks.receive()
 
 
-def test_a_rank_that_has_other_tokens_than_the_first_is_not_trusted(run_dir, closing):
+def test_a_rank_with_other_tokens_than_rank_0_is_a_protocol_violation(run_dir, closing):
     ranks = Ranks(run_dir, closing)
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
     assert ranks.receive() == []

@@ -180,7 +180,7 @@ def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
         assert ChunkRule.from_config(config).longest_chunk == min(threshold, 64)
 
 
-def test_what_weights_take_is_added_up_by_form():
+def test_weight_memory_is_summed_by_format():
     first = boots.worker_ready(
         weights=(WeightFormatMemory("packed", 5), WeightFormatMemory("bf16", 7))
     )

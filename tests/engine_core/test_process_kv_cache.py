@@ -67,7 +67,7 @@ def subscribe():
 
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp://127.0.0.1:0"])
-def test_kv_events_tell_what_is_cached(start, subscribe, endpoint):
+def test_kv_events_report_cached_blocks(start, subscribe, endpoint):
     engine = start(cache=CacheConfig(kv_events_endpoint=endpoint))
     engine.worker.send(engine.worker_ready())
     engine.expect(engine.worker, InitializeCache)

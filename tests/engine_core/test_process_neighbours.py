@@ -119,7 +119,7 @@ def test_a_front_end_that_takes_over_begins_with_nothing(start):
 
 
 @pytest.mark.parametrize("tokens", [[[1000]], [[]], []])
-def test_a_worker_whose_result_cannot_be_is_given_up(start, tokens):
+def test_a_worker_with_an_impossible_result_is_dropped(start, tokens):
     engine = start()
     engine.start()
     engine.front_ends[0].send(engine.request(1, [1], 10))
@@ -129,7 +129,7 @@ def test_a_worker_whose_result_cannot_be_is_given_up(start, tokens):
     assert engine.shutdown() == 0
 
 
-def test_a_worker_that_sends_garbage_is_given_up_and_its_requests_go_on(start):
+def test_a_worker_that_sends_garbage_is_replaced_and_requests_continue(start):
     engine = start()
     engine.start()
     (front_end,) = engine.front_ends
@@ -181,7 +181,7 @@ def ask(engine: EngineProcess) -> EngineAlive:
     return engine.expect(engine.supervisor, EngineAlive)
 
 
-def test_it_says_whom_it_waits_for_when_it_is_asked(start):
+def test_the_engine_reports_which_process_it_waits_for(start):
     engine = start()
     assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "the worker has not said anything"
     engine.worker.send(engine.worker_ready())

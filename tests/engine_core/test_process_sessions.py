@@ -36,7 +36,7 @@ def test_a_session_goes_on_turn_by_turn(start):
 
 
 @pytest.mark.parametrize("seconds", [0.1, IDLE_SECONDS + 0.3])
-def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start, seconds):
+def test_an_idle_session_expires_without_other_events(start, seconds):
     engine = start(scheduler=SchedulerConfig(session_timeout=seconds))
     engine.start()
     (front_end,) = engine.front_ends

@@ -101,7 +101,7 @@ def test_order_is_priority_arrival_request_id_choice():
         (RequestStatus.FINISHED_ERROR, FinishReason.ERROR),
     ],
 )
-def test_a_finished_status_tells_the_finish_reason(status, reason):
+def test_a_finished_status_has_a_finish_reason(status, reason):
     assert status.is_finished
     assert status.finish_reason is reason
 

@@ -44,7 +44,7 @@ def test_a_session_by_messages():
         (give(tokens=range(60)), "max_tokens", "64"),
     ],
 )
-def test_bad_input_ends_its_session_with_one_output_and_harms_nobody(bad, param, words, resting):
+def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, resting):
     desk = Desk()
     desk.take(request(1, max_tokens=2, resumable=True))
     desk.take(request(2, max_tokens=9))
@@ -61,7 +61,7 @@ def test_bad_input_ends_its_session_with_one_output_and_harms_nobody(bad, param,
     desk.engine.assert_at_rest()
 
 
-def test_input_for_nobody_and_for_others_is_dropped():
+def test_input_for_unknown_or_foreign_sessions_is_dropped():
     desk = Desk()
     desk.take(request(1, resumable=True), client=1)
     desk.take(request(2), client=1)

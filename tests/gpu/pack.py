@@ -40,6 +40,7 @@ WHEELS: Final = (
     "starlette",
     "typing-inspection",
     "uvicorn",
+    "websockets",
 )
 """What torch, transformers and pytest do not bring."""
 LIMIT: Final = 64 << 20

@@ -458,8 +458,8 @@ API_SERVER = (
     Fault(
         "stop_string_cut_late",
         "api_server/text/stop_strings.py",
-        "return text[: end - hidden], longest.string",
-        "return text[: end - hidden + 1], longest.string",
+        "else end - len(stop)], stop",
+        "else end - len(stop) + 1], stop",
         "An answer ends with the first character of its stop string.",
         ("tests/api_server/test_stop_strings.py",),
     ),

@@ -16,6 +16,7 @@ from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, 
 from proto.errors import ConfigError, TokendError
 from proto.lifecycle import (
     CacheReady,
+    ComputeShape,
     InitializeCache,
     NewEngine,
     Notice,
@@ -54,7 +55,9 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
 
 def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = SimpleNamespace(num_kv_heads=1, head_dim=8)
-    spec = SimpleNamespace(windows=(None,), attention_shape=heads, vocab_size=10)
+    spec = SimpleNamespace(
+        windows=(None,), attention_shape=heads, vocab_size=10, compute_shape=ComputeShape()
+    )
     monkeypatch.setattr(loaded_model, "load_model", lambda *_: SimpleNamespace(spec=spec))
     monkeypatch.setattr(loaded_model, "spec_from_config", Mock())
     monkeypatch.setattr(loaded_model, "read_index", Mock())

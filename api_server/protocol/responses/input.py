@@ -8,6 +8,7 @@ function_call_output    "21 °C"              tool       "21 °C"
 """
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -53,6 +54,42 @@ _ITEM_FIELDS: Final = frozenset(
     }
 )
 """Fields of items in OpenAI's API; some have no effect here."""
+
+
+_ID_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+"""Type of an item → prefix of its id."""
+
+
+def with_id(item: Item) -> Item:
+    """Return the item with an id; one that the client has given stays."""
+    if isinstance(item.get("id"), str):
+        return item
+    kind = item.get("type") or "message"
+    prefix = _ID_PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
+    return {**item, "id": f"{prefix}_{secrets.token_hex(16)}"}
+
+
+def listed_item(item: Item) -> Item:
+    """Return an input item with the fields that it has in responses of OpenAI's API."""
+    kind = item.get("type") or "message"
+    listed = {"type": kind, **item}
+    if kind in ("message", "function_call", "custom_tool_call", "function_call_output"):
+        listed.setdefault("status", "completed")
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part: Item = {"type": "input_text", "text": content}
+        if item["role"] == "assistant":
+            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+        listed["content"] = [part]
+    return listed
 
 
 class ItemTranslator:

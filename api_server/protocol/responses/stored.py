@@ -40,17 +40,22 @@ class StoredResponse:
     num_bytes: int
     expires_at: float
 
+    @property
+    def input_items(self) -> list[Json]:
+        """The items of the conversation before the response."""
+        return self.items[: len(self.items) - len(self.response["output"])]
+
 
 class RunningResponse:
-    """A response that is being generated. is_stored: it will be stored when it is finished."""
+    """A response that is being generated. record: stores it; None if it will not be stored."""
 
     def __init__(
-        self, stream: "TokenStream", encoder: "ResponsesEncoder", *, is_stored: bool
+        self, stream: "TokenStream", encoder: "ResponsesEncoder", record: "ResponseRecord | None"
     ) -> None:
         self._stream = stream
         self._encoder = encoder
         self._is_cancelled = False
-        self.is_stored = is_stored
+        self.record = record
 
     @property
     def is_finished(self) -> bool:

@@ -46,7 +46,7 @@ def test_eviction_takes_the_end_of_the_least_recently_freed_request_first(kv):
     assert kv.manager.num_free_blocks == 7
 
 
-def test_a_decode_inside_its_block_gets_the_shared_empty_answer(kv):
+def test_a_decode_inside_its_block_returns_the_shared_empty_allocation(kv):
     request = kv.requests.make(range(10))
     kv.requests.schedule(request)
     answers = []
@@ -105,7 +105,7 @@ def test_hits_in_the_free_queue_count_against_free_space(kv):
     assert kv.manager.allocate_slots(third, 32, computed) == [order[:2]]
 
 
-def test_a_running_request_that_does_not_fit_keeps_what_it_has(kv):
+def test_a_failed_allocation_leaves_the_blocks_of_a_running_request(kv):
     first, second = kv.requests.make(range(80)), kv.requests.make(range(500, 580))
     kv.requests.schedule(first)
     kv.requests.schedule(second)
@@ -120,7 +120,7 @@ def test_a_running_request_that_does_not_fit_keeps_what_it_has(kv):
 
 @pytest.mark.parametrize("small", [10], indirect=True)
 @pytest.mark.parametrize(("num_lookahead", "num_blocks"), [(0, 1), (1, 1), (2, 2), (4, 2), (6, 3)])
-def test_lookahead_takes_room_beyond_the_new_tokens(small, num_lookahead, num_blocks):
+def test_lookahead_allocates_beyond_the_new_tokens(small, num_lookahead, num_blocks):
     request = small.requests.make("ABC")
     new_blocks = small.manager.allocate_slots(request, 3, num_lookahead_tokens=num_lookahead)
     assert new_blocks == [list(range(1, num_blocks + 1))]
@@ -153,7 +153,7 @@ def test_block_ids_are_a_copy(kv):
     assert kv.requests.table(request) == [1, 2, 3]
 
 
-def test_what_fits_is_what_the_usable_blocks_hold(kv):
+def test_capacity_equals_the_usable_blocks(kv):
     kv.requests.schedule(kv.requests.make(range(100)))
     assert kv.manager.max_blocks(160) <= kv.manager.num_usable_blocks
     assert kv.manager.max_blocks(161) > kv.manager.num_usable_blocks

@@ -14,7 +14,7 @@ def truth(manager):
     )
 
 
-def test_the_count_is_the_pools_own_after_anything() -> None:
+def test_block_counts_match_the_pool_after_random_operations() -> None:
     """Allocate, find, free, withdraw, forget and reset, with full layers and with windows."""
     for seed in range(6):
         rng = random.Random(seed)
@@ -42,7 +42,7 @@ def test_the_count_is_the_pools_own_after_anything() -> None:
         assert most > 3
 
 
-def test_found_blocks_are_somebodys_again() -> None:
+def test_cache_hits_count_as_blocks_in_use_again() -> None:
     census = ReusableBlockCounter()
     manager = make_manager(10, 16, observers=(census,))
     requests = Requests(manager)

@@ -78,7 +78,7 @@ def test_a_fork_may_begin_far_behind_its_source(setup):
     assert kv.manager.pop_block_copies() == [2, 6]
 
 
-def test_each_of_many_forks_copies_from_the_source(setup):
+def test_all_forks_copy_from_the_source(setup):
     kv = setup()
     source = kv.run(TEN)
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
-def test_shared_blocks_are_free_when_the_last_one_has_gone(setup, order):
+def test_shared_blocks_are_freed_by_the_last_user(setup, order):
     kv = setup()
     source = kv.run(TEN)
     family = [source, kv.fork(source, 9, TEN), kv.fork(source, 9, TEN)]
@@ -109,7 +109,7 @@ def test_shared_blocks_are_free_when_the_last_one_has_gone(setup, order):
     assert kv.manager.num_free_blocks == kv.manager.num_usable_blocks
 
 
-def test_a_copy_is_found_only_when_it_is_filled(setup):
+def test_a_copied_block_is_findable_only_once_filled(setup):
     kv = setup()
     source = kv.run(TEN)
     kv.fork(source, 9, TEN)
@@ -121,7 +121,7 @@ def test_a_copy_is_found_only_when_it_is_filled(setup):
     assert found.block_ids == ([1, 2, 3],)
 
 
-def test_a_fork_that_fills_its_copy_can_be_found_when_the_source_is_gone(setup):
+def test_a_filled_copy_is_findable_after_the_source_is_freed(setup):
     kv = setup()
     source = kv.run(TEN)
     fork = kv.fork(source, 9, [*TEN, 10, 11])
@@ -131,7 +131,7 @@ def test_a_fork_that_fills_its_copy_can_be_found_when_the_source_is_gone(setup):
     assert found.block_ids == ([1, 2, 4],)
 
 
-def test_without_room_for_the_copy_nothing_changes(setup):
+def test_a_fork_without_a_free_block_changes_nothing(setup):
     kv = setup(4)
     source = kv.run(TEN)
     computed = kv.manager.find_fork(source, 9)
@@ -215,7 +215,7 @@ def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
     assert kv.manager.pop_block_copies() == []
 
 
-def test_a_branch_of_nothing_holds_nothing(setup):
+def test_a_branch_of_an_empty_source_holds_no_blocks(setup):
     kv = setup()
     source, request = kv.run(TEN), kv.requests.make(TEN)
     kv.manager.free(source)
@@ -223,7 +223,7 @@ def test_a_branch_of_nothing_holds_nothing(setup):
     assert kv.tables(request) == [[]]
 
 
-def test_a_copy_for_a_branch_that_is_over_is_not_made(setup):
+def test_no_copy_is_made_for_a_finished_branch(setup):
     kv = setup()
     source, request = kv.run(TEN), kv.requests.make(TEN)
     kv.manager.fork_blocks(request, source, 10)

@@ -62,7 +62,7 @@ def test_popleft_of_an_empty_queue_is_an_error():
         queue.popleft()
 
 
-def test_popleft_n_takes_none_when_too_few_are_free():
+def test_popleft_n_pops_nothing_when_too_few_are_free():
     queue = LRUFreeQueue(4)
     with pytest.raises(ValueError, match="4 needed, 3 free"):
         queue.popleft_n(4)
@@ -79,7 +79,7 @@ def test_popleft_n_gives_blocks_in_order_and_references_them():
 
 
 @pytest.mark.parametrize("take", [LRUFreeQueue.popleft, lambda queue: queue.popleft_n(2)])
-def test_a_referenced_block_in_the_queue_is_not_given_away(take):
+def test_a_referenced_block_in_the_queue_is_not_allocated(take):
     queue = LRUFreeQueue(4)
     queue.ref_counts[1] = 1
     with pytest.raises(AssertionError, match="block 1 was free and referenced"):
@@ -176,7 +176,7 @@ def test_the_null_block_is_never_free_nor_counted(num_taken):
         ([7, 3, NULL_BLOCK, 6], [3, 1, 2, 4, 5]),  # 6 and 7 are in use
     ],
 )
-def test_what_is_advanced_goes_next(advanced, order):
+def test_advanced_blocks_are_evicted_next(advanced, order):
     queue = reordered([6, 7, 1, 2, 3, 4, 5])
     queue.popleft_n(2)
     queue.move_to_front(advanced)

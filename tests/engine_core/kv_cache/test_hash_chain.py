@@ -81,7 +81,7 @@ def test_random_runs(make_chain):
         assert list(found) == expected(parent, blocks)
 
 
-def test_block_hashes_are_the_same_whoever_computes_them(folder, monkeypatch):
+def test_block_hashes_are_the_same_in_cpp_and_python(folder, monkeypatch):
     """Chains of many blocks, extended in steps of every size."""
     chains = {}
     for make in (HashlibChain, lambda block_bytes: load_hash_chain(block_bytes, folder)):
@@ -97,15 +97,15 @@ def test_block_hashes_are_the_same_whoever_computes_them(folder, monkeypatch):
     assert one == other
 
 
-def test_what_is_built_is_loaded(folder):
+def test_the_built_library_is_loaded(folder):
     assert isinstance(load_hash_chain(64, folder), NativeChain)
 
 
-def test_without_a_library_hashlib_does_it(tmp_path):
+def test_hashlib_is_the_fallback_without_a_library(tmp_path):
     assert isinstance(load_hash_chain(64, tmp_path), HashlibChain)
 
 
-def test_a_broken_library_is_not_used(tmp_path):
+def test_a_library_that_fails_to_load_is_not_used(tmp_path):
     build_native.library(tmp_path).write_text("not a library")
     assert isinstance(load_hash_chain(64, tmp_path), HashlibChain)
 

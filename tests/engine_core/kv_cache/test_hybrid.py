@@ -102,7 +102,7 @@ def test_every_mixture_of_groups_finds_the_whole_common_prefix(setup, windows):
     assert kv.requests.schedule_groups(second) is not None
 
 
-def test_a_hit_is_what_all_groups_still_hold(setup):
+def test_a_hit_ends_where_any_group_lost_a_block(setup):
     """HY-05, without drafts: a window of three blocks, six full blocks."""
     tokens = [*range(96), 500]
 
@@ -143,7 +143,7 @@ def test_a_lowered_hit_is_searched_again_by_the_group_that_accepted_more(setup):
     )
 
 
-def test_blocks_outside_the_window_are_given_back_last_one_first(setup):
+def test_blocks_outside_the_window_are_freed_last_first(setup):
     """ST-03: a window of four tokens, blocks of two."""
     kv = setup(21, 4, block_size=2)
     request = kv.run(range(4))
@@ -164,7 +164,7 @@ def test_blocks_outside_the_window_are_given_back_last_one_first(setup):
     assert list(kv.pool.free_queue)[-2:] == held[::-1]
 
 
-def test_what_is_passed_is_given_back_before_the_room_is_counted(setup):
+def test_blocks_outside_the_window_are_freed_before_free_blocks_are_counted(setup):
     """Three blocks for a window of two: each new one is the one that was passed."""
     kv = setup(4, 4, block_size=2)
     request = kv.run(range(5))
@@ -175,7 +175,7 @@ def test_what_is_passed_is_given_back_before_the_room_is_counted(setup):
     assert sum(1 for block in kv.requests.table(request) if block) <= 3
 
 
-def test_a_refused_allocation_gives_back_only_what_is_passed(setup):
+def test_a_failed_allocation_frees_only_blocks_outside_the_window(setup):
     kv = setup(8, None, 4, block_size=2)
     request = kv.run(range(6))
     request.all_token_ids += range(9)
@@ -265,7 +265,7 @@ def test_cached_blocks_in_the_free_queue_count_as_needed(window):
     assert len(group.block_table(7)) == 2
 
 
-def test_what_is_predicted_is_what_is_taken():
+def test_predicted_and_allocated_block_counts_agree():
     """ST-07."""
     pool = BlockPool(40, enable_caching=True)
     group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), KVGroup(8))
@@ -313,7 +313,7 @@ def test_groups_are_separate_keys(setup):
     assert kv.hit([*COMMON, 8]) == ([1, 2], [5, 6])
 
 
-def test_without_caching_windows_are_given_back_all_the_same():
+def test_windows_are_freed_without_prefix_caching():
     manager = make_manager(8, 2, enable_caching=False, windows=(4, 4))
     assert isinstance(manager._coordinator, KVCacheCoordinator)
     requests = Requests(manager)

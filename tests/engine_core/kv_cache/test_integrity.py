@@ -170,14 +170,14 @@ def shortened_table(scene: Scene) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_each_planted_corruption_is_named(plant: Callable[[Scene], None], expected: str):
+def test_every_planted_corruption_is_named(plant: Callable[[Scene], None], expected: str):
     scene = Scene()
     plant(scene)
     found = integrity.check(scene.manager)
     assert any(violation.startswith(expected) for violation in found), found
 
 
-def test_a_large_pool_is_checked_in_many_pieces():
+def test_a_large_pool_is_checked_in_slices():
     """None of them looks at more than a slice, and a fault at the end is found all the same."""
     manager = make_manager(10 * integrity.SLICE, block_size=4)
     pieces = list(integrity.check_in_slices(manager))

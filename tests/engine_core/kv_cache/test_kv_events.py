@@ -53,7 +53,7 @@ def test_a_later_block_names_its_parent():
     ]
 
 
-def test_content_is_gone_with_its_last_block():
+def test_content_is_removed_with_its_last_block():
     kv = Setup(5)
     twins = [kv.run(range(16)) for _ in range(2)]
     assert [type(event) for event in kv.log.pop_events()] == [BlockStored] * 2
@@ -65,7 +65,7 @@ def test_content_is_gone_with_its_last_block():
     assert kv.log.pop_events() == [BlockRemoved(twins[0].block_hashes[0])]
 
 
-def test_groups_are_told_apart():
+def test_events_name_their_group():
     kv = Setup(21, None, 32)
     request = kv.run(range(40))
     stored = kv.log.pop_events()
@@ -98,5 +98,5 @@ def test_a_subscriber_ends_with_what_the_index_holds():
     assert known.held
 
 
-def test_a_pool_that_nobody_watches_is_the_plain_one():
+def test_a_pool_without_observers_is_the_plain_class():
     assert type(make_manager(5).pool) is BlockPool

@@ -173,7 +173,7 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
     assert integrity.check(setup.manager) == []
 
 
-def test_blocks_that_change_hands_stay_where_they_are(kv):
+def test_handed_over_blocks_keep_their_place(kv):
     request = kv.requests.make([*COMMON, *[3] * 7])
     kv.requests.schedule(request)
     free = kv.free_order()
@@ -192,7 +192,7 @@ def test_blocks_that_change_hands_stay_where_they_are(kv):
     assert kv.manager.usage == 0
 
 
-def test_what_an_heir_will_overwrite_is_not_found_any_more(kv):
+def test_blocks_the_successor_will_overwrite_are_not_findable(kv):
     """The heir goes on after 47 tokens, within the third block."""
     request = kv.requests.make([*COMMON, 3])
     kv.requests.schedule(request)

@@ -63,7 +63,7 @@ def test_touch_takes_a_cached_block_out_of_the_free_queue():
     assert pool.num_evictable([1, 2]) == 1
 
 
-def test_what_is_retired_is_overwritten_first_and_found_until_then():
+def test_evict_first_blocks_are_findable_until_overwritten():
     pool = make_pool()
     blocks = pool.get_new_blocks(5)
     for block in blocks:
@@ -76,7 +76,7 @@ def test_what_is_retired_is_overwritten_first_and_found_until_then():
     assert not any(check_pool(pool, [[3]]))
 
 
-def test_nothing_is_retired_while_there_is_room_without_content():
+def test_nothing_is_evicted_early_while_empty_blocks_are_free():
     pool = make_pool()
     pool.get_new_blocks(3)
     for block in (1, 2, 3):

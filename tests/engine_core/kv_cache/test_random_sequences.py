@@ -111,7 +111,7 @@ STEPS_EACH = 700
 
 
 @pytest.mark.parametrize(("windows", "block_size", "num_usable"), ONE_GROUP + SEVERAL_GROUPS)
-def test_a_busy_life(windows, block_size, num_usable):
+def test_random_operations_keep_the_invariants(windows, block_size, num_usable):
     machine = KVCacheMachine()
     machine.start(num_usable=num_usable, block_size=block_size, caching=True, windows=windows)
     done = busy_life(machine, random.Random(len(windows) * block_size), STEPS_EACH)

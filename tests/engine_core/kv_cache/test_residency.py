@@ -91,7 +91,7 @@ def test_one_block_in_so_many_is_measured(one_in, low, high):
     assert low <= len(kv.manager.pop_evictions()) <= high
 
 
-def test_switched_off_nobody_watches_the_pool():
+def test_the_pool_has_no_observer_when_residency_is_disabled():
     kv = Setup(one_in=0)
     assert type(kv.manager.pool) is BlockPool
     kv.serve("AAAA|BBBB")

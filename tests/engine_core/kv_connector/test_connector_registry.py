@@ -31,7 +31,7 @@ def test_nothing_configured_is_a_null_connector() -> None:
     assert create_scheduler_connector(NO_TRANSFER, context()) is NO_CONNECTOR
 
 
-def test_a_class_of_somebody_else_s_by_module_path() -> None:
+def test_a_third_party_connector_is_loaded_by_module_path() -> None:
     connector = create_scheduler_connector(OUTSIDE, context())
     assert isinstance(connector, OutsideScheduler)
     assert connector.config is OUTSIDE
@@ -45,7 +45,7 @@ def test_an_unknown_name_is_not_registered() -> None:
 @pytest.mark.parametrize(
     ("path", "named"), [("no.such.module", "cannot be imported"), ("tests.fakes", "has no class")]
 )
-def test_a_module_path_that_leads_nowhere(path: str, named: str) -> None:
+def test_a_module_path_that_does_not_exist_is_refused(path: str, named: str) -> None:
     config = KVTransferConfig(kv_connector="Outside", kv_connector_module_path=path)
     with pytest.raises(ConfigError, match=named):
         create_scheduler_connector(config, context())
@@ -56,7 +56,7 @@ def test_supports_hma_a_hybrid_model_needs_a_connector_that_says_so() -> None:
         create_scheduler_connector(OUTSIDE, context(None, 64))
 
 
-def test_the_registry_imports_nothing_before_it_is_asked() -> None:
+def test_the_registry_imports_connectors_on_first_use() -> None:
     modules = [target.partition(":")[0] for target in CONNECTORS.values()]
     code = (
         "import sys, engine_core.kv_connector.factory; "
@@ -67,7 +67,7 @@ def test_the_registry_imports_nothing_before_it_is_asked() -> None:
 
 
 class TestReportsOfAllRanks:
-    def test_a_seq_id_is_finished_when_every_rank_says_so(self) -> None:
+    def test_a_seq_id_is_finished_when_every_rank_has_reported_it(self) -> None:
         """KVH-01."""
         aggregator = KVOutputAggregator(2)
         assert aggregator.aggregate(KVConnectorOutput()).is_empty
@@ -78,11 +78,11 @@ class TestReportsOfAllRanks:
         assert (second.finished_sending, second.finished_recving) == ([1], [])
         assert aggregator.aggregate(KVConnectorOutput([], [2])).finished_recving == [2]
 
-    def test_the_same_seq_id_again_needs_all_of_them_again(self) -> None:
+    def test_a_reused_seq_id_waits_for_every_rank_again(self) -> None:
         aggregator = KVOutputAggregator(2)
         for _ in range(2):
             assert aggregator.aggregate(KVConnectorOutput([7])).finished_sending == []
             assert aggregator.aggregate(KVConnectorOutput([7])).finished_sending == [7]
 
-    def test_one_rank_is_all_ranks(self) -> None:
+    def test_a_single_rank_finishes_a_seq_id_at_once(self) -> None:
         assert KVOutputAggregator(1).aggregate(KVConnectorOutput([7], [8])).finished_sending == [7]

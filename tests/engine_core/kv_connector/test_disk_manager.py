@@ -91,7 +91,7 @@ def run(manager: DiskOffloadingManager, *numbers: int) -> int | None:
     return manager.lookup([key(each) for each in numbers])
 
 
-def test_lookup_before_the_scan_ends_is_none_and_a_ring_follows(
+def test_lookup_returns_none_during_the_scan_and_notifies_afterwards(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.write(1)
@@ -106,7 +106,9 @@ def test_lookup_before_the_scan_ends_is_none_and_a_ring_follows(
     assert run(manager, 1) == 1
 
 
-def test_nobody_waits_long_for_a_scan(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_scan_delays_requests_only_briefly(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_manager, "SCAN_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)
@@ -126,7 +128,7 @@ def test_a_restart_finds_what_was_stored_in_the_order_of_its_last_use(disk: Disk
     assert output.evicted == [key(2)]
 
 
-def test_many_files_are_taken_in_slices(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_scanned_in_slices(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_manager, "_SLICE", 3)
     disk.write(*range(1, 11))
     manager = disk.manager(known=False)
@@ -137,7 +139,7 @@ def test_many_files_are_taken_in_slices(disk: Disk, monkeypatch: pytest.MonkeyPa
     assert disk.rings >= 3
 
 
-def test_prepare_store_takes_only_what_is_not_there(disk: Disk) -> None:
+def test_prepare_store_skips_stored_blocks(disk: Disk) -> None:
     manager = disk.manager()
     assert disk.store(manager, 1, 2) == [1, 2]
     output = manager.prepare_store([key(2), key(3), key(3)])
@@ -163,7 +165,7 @@ def test_prepare_store_evicts_the_least_recently_used_and_the_files_go(disk: Dis
     assert manager.usage == 1.0
 
 
-def test_prepare_store_never_evicts_what_is_being_loaded_or_asked_for(disk: Disk) -> None:
+def test_prepare_store_never_evicts_blocks_being_loaded_or_stored(disk: Disk) -> None:
     manager = disk.manager(capacity=3)
     disk.store(manager, 1, 2, 3)
     manager.prepare_load([key(1)])
@@ -176,7 +178,7 @@ def test_prepare_store_never_evicts_what_is_being_loaded_or_asked_for(disk: Disk
     assert manager.prepare_store([key(6)]) is not None
 
 
-def test_a_block_on_its_way_out_is_not_stored_before_it_is_gone(disk: Disk) -> None:
+def test_a_block_being_deleted_is_stored_only_after_its_deletion(disk: Disk) -> None:
     manager = disk.manager(capacity=1)
     disk.store(manager, 1)
     hold: list[list[bytes]] = []
@@ -192,7 +194,7 @@ def test_a_block_on_its_way_out_is_not_stored_before_it_is_gone(disk: Disk) -> N
     assert disk.path(1).exists()
 
 
-def test_a_block_is_there_when_the_files_of_all_ranks_are(two_ranks: Disk) -> None:
+def test_a_block_is_present_only_with_the_files_of_all_ranks(two_ranks: Disk) -> None:
     two_ranks.write(1, rank=0)
     two_ranks.write(2, rank=0)
     two_ranks.write(2, rank=1)
@@ -203,7 +205,7 @@ def test_a_block_is_there_when_the_files_of_all_ranks_are(two_ranks: Disk) -> No
     assert run(manager, 1, 2, 3) == 3
 
 
-def test_files_of_another_number_of_ranks_are_not_ours(two_ranks: Disk) -> None:
+def test_files_of_another_rank_count_are_ignored(two_ranks: Disk) -> None:
     two_ranks.write(1, rank=0)
     two_ranks.write(1, rank=1)
     alone = Disk(two_ranks.root)
@@ -211,7 +213,7 @@ def test_files_of_another_number_of_ranks_are_not_ours(two_ranks: Disk) -> None:
     alone.close()
 
 
-def test_complete_load_without_success_forgets_and_asks_the_folder_again(disk: Disk) -> None:
+def test_a_failed_load_forgets_the_block_and_rechecks_the_folder(disk: Disk) -> None:
     manager = disk.manager()
     disk.store(manager, 1, 2)
     disk.path(2).unlink()
@@ -220,7 +222,7 @@ def test_complete_load_without_success_forgets_and_asks_the_folder_again(disk: D
     eventually(lambda: manager.contains([key(1), key(2)]) == [True, False])
 
 
-def test_what_could_not_be_read_is_forgotten_once_nobody_reads_it(disk: Disk) -> None:
+def test_an_unreadable_block_is_forgotten_after_its_last_load(disk: Disk) -> None:
     manager = disk.manager()
     disk.store(manager, 1)
     manager.prepare_load([key(1)])
@@ -232,7 +234,7 @@ def test_what_could_not_be_read_is_forgotten_once_nobody_reads_it(disk: Disk) ->
     assert disk.store(manager, 1) == [1]
 
 
-def test_loads_that_fail_in_a_row_have_the_disk_left_alone(
+def test_consecutive_load_failures_pause_the_disk(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_manager, "_RETRY_SECONDS", 0.3)
@@ -245,7 +247,7 @@ def test_loads_that_fail_in_a_row_have_the_disk_left_alone(
     eventually(lambda: run(manager, 3) == 1)
 
 
-def test_stores_that_fail_in_a_row_stop_for_a_while(
+def test_consecutive_store_failures_pause_stores(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_manager, "_RETRY_SECONDS", 0.3)
@@ -282,7 +284,7 @@ def test_files_of_another_daemon_appear_and_vanish(disk: Disk) -> None:
     assert run(manager, 257) == 1
 
 
-def test_what_another_daemon_adds_beyond_the_limit_pushes_out_the_oldest(disk: Disk) -> None:
+def test_blocks_of_another_daemon_beyond_the_limit_evict_the_oldest(disk: Disk) -> None:
     manager = disk.manager(capacity=2)
     disk.store(manager, 1, 2)
     disk.write(3)
@@ -291,7 +293,7 @@ def test_what_another_daemon_adds_beyond_the_limit_pushes_out_the_oldest(disk: D
     assert manager.contains([key(2)]) == [True]
 
 
-def test_a_start_with_less_room_removes_the_oldest(disk: Disk) -> None:
+def test_a_start_with_a_smaller_limit_removes_the_oldest(disk: Disk) -> None:
     for number in range(1, 6):
         disk.write(number)
         os.utime(disk.path(number), (1000.0 + number, 1000.0 + number))
@@ -318,7 +320,7 @@ def test_blocks_of_other_models_count_and_go_first(disk: Disk) -> None:
     assert unrelated.exists()
 
 
-def test_leavings_of_the_dead_are_removed_and_those_of_the_living_are_not(disk: Disk) -> None:
+def test_temporary_files_of_dead_processes_only_are_removed(disk: Disk) -> None:
     disk.write(1)
     old, new = (disk.path(1).with_name(f"{each}.new") for each in ("old", "new"))
     for each in (old, new):
@@ -329,7 +331,7 @@ def test_leavings_of_the_dead_are_removed_and_those_of_the_living_are_not(disk: 
     assert new.exists()
 
 
-def test_names_that_are_no_blocks_are_passed_over(disk: Disk) -> None:
+def test_files_that_are_not_blocks_are_ignored(disk: Disk) -> None:
     disk.write(1)
     whole = key(7).hex()
     for name in (
@@ -353,7 +355,7 @@ def test_names_that_are_no_blocks_are_passed_over(disk: Disk) -> None:
     assert stray.exists()
 
 
-def test_a_folder_that_is_not_there_is_an_empty_disk(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_empty_disk(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "no" / "such")
     assert run(disk.manager(), 1) == 0
     disk.close()
@@ -386,7 +388,7 @@ def test_start_over_forgets_copies_that_never_end(disk: Disk) -> None:
     assert disk.store(manager, 4, 5) == [4, 5], "nothing holds the old ones"
 
 
-def test_take_events_tells_what_came_and_went(disk: Disk) -> None:
+def test_take_events_reports_stored_and_removed_blocks(disk: Disk) -> None:
     manager = disk.manager(capacity=2)
     disk.store(manager, 1, 2)
     disk.store(manager, 3)
@@ -398,7 +400,7 @@ def test_take_events_tells_what_came_and_went(disk: Disk) -> None:
     assert list(manager.take_events()) == []
 
 
-def test_less_room_than_a_block_takes_is_a_wrong_setting(disk: Disk) -> None:
+def test_a_limit_below_one_block_is_a_configuration_error(disk: Disk) -> None:
     with pytest.raises(ConfigError, match=r"disk_bytes_to_use must be at least 1"):
         disk.manager(capacity=0)
     context = ManagerContext(FINGERPRINT, 1, BLOCK_BYTES, lambda: None)
@@ -408,7 +410,7 @@ def test_less_room_than_a_block_takes_is_a_wrong_setting(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_events_and_answers_agree_over_a_long_random_life(disk: Disk, seed: int) -> None:
+def test_events_and_lookups_agree_over_random_operations(disk: Disk, seed: int) -> None:
     """Applying the events to a model gives the present blocks; limits always hold."""
     draw = random.Random(seed)
     capacity = 6
@@ -479,7 +481,7 @@ def test_discard_removes_the_files_and_is_no_failure(disk: Disk) -> None:
     assert disk.store(manager, 1, 2, 4) == [1, 2, 4], "and nothing is left alone"
 
 
-def test_discard_reaches_files_that_nobody_has_heard_of(
+def test_discard_removes_files_unknown_to_the_index(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.write(1, 2)
@@ -493,7 +495,7 @@ def test_discard_reaches_files_that_nobody_has_heard_of(
     assert manager.contains([key(1), key(2)]) == [False, True]
 
 
-def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk) -> None:
+def test_blocks_discarded_during_a_copy_are_removed_when_workers_restart(disk: Disk) -> None:
     manager = disk.manager()
     disk.store(manager, 1)
     manager.prepare_load([key(1)])
@@ -506,7 +508,7 @@ def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("who knows")])
-def test_an_order_that_fails_ends_only_itself(
+def test_a_failed_command_affects_no_other(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     manager = disk.manager()
@@ -525,7 +527,7 @@ def test_an_order_that_fails_ends_only_itself(
     eventually(lambda: disk.names() == set())
 
 
-def test_stores_that_were_given_up_are_no_failures(disk: Disk) -> None:
+def test_cancelled_stores_do_not_count_as_failures(disk: Disk) -> None:
     manager = disk.manager()
     for number in range(1, 10):
         output = manager.prepare_store([key(number)])

@@ -73,7 +73,7 @@ def parts(monkeypatch):
     connector.close()
 
 
-def test_all_are_asked_and_the_first_that_has_any_loads(parts) -> None:
+def test_all_children_are_queried_and_the_first_with_a_hit_loads(parts) -> None:
     """KVH-08."""
     connector, (first, second), setup = parts
     request = setup.requests.make("abcd efgh ijkl")
@@ -87,14 +87,14 @@ def test_all_are_asked_and_the_first_that_has_any_loads(parts) -> None:
     assert connector.get_num_new_matched_tokens(request, 0) == first.match
 
 
-def test_one_that_does_not_know_yet_makes_the_request_wait(parts) -> None:
+def test_an_undecided_child_makes_the_request_wait(parts) -> None:
     connector, (first, second), setup = parts
     first.match, second.match = Match(8, is_async=False), NOT_KNOWN_YET
     request = setup.requests.make("abcd efgh")
     assert connector.get_num_new_matched_tokens(request, 0) is NOT_KNOWN_YET
 
 
-def test_each_gets_its_own_part(parts) -> None:
+def test_every_child_gets_its_own_metadata(parts) -> None:
     connector, (first, second), _ = parts
     assert connector.build_connector_meta(None) == b""
     second.meta = b"two"
@@ -105,7 +105,7 @@ def test_each_gets_its_own_part(parts) -> None:
     assert second.outputs == [KVConnectorOutput([], [5], [6], b"")]
 
 
-def test_blocks_stay_until_each_child_that_delays_has_sent_them_on_all_ranks(parts) -> None:
+def test_blocks_stay_until_every_delaying_child_has_sent_them(parts) -> None:
     connector, (first, second), setup = parts
     first.delays = second.delays = True
     request = setup.requests.make("abcd efgh")

@@ -112,7 +112,7 @@ def engine() -> TwoMedia:
     return TwoMedia()
 
 
-def test_who_is_aborted_while_one_medium_loads_is_not_stored_on_the_other(
+def test_a_request_aborted_during_a_load_is_not_stored_on_the_other_medium(
     engine: TwoMedia,
 ) -> None:
     request = engine.begin_loading()
@@ -120,7 +120,7 @@ def test_who_is_aborted_while_one_medium_loads_is_not_stored_on_the_other(
     engine.assert_nothing_is_stored()
 
 
-def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
+def test_a_request_that_fails_during_a_load_is_not_stored_on_the_other() -> None:
     engine = TwoMedia("fail")
     request = engine.begin_loading()
     ((load,), _) = (each.loads for each in engine.parts[0])
@@ -129,7 +129,7 @@ def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
     engine.assert_nothing_is_stored()
 
 
-def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
+def test_a_restarted_request_waits_for_its_earlier_copies(engine: TwoMedia) -> None:
     request = engine.begin_loading()
     engine.scheduler.reset_prefix_cache(preempting=True)
     assert not engine.scheduler.kv_transfer.is_storable(request.seq_id)

@@ -41,7 +41,9 @@ def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_of_one_that_runs(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_corruption_of_a_running_request_discards_its_stored_blocks(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
     """The blocks are removed even while the medium does not know yet what it has."""
     rig = OffloadRig()
     request = rig.add_one(PROMPT, 10)
@@ -57,7 +59,7 @@ def test_of_one_that_runs(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> No
 
 
 @pytest.mark.parametrize("copies_end", [True, False])
-def test_of_one_that_is_over_when_it_is_found(
+def test_corruption_found_after_the_end_discards_stored_blocks(
     monkeypatch: pytest.MonkeyPatch, copies_end: bool
 ) -> None:
     """The request is aborted during the step; its blocks are stored or being stored by then."""

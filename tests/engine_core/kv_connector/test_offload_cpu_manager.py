@@ -100,7 +100,7 @@ def test_prepare_load_pins_blocks_until_complete_load() -> None:
     assert output == PrepareStoreOutput(keys(6, 7, 8), [3, 2, 1], keys(2, 3, 4))
 
 
-def test_a_block_that_two_loads_read_is_idle_when_both_are_over(
+def test_a_block_read_by_two_loads_is_idle_after_both(
     ledger: CPUOffloadingManager,
 ) -> None:
     store(ledger, 1)
@@ -129,7 +129,7 @@ def test_complete_store_that_failed_forgets_only_what_was_being_stored() -> None
     assert again.slots == output.slots
 
 
-def test_complete_load_that_failed_forgets_the_block_once_nobody_reads_it(
+def test_a_failed_load_forgets_the_block_after_its_last_reader(
     ledger: CPUOffloadingManager,
 ) -> None:
     store(ledger, 1, 2)
@@ -273,7 +273,7 @@ def test_arc_growth_of_one_sequence_is_no_second_use() -> None:
     assert not policy.often
 
 
-def test_arc_failed_store_leaves_the_ghost_of_what_went_for_it() -> None:
+def test_arc_failed_store_leaves_the_ghost_of_the_evicted_block() -> None:
     ledger, policy = arc_ledger()
     store(ledger, 1, 2, 3, 4)
     ledger.prepare_store(keys(5))

@@ -14,7 +14,7 @@ PROMPT = list(range(37))
 LATER = 10_000
 
 
-def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
+def test_lookup_is_skipped_below_one_uncomputed_offloaded_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = OffloadRig()
@@ -121,7 +121,7 @@ def test_two_requests_for_the_same_prefix_load_it_once() -> None:
     rig.assert_at_rest()
 
 
-def test_who_waited_for_a_load_that_failed_computes() -> None:
+def test_a_request_whose_awaited_load_failed_recomputes() -> None:
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
@@ -206,7 +206,7 @@ def test_another_salt_is_another_prefix() -> None:
     assert len(rig.loads) == 1
 
 
-def test_a_load_that_fails_takes_no_prefix_from_others_by_policy_fail() -> None:
+def test_with_policy_fail_a_failed_load_leaves_the_prefixes_of_others() -> None:
     """Readable blocks of the sequence stay; no more of its blocks are stored."""
     rig = OffloadRig(load_failure_policy="fail")
     rig.generate(PROMPT[:24])

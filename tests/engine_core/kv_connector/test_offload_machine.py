@@ -75,7 +75,7 @@ class ModelPolicy:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_policy_against_model(adaptive: bool, seed: int) -> None:
+def test_eviction_policies_agree_with_a_model(adaptive: bool, seed: int) -> None:
     rng = random.Random(seed)
     capacity = rng.randint(1, 6)
     policy = ARCPolicy(capacity) if adaptive else LRUPolicy()
@@ -124,7 +124,7 @@ def test_policy_against_model(adaptive: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "arc"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ledger_against_model(name: str, seed: int) -> None:
+def test_the_ledger_agrees_with_a_model(name: str, seed: int) -> None:
     """Block states and slots match the model, and the events add up to the present blocks."""
     rng = random.Random(seed)
     capacity = rng.randint(1, 6)

@@ -91,7 +91,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("first", [0, 3, 6, 9])
-def test_random_requests(first: int) -> None:
+def test_random_requests_keep_the_invariants(first: int) -> None:
     """Run three random lives each, all of which load at least once."""
     machines = [Machine(seed) for seed in range(first, first + 3)]
     for each in machines:

@@ -33,7 +33,7 @@ def test_tracker_counts_up_to_the_threshold() -> None:
     assert once.reaches_threshold(A)
 
 
-def test_tracker_forgets_what_was_looked_for_longest_ago() -> None:
+def test_tracker_forgets_the_least_recent_lookup() -> None:
     tracker = ReuseTracker(threshold=1, max_size=3)
     for key in (A, B, C, A, D):
         tracker.record_lookup(key)
@@ -46,7 +46,7 @@ def test_tracker_forgets_what_was_looked_for_longest_ago() -> None:
     assert smallest.reaches_threshold(B)
 
 
-def test_tracker_needs_room() -> None:
+def test_tracker_needs_a_positive_capacity() -> None:
     with pytest.raises(ValueError, match="max_size must be >= 1"):
         ReuseTracker(threshold=2, max_size=0)
 
@@ -100,7 +100,7 @@ def test_everything_else_is_delegated() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 14)])
-def test_who_is_told_to_ask_again_is_counted_and_touched_once(
+def test_repeated_lookups_of_a_request_count_once(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits for a slow medium is counted and touched only once."""
@@ -130,7 +130,7 @@ def test_who_is_told_to_ask_again_is_counted_and_touched_once(
     assert set(manager._tracker._counts.values()) == {1}
 
 
-def test_discard_reaches_what_is_behind_whether_it_was_looked_for_or_not() -> None:
+def test_discard_is_delegated_for_counted_and_uncounted_keys() -> None:
     manager, backing = filtered()
     backing.prepare_store([A])
     backing.complete_store([A])

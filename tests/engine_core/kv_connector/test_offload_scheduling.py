@@ -42,7 +42,7 @@ def test_a_reuse_threshold_keeps_scans_out() -> None:
     assert len(rig.stores) == 1
 
 
-def test_who_waits_for_room_is_one_who_looks_for_its_blocks() -> None:
+def test_a_request_waiting_for_blocks_repeats_its_lookup() -> None:
     """A repeated lookup does not count as another use."""
     rig = OffloadRig(num_blocks=12, extra={"store_threshold": 2})
     blocker = rig.add_one([7] * 30, 10)
@@ -95,7 +95,7 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     assert rig.loads == []
 
 
-def test_a_request_whose_scores_are_no_numbers_leaves_nothing_to_be_found() -> None:
+def test_nonfinite_logits_leave_no_stored_blocks() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 10)
     rig.step()

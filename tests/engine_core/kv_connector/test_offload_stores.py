@@ -46,7 +46,7 @@ def test_a_growing_request_stores_each_block_once_it_is_full() -> None:
     assert [device_of(store) for store in rig.stores] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_no_room_is_tolerated_and_tried_again_with_new_blocks_only() -> None:
+def test_a_full_medium_is_retried_with_new_blocks_only() -> None:
     rig = OffloadRig(num_slots=2, finishes=lambda job: None)
     rig.add_one(PROMPT[:36], 5)
     rig.step()
@@ -138,7 +138,7 @@ def test_handle_preemptions_flushes_the_stores_of_the_victims() -> None:
     rig.assert_at_rest()
 
 
-def test_a_job_is_over_when_all_ranks_have_reported() -> None:
+def test_a_copy_ends_when_all_ranks_have_reported() -> None:
     rig = OffloadRig(num_ranks=3, finishes=lambda job: None)
     rig.add_one(PROMPT, 5)
     rig.step()
@@ -167,7 +167,7 @@ def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
     assert not rig.loads
 
 
-def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
+def test_blocks_that_depend_on_an_unfinished_load_are_not_stored() -> None:
     """The load may still fail, so next_block stays where it is until the load is confirmed."""
     rig = OffloadRig()
     rig.trusts = False
@@ -185,7 +185,7 @@ def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [[True, True], [True, False]])
-def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
+def test_a_store_that_ranks_cancelled_or_finished_has_not_failed(
     monkeypatch: pytest.MonkeyPatch, cancelled: list[bool]
 ) -> None:
     rig = OffloadRig(num_ranks=3, finishes=lambda job: None)

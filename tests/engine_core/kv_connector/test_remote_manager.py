@@ -79,7 +79,7 @@ def store(server: RedisServer) -> Iterator[Store]:
 
 
 @needs_redis
-def test_lookup_asks_and_rings_and_then_knows(store: Store) -> None:
+def test_lookup_queries_then_notifies_then_answers(store: Store) -> None:
     store.write(1, 2, 4)
     manager = store.manager()
     keys = [key(each) for each in (1, 2, 3, 4)]
@@ -90,13 +90,13 @@ def test_lookup_asks_and_rings_and_then_knows(store: Store) -> None:
 
 
 @needs_redis
-def test_a_block_is_there_when_all_ranks_have_theirs(store: Store) -> None:
+def test_a_block_is_present_only_when_stored_by_all_ranks(store: Store) -> None:
     store.write(1, ranks=(0,))
     assert store.asked(store.manager(), 1) == 0
 
 
 @needs_redis
-def test_what_is_asked_already_is_not_asked_again(store: Store) -> None:
+def test_a_pending_query_is_not_repeated(store: Store) -> None:
     manager = store.manager()
     asked: list[bytes] = []
     ask = manager._lookups.request
@@ -108,7 +108,7 @@ def test_what_is_asked_already_is_not_asked_again(store: Store) -> None:
 
 
 @needs_redis
-def test_absence_is_believed_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absence_is_cached_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_manager, "ABSENT_SECONDS", 0.2)
     manager = store.manager()
     assert store.asked(manager, 1) == 0
@@ -118,7 +118,7 @@ def test_absence_is_believed_for_a_while(store: Store, monkeypatch: pytest.Monke
 
 
 @needs_redis
-def test_presence_is_believed_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presence_is_cached_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_manager, "PRESENT_SECONDS", 0.2)
     store.write(1)
     manager = store.manager()
@@ -128,14 +128,14 @@ def test_presence_is_believed_for_a_while(store: Store, monkeypatch: pytest.Monk
 
 
 @needs_redis
-def test_a_long_prompt_is_asked_for_in_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_queried_in_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_manager, "MAX_LOOKUP_KEYS", 3)
     store.write(*range(1, 9))
     assert store.asked(store.manager(), *range(1, 10)) == 8
 
 
 @needs_redis
-def test_what_is_known_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_presence_cache_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_manager, "MAX_CACHED", 4)
     manager = store.manager()
     for number in range(20):
@@ -160,7 +160,7 @@ def test_prepare_store_and_complete_store(store: Store) -> None:
 
 
 @needs_redis
-def test_complete_load_without_success_is_believed(store: Store) -> None:
+def test_a_failed_load_marks_the_block_absent(store: Store) -> None:
     store.write(1)
     manager = store.manager()
     assert store.asked(manager, 1) == 1
@@ -170,7 +170,7 @@ def test_complete_load_without_success_is_believed(store: Store) -> None:
 
 
 @needs_redis
-def test_loads_that_fail_in_a_row_have_it_left_alone(store: Store) -> None:
+def test_consecutive_load_failures_pause_the_store(store: Store) -> None:
     store.write(1, 2, 3)
     manager = store.manager(remote_retry_seconds=60)
     for number in (1, 2):
@@ -193,7 +193,7 @@ def test_nothing_is_added_to_a_long_queue_of_stores(
 
 
 @needs_redis
-def test_stores_that_fail_in_a_row_stop_for_a_while(store: Store) -> None:
+def test_consecutive_store_failures_pause_stores(store: Store) -> None:
     manager = store.manager(remote_retry_seconds=60)
     for number in (1, 2):
         assert manager.prepare_store([key(number)]) is not None
@@ -230,9 +230,7 @@ def test_a_reset_that_the_server_refuses_is_tried_again(store: Store) -> None:
 
 
 @needs_redis
-def test_a_server_that_stops_costs_one_limit_and_then_nothing(
-    store: Store, server: RedisServer
-) -> None:
+def test_a_stopped_server_costs_one_timeout(store: Store, server: RedisServer) -> None:
     store.write(1)
     manager = store.manager(remote_timeout=0.2, remote_retry_seconds=0.2)
     assert store.asked(manager, 1) == 1
@@ -248,7 +246,7 @@ def test_a_server_that_stops_costs_one_limit_and_then_nothing(
 
 
 @needs_redis
-def test_a_server_that_restarts_is_found_again(store: Store, server: RedisServer) -> None:
+def test_the_manager_reconnects_to_a_restarted_server(store: Store, server: RedisServer) -> None:
     store.write(1)
     manager = store.manager(remote_retry_seconds=0.1)
     assert store.asked(manager, 1) == 1
@@ -260,7 +258,7 @@ def test_a_server_that_restarts_is_found_again(store: Store, server: RedisServer
     assert store.asked(manager, 3) == 1
 
 
-def test_nobody_there_costs_nothing() -> None:
+def test_an_unreachable_server_causes_no_delay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     store = Store(f"redis://127.0.0.1:{port}")
@@ -271,7 +269,7 @@ def test_nobody_there_costs_nothing() -> None:
     store.close()
 
 
-def test_the_end_does_not_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_name_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, never = threading.Event(), threading.Event()
 
     def resolve(*words: object, **names: object) -> list[object]:
@@ -290,7 +288,7 @@ def test_the_end_does_not_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch
     never.set()
 
 
-def test_a_question_that_comes_too_late_is_answered_at_once(
+def test_a_query_after_shutdown_is_answered_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -328,7 +326,7 @@ def test_discard_removes_the_values_and_is_no_failure(store: Store) -> None:
 
 
 @needs_redis
-def test_what_was_discarded_while_the_store_was_away_goes_when_it_is_back(
+def test_blocks_discarded_while_disconnected_are_removed_on_reconnect(
     store: Store, server: RedisServer
 ) -> None:
     store.write(1, 2)
@@ -353,7 +351,7 @@ def test_too_many_discarded_blocks_empty_the_store_of_this_model(
 
 
 @needs_redis
-def test_what_nobody_expects_answers_all_questions_and_the_thread_goes_on(
+def test_an_unexpected_error_answers_all_queries_and_the_thread_survives(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write(1)
@@ -369,7 +367,7 @@ def test_what_nobody_expects_answers_all_questions_and_the_thread_goes_on(
 
 
 @needs_redis
-def test_what_is_known_is_not_loaded_while_loads_fail(store: Store) -> None:
+def test_present_blocks_are_not_loaded_while_loads_fail(store: Store) -> None:
     store.write(1, 2, 3)
     manager = store.manager(remote_retry_seconds=60)
     assert store.asked(manager, 1, 2, 3) == 3
@@ -384,7 +382,7 @@ def test_what_is_known_is_not_loaded_while_loads_fail(store: Store) -> None:
 
 
 @needs_redis
-def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
+def test_cancelled_stores_do_not_count_as_failures(store: Store) -> None:
     manager = store.manager(remote_retry_seconds=60)
     for number in range(10):
         assert manager.prepare_store([key(number)]) is not None
@@ -393,7 +391,7 @@ def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, True), (0o604, True)])
-def test_a_secret_that_others_may_read_is_told_and_not_shown(
+def test_a_world_readable_secret_is_warned_about_and_not_printed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
 ) -> None:
     secret = tmp_path / "url"

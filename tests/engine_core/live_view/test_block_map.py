@@ -70,7 +70,7 @@ class ShownLife(Life):
         self.states |= {state for state, _ in cells}
 
 
-def test_the_map_is_the_pools_own_after_anything():
+def test_the_block_map_matches_the_pool_after_random_operations():
     states = set()
     for kind in ("pins", "pins and loads"):
         for seed in range(2):
@@ -121,7 +121,7 @@ def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypa
     assert len({state for state, _ in cells}) > 2
 
 
-def test_the_null_block_is_nobodys_though_windows_have_it_in_their_tables():
+def test_the_null_block_has_no_owner():
     manager = make_manager(40, 16, windows=(None, 32))
     requests = Requests(manager)
     request = requests.make([1] * 300)
@@ -136,7 +136,7 @@ def test_the_null_block_is_nobodys_though_windows_have_it_in_their_tables():
     assert num_blocks_by_sequence(manager)[again.seq_id] == sum(owner == 1 for _, owner in cells)
 
 
-def test_a_block_that_is_only_held_for_a_copy_is_nobodys():
+def test_a_block_held_only_for_a_copy_has_no_owner():
     manager = make_manager(10, 16)
     requests = Requests(manager)
     request = requests.make([1] * 40)

@@ -79,7 +79,7 @@ class Rig:
         return view
 
 
-def test_nothing_while_nobody_watches() -> None:
+def test_no_views_without_subscribers() -> None:
     rig = Rig()
     rig.engine.add([1] * 20, 4)
     rig.step(2)
@@ -112,7 +112,7 @@ def test_at_most_four_times_a_second_and_only_what_is_new() -> None:
     assert rig.views.seconds_to_next is None
 
 
-def test_all_who_watch_get_the_same_and_who_is_behind_gets_none() -> None:
+def test_all_subscribers_get_the_same_view_and_slow_ones_none() -> None:
     rig = Rig()
     for client in (0, 1):
         rig.views.watch(client, wanted=True)

@@ -14,7 +14,7 @@ def test_waiting_requests_leave_one_by_one():
     engine.assert_at_rest()
 
 
-def test_the_worker_hears_of_a_running_request_and_not_of_a_waiting_one():
+def test_the_worker_is_notified_of_aborted_running_requests_only():
     engine = EngineHarness(max_num_seqs=1)
     running, waiting = engine.add_one([1, 2]), engine.add_one([3])
     engine.step()
@@ -76,7 +76,7 @@ def test_one_choice_can_be_aborted_alone():
     engine.assert_at_rest()
 
 
-def test_aborting_what_is_over_or_unknown_does_nothing():
+def test_aborting_a_finished_or_unknown_request_does_nothing():
     engine = EngineHarness()
     request = engine.add_one([1], max_tokens=1)
     engine.run()
@@ -85,7 +85,7 @@ def test_aborting_what_is_over_or_unknown_does_nothing():
     engine.assert_at_rest()
 
 
-def test_a_client_takes_only_its_own_requests_with_it():
+def test_a_disconnected_client_aborts_only_its_own_requests():
     engine = EngineHarness(max_num_seqs=3)
     mine = [engine.add_one([each], max_tokens=3) for each in range(3)]
     others = [engine.add_one([10 + each], max_tokens=3, client=1) for each in range(3)]

@@ -73,7 +73,7 @@ def rows(*several):
     return np.concatenate(ids), np.concatenate(values)
 
 
-def test_the_first_child_stays_and_the_others_take_slots_of_the_dead():
+def test_the_first_child_stays_and_others_take_slots_of_dropped_hypotheses():
     beams = BeamSearch(3, 9, (), 1.0, False)
     first = beams.advance(*row((5, -1), (6, -2), (7, -3)))
     assert first == [Branch(0, 5), Branch(0, 6), Branch(0, 7)]
@@ -87,7 +87,7 @@ def test_the_first_child_stays_and_the_others_take_slots_of_the_dead():
     assert second == [Branch(1, 2), Branch(1, 1), Branch(2, 4)]
 
 
-def test_a_hypothesis_that_ends_among_the_best_is_finished_and_one_that_lives_takes_its_place():
+def test_a_finished_hypothesis_is_replaced_by_an_unfinished_one():
     beams = BeamSearch(2, 9, {0}, 0.0, False)
     assert beams.advance(*row((0, -1), (6, -2), (7, -3))) == [Branch(0, 6), Branch(0, 7)]
     assert [each.token_ids for each in beams.finished] == [[0]]
@@ -103,7 +103,9 @@ def test_an_end_that_is_not_among_the_best_counts_for_nothing():
     ("early_stopping", "length_penalty", "over"),
     [(True, 1.0, True), (False, 1.0, True), ("never", 1.0, False), ("never", 0.0, True)],
 )
-def test_when_the_search_is_over(early_stopping, length_penalty, over):
+def test_the_search_ends_when_no_better_hypothesis_is_possible(
+    early_stopping, length_penalty, over
+):
     """Finished at -1 and -1.1; the best that lives has -3: -1.5 a token now, -0.3 after ten."""
     beams = BeamSearch(2, 10, {0}, length_penalty, early_stopping)
     beams.advance(*row((0, -1), (6, -1.05), (7, -1.1)))
@@ -111,7 +113,7 @@ def test_when_the_search_is_over(early_stopping, length_penalty, over):
     assert (branches == []) is over
 
 
-def test_at_the_last_token_everything_ends():
+def test_all_hypotheses_end_at_max_tokens():
     beams = BeamSearch(2, 1, {0}, 1.0, "never")
     assert beams.advance(*row((6, -1), (0, -2), (7, -3))) == []
     assert [each.token_ids for each in beams.finished] == [[6], [0]]

@@ -88,7 +88,7 @@ def test_rows_without_a_hypothesis_wait_for_the_first():
     assert outputs(engine, rows) == expected(PROMPT, 3)
 
 
-def test_a_row_whose_hypothesis_died_becomes_a_fork_in_place():
+def test_a_row_with_a_dropped_hypothesis_becomes_a_fork():
     """It neither leaves the running list nor is its prompt sent again."""
     engine = engine_of()
     rows = add(engine, PROMPT, 4, 30)
@@ -144,7 +144,7 @@ def test_a_prompt_of_one_token():
 
 
 @CACHING
-def test_others_run_beside_them(caching):
+def test_other_requests_run_beside_beam_search(caching):
     engine = engine_of(caching, max_num_batched_tokens=16)
     before = engine.add_one([500, 501], max_tokens=20)
     rows = add(engine, PROMPT, 3, 10)
@@ -172,7 +172,7 @@ def test_an_abort_frees_all(num_rounds, caching):
     assert engine.final == {}
 
 
-def test_an_abort_of_one_choice_is_one_of_all():
+def test_aborting_one_beam_aborts_the_search():
     engine = engine_of()
     rows = add(engine, PROMPT, 3)
     engine.step()
@@ -208,7 +208,7 @@ def test_preempted_rows_change_nothing(policy, caching):
 
 @CACHING
 @pytest.mark.parametrize("settings", [{"num_blocks": 11}, {"max_num_seqs": 2}, {"max_num_seqs": 1}])
-def test_rows_that_never_fit_together_take_turns(settings, caching):
+def test_rows_that_never_fit_together_run_alternately(settings, caching):
     """In 11 blocks there is room for one sequence of 39 tokens."""
     engine = engine_of(caching, **settings)
     rows = add(engine, PROMPT, 4, 20)
@@ -247,7 +247,7 @@ def test_groups_with_windows(windows):
     engine.assert_at_rest()
 
 
-def test_a_row_without_candidates_is_no_answer():
+def test_a_row_without_candidates_is_a_protocol_error():
     engine = engine_of()
     add(engine, PROMPT, 2)
     output = engine.scheduler.schedule()
@@ -257,7 +257,7 @@ def test_a_row_without_candidates_is_no_answer():
         engine.scheduler.update_from_output(output, result)
 
 
-def test_a_row_with_a_token_is_no_answer():
+def test_a_row_with_a_token_is_a_protocol_error():
     """Nothing of it is taken; other workers compute the step, and all rows end."""
     engine = engine_of()
     rows = add(engine, PROMPT, 2)
@@ -300,7 +300,7 @@ def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("failed", [[0], [1], [2, 0], [0, 1, 2]])
-def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
+def test_nonfinite_logits_of_a_row_end_the_search(failed, overlapped):
     engine = engine_of(async_scheduling=overlapped)
     rows = add(engine, PROMPT, 3, 20)
     other = engine.add_one([500, 501], max_tokens=9)
@@ -323,7 +323,7 @@ def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives(seed, overlapped):
+def test_random_request_sequences_keep_the_invariants(seed, overlapped):
     """Searches and other requests in small pools, some aborted: everyone gets what is his.
 
     The requests are of one tenant, two or three, by turns.

@@ -34,7 +34,7 @@ def test_stops_at_a_stop_token_and_names_it():
     assert finish([10, 42], stop_token_ids=(42, 43)) == ([10, 42], FinishReason.STOP, 42)
 
 
-def test_ignores_eos_when_told_to():
+def test_ignore_eos_continues_past_eos():
     result = finish([10, EOS, 11], ignore_eos=True, max_tokens=3)
     assert result == ([10, EOS, 11], FinishReason.LENGTH, None)
 
@@ -48,7 +48,7 @@ def test_ends_at_max_tokens():
     assert finish([10, 11], max_tokens=2) == ([10, 11], FinishReason.LENGTH, None)
 
 
-def test_a_stop_token_counts_more_than_the_length_it_completes():
+def test_a_stop_token_takes_precedence_over_max_tokens():
     assert finish([10, EOS], max_tokens=2) == ([10, EOS], FinishReason.STOP, None)
 
 
@@ -83,7 +83,7 @@ def test_ends_when_the_outputs_repeat_themselves(tokens, kept, params):
     assert stop_reason is None
 
 
-def test_a_stop_token_and_the_length_count_more_than_a_repetition():
+def test_stop_tokens_and_max_tokens_take_precedence_over_repetition():
     assert finish([EOS, EOS], repetition=TWICE, min_tokens=2)[1] is FinishReason.STOP
     assert finish([9, 9], repetition=TWICE, max_tokens=2)[1] is FinishReason.LENGTH
 
@@ -117,7 +117,7 @@ def test_tokens_after_the_one_that_ends_are_cut_off():
     assert request.output_token_ids == [9, 10, 42]
 
 
-def test_a_prompt_that_ends_with_eos_is_not_over():
+def test_a_prompt_that_ends_with_eos_generates():
     engine = EngineHarness()
     request = engine.add_one([1, EOS])
     assert completion(request, 100) is request.status

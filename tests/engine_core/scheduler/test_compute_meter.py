@@ -33,7 +33,7 @@ def test_pairs_are_those_of_the_mask(num_computed, num_new, window):
 
 def test_a_prompt_and_a_decode_step():
     engine = EngineHarness(compute_meter=meter())
-    engine.add_one(range(10, 16), max_tokens=2)
+    engine.add_one(list(range(10, 16)), max_tokens=2)
     engine.step()
     stats = engine.scheduler.pop_stats()
     pairs, window_pairs = 1 + 2 + 3 + 4 + 5 + 6, 1 + 2 + 3 + 4 + 4 + 4
@@ -52,7 +52,7 @@ def test_a_prompt_and_a_decode_step():
 def test_the_share_of_the_peak_rates():
     engine = EngineHarness(compute_meter=meter(tflops=1e-6, gbps=1e-3))
     engine.step_seconds = lambda output: 0.5
-    engine.add_one(range(10, 16), max_tokens=1)
+    engine.add_one(list(range(10, 16)), max_tokens=1)
     engine.step()
     stats = engine.scheduler.pop_stats()
     num_bytes = stats.estimated_read_bytes + stats.estimated_write_bytes
@@ -62,6 +62,6 @@ def test_the_share_of_the_peak_rates():
 
 def test_without_a_meter_nothing_is_counted():
     engine = EngineHarness()
-    engine.add_one(range(10, 16), max_tokens=1)
+    engine.add_one(list(range(10, 16)), max_tokens=1)
     engine.step()
     assert engine.scheduler.pop_stats().estimated_flops == 0

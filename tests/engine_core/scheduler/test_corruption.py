@@ -27,7 +27,7 @@ def answer(engine, output, *failed):
     return engine.scheduler.update_from_output(output, result)
 
 
-def test_it_ends_with_one_error_output_and_the_others_go_on():
+def test_a_corrupt_request_ends_with_one_error_output():
     engine = EngineHarness()
     bad, good = engine.add_one(prompt(20), 8, client=1), engine.add_one(prompt(20, 5), 8)
     engine.step()
@@ -49,7 +49,7 @@ def test_it_ends_with_one_error_output_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8)])
-def test_nobody_finds_its_blocks_not_even_those_that_a_window_has_passed(windows):
+def test_blocks_of_a_corrupt_request_are_not_findable(windows):
     engine = EngineHarness(block_size=4, windows=windows)
     first = engine.add_one(prompt(20), max_tokens=1)
     engine.run()
@@ -84,7 +84,7 @@ def test_a_chunk_can_fail_before_its_prompt_is_complete():
     engine.assert_at_rest()
 
 
-def test_its_next_step_is_under_way_already():
+def test_a_corrupt_request_may_have_a_step_in_flight():
     engine = EngineHarness(async_scheduling=True)
     bad, good = engine.add_one(prompt(20), 8), engine.add_one(prompt(20, 5), 8)
     step_0, step_1 = engine.send(), engine.send()
@@ -117,7 +117,7 @@ def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_it_was_aborted_while_the_step_was_under_way(overlapped):
+def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
     """Nobody hears of it any more, but others would find its blocks."""
     engine = EngineHarness(block_size=4, async_scheduling=overlapped)
     gone = engine.add_one(prompt(20), max_tokens=8)
@@ -137,7 +137,7 @@ def test_it_was_aborted_while_the_step_was_under_way(overlapped):
     engine.assert_at_rest()
 
 
-def test_it_was_preempted_meanwhile():
+def test_a_corrupt_request_may_be_preempted_during_its_step():
     """Its blocks are free already, and full of what must not be found."""
     engine = EngineHarness(async_scheduling=True, num_blocks=11)
     engine.add_one(prompt(80), max_tokens=3)
@@ -153,7 +153,7 @@ def test_it_was_preempted_meanwhile():
     engine.assert_at_rest()
 
 
-def test_what_a_step_does_not_have_cannot_fail():
+def test_a_corrupt_request_outside_the_step_is_a_protocol_error():
     engine = EngineHarness()
     engine.add_one([1])
     output = engine.scheduler.schedule()

@@ -55,7 +55,7 @@ def crash(engine):
 
 
 @BOTH
-def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(overlapped):
+def test_three_crashes_without_a_token_make_suspects_that_run_alone(overlapped):
     engine = EngineHarness(async_scheduling=overlapped)
     herald = CrashProgressSink(engine)
     requests = [engine.add_one([each], 3) for each in range(1, 4)]
@@ -79,7 +79,7 @@ def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(ov
     engine.assert_at_rest()
 
 
-def test_the_one_that_crashes_alone_is_ended_and_the_others_go_on():
+def test_a_request_that_crashes_alone_is_ended_and_others_continue():
     engine = EngineHarness()
     poison, *others = [engine.add_one([each], 3) for each in range(1, 4)]
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_the_one_that_crashes_alone_is_ended_and_the_others_go_on():
     engine.assert_at_rest()
 
 
-def test_a_token_in_between_starts_the_count_anew():
+def test_a_token_between_crashes_resets_the_count():
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
     request = engine.add_one([1], 20)
@@ -127,7 +127,7 @@ def test_a_long_prompt_that_gets_further_each_time_is_no_suspect(overlapped):
 
 
 @BOTH
-def test_who_has_computed_all_that_was_under_way_is_no_suspect_any_more(overlapped):
+def test_a_suspect_that_recomputes_its_lost_tokens_is_cleared(overlapped):
     engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
     suspect = engine.add_one(list(range(200)), 3)
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_who_has_computed_all_that_was_under_way_is_no_suspect_any_more(overlapp
 
 @BOTH
 @pytest.mark.parametrize("place", [0, 7, 8, 100, 177, 199])
-def test_what_dies_at_one_place_is_ended_after_five_crashes_however_it_is_cut(overlapped, place):
+def test_five_crashes_at_one_position_end_a_request_whatever_its_chunks(overlapped, place):
     """Those beside it have another length in each life, and so has its own share of a step."""
     engine = EngineHarness(
         async_scheduling=overlapped, max_num_batched_tokens=16, num_blocks=200, max_model_len=400
@@ -171,7 +171,7 @@ def test_what_dies_at_one_place_is_ended_after_five_crashes_however_it_is_cut(ov
 
 
 @BOTH
-def test_how_far_it_is_can_be_told_of_who_saw_an_engine_die(overlapped):
+def test_progress_of_requests_that_saw_a_crash_is_reported(overlapped):
     engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
     request = engine.add_one(list(range(30)), 3, crash_count=1)
     other = engine.add_one([9], 3)
@@ -191,7 +191,7 @@ def test_how_far_it_is_can_be_told_of_who_saw_an_engine_die(overlapped):
     assert engine.tokens_of(other) == undisturbed([9], 3)
 
 
-def test_who_only_waited_is_no_suspect():
+def test_a_waiting_request_is_no_suspect():
     engine = EngineHarness(max_num_seqs=1)
     poison, waiting = engine.add_one([1], 3), engine.add_one([2], 3)
     for _ in range(5):
@@ -202,7 +202,7 @@ def test_who_only_waited_is_no_suspect():
     assert engine.tokens_of(waiting) == undisturbed([2], 3)
 
 
-def test_a_suspect_that_comes_from_a_dead_engine_sends_those_who_run_back_to_wait():
+def test_a_suspect_of_a_crashed_engine_preempts_running_requests():
     engine = EngineHarness()
     running = [engine.add_one([each], 5) for each in range(1, 3)]
     engine.step()
@@ -217,7 +217,7 @@ def test_a_suspect_that_comes_from_a_dead_engine_sends_those_who_run_back_to_wai
 
 
 @pytest.mark.parametrize("which", ["the one on trial", "one that is held"])
-def test_an_abort_ends_the_wait(which):
+def test_aborting_the_suspect_ends_the_isolation(which):
     engine = EngineHarness()
     suspects = [engine.add_one([each], 5, crash_count=3) for each in range(1, 3)]
     other = engine.add_one([9], 5)
@@ -230,7 +230,7 @@ def test_an_abort_ends_the_wait(which):
 
 
 @BOTH
-def test_choices_are_tried_one_by_one_and_end_the_same(overlapped):
+def test_choices_of_a_suspect_run_alone_one_by_one(overlapped):
     engine = EngineHarness(async_scheduling=overlapped)
     choices = engine.add(list(range(20)), 4, n=3, crash_count=3)
     engine.run()
@@ -239,7 +239,7 @@ def test_choices_are_tried_one_by_one_and_end_the_same(overlapped):
     engine.assert_at_rest()
 
 
-def test_a_suspect_with_a_long_prompt_keeps_its_trial_until_its_token():
+def test_a_suspect_with_a_long_prompt_runs_alone_until_its_token():
     engine = EngineHarness(max_num_batched_tokens=8)
     suspect = engine.add_one(list(range(30)), 3, crash_count=3)
     other = engine.add_one([9], 3)
@@ -250,7 +250,7 @@ def test_a_suspect_with_a_long_prompt_keeps_its_trial_until_its_token():
     assert engine.tokens_of(other) == undisturbed([9], 3)
 
 
-def test_a_trial_is_told_before_the_engine_can_die_of_deciding_its_step():
+def test_isolation_is_reported_before_its_step_is_scheduled():
     engine = EngineHarness(gates=[DeadlyGate([1])])
     herald = CrashProgressSink(engine)
     poison = engine.add_one([1], 3, crash_count=3)
@@ -260,7 +260,7 @@ def test_a_trial_is_told_before_the_engine_can_die_of_deciding_its_step():
     assert herald.told == [(poison, True)]
 
 
-def test_who_saw_an_engine_die_is_told_of_when_it_is_begun_with_and_not_while_it_waits():
+def test_crash_progress_is_reported_at_admission_not_while_waiting():
     engine = EngineHarness(max_num_seqs=1, gates=[DeadlyGate([3])])
     herald = CrashProgressSink(engine)
     first, second, third = [engine.add_one([each], 3, crash_count=1) for each in range(1, 4)]
@@ -272,7 +272,7 @@ def test_who_saw_an_engine_die_is_told_of_when_it_is_begun_with_and_not_while_it
     assert third.status is RequestStatus.WAITING
 
 
-def test_who_finds_no_room_is_told_of_once():
+def test_a_request_without_free_blocks_is_reported_once():
     engine = EngineHarness(num_blocks=5, block_size=4, max_model_len=16)
     herald = CrashProgressSink(engine)
     engine.add_one([1] * 12, 4, ignore_eos=True)
@@ -283,7 +283,7 @@ def test_who_finds_no_room_is_told_of_once():
     assert herald.told == [(waits, False)]
 
 
-def test_who_is_tried_is_told_before_its_step_is_decided_and_all_others_leave_the_line():
+def test_isolation_is_reported_first_and_other_requests_are_held():
     """What the engine dies of without asking anybody is the fault of what it looks at."""
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
@@ -307,7 +307,7 @@ def test_who_is_tried_is_told_before_its_step_is_decided_and_all_others_leave_th
     engine.assert_at_rest()
 
 
-def test_without_suspects_nobody_leaves_the_line():
+def test_without_suspects_no_request_is_held():
     engine = EngineHarness(max_num_seqs=1)
     requests = [engine.add_one([each], 3, crash_count=2) for each in (1, 2)]
     engine.step()
@@ -315,7 +315,7 @@ def test_without_suspects_nobody_leaves_the_line():
     assert [each.status for each in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]
 
 
-def test_those_who_run_are_heard_to_the_end_of_the_step_that_is_under_way():
+def test_results_of_the_step_in_flight_are_kept():
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
     running = engine.add_one([1], 5)
@@ -327,7 +327,7 @@ def test_those_who_run_are_heard_to_the_end_of_the_step_that_is_under_way():
     assert engine.scheduler.waiting.num_ready == 1
 
 
-def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
+def test_a_request_held_by_a_pause_does_not_block_isolation():
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
     fresh = engine.add_one([1], 3, crash_count=3)
@@ -345,7 +345,7 @@ def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
     assert engine.tokens_of(begun) == undisturbed([2], 3)[1:]
 
 
-def test_who_waits_for_a_trial_that_a_pause_forbids_goes_on():
+def test_requests_continue_when_a_pause_forbids_the_isolation():
     """The trial comes when the pause is over, and then the others wait for it again."""
     engine = EngineHarness()
     herald = CrashProgressSink(engine)

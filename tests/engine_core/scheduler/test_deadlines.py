@@ -29,7 +29,7 @@ class Watch:
         return [(each.request_id, each.error.kind) for each in self.deadlines.pop_overdue()]
 
 
-def test_each_at_its_time():
+def test_every_request_expires_at_its_own_deadline():
     watch = Watch()
     watch.enter(1, deadline=130.0)
     watch.enter(2, deadline=110.0)
@@ -44,14 +44,14 @@ def test_each_at_its_time():
     assert watch.deadlines.seconds_to_next_end is None
 
 
-def test_a_time_that_is_over_at_once():
+def test_a_deadline_in_the_past_expires_at_once():
     watch = Watch()
     watch.enter(1, deadline=99.0)
     assert watch.deadlines.seconds_to_next_end == 0.0
     assert watch.overdue(100.0) == [(1, "time_limit")]
 
 
-def test_who_has_begun_waits_no_more():
+def test_an_admitted_request_has_no_queue_deadline():
     watch = Watch()
     begun = watch.enter(1, queue_deadline=110.0)
     both = watch.enter(2, queue_deadline=110.0, deadline=120.0)
@@ -75,7 +75,7 @@ def test_tokens_from_before_a_crash_say_that_it_has_begun():
     assert watch.overdue(110.0) == [(2, "queue_timeout")]
 
 
-def test_it_is_over_with_its_last_choice():
+def test_a_deadline_ends_with_the_last_choice():
     watch = Watch()
     choices = [watch.enter(1, choice, deadline=110.0) for choice in range(2)]
     watch.deadlines.on_released(choices[0])
@@ -86,7 +86,7 @@ def test_it_is_over_with_its_last_choice():
     assert watch.overdue(120.0) == []
 
 
-def test_what_is_over_long_before_its_time_costs_no_memory():
+def test_deadlines_of_finished_requests_are_released():
     watch = Watch()
     watch.enter(0, deadline=50_000.0)
     for request_id in range(1, 2_000):
@@ -95,7 +95,7 @@ def test_what_is_over_long_before_its_time_costs_no_memory():
     assert watch.overdue(inf) == [(0, "time_limit")]
 
 
-def test_the_message_says_how_long():
+def test_the_error_message_names_the_time_limit():
     watch = Watch()
     watch.enter(1, deadline=102.5)
     watch.enter(2, queue_deadline=100.25)
@@ -107,7 +107,7 @@ def test_the_message_says_how_long():
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted", "in flight", "frozen"])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_nothing_is_left_of_it_whatever_it_was_doing(state, overlapped):
+def test_an_expired_request_leaves_no_state(state, overlapped):
     clock = FakeClock()
     engine = EngineHarness(clock=clock, max_num_seqs=4, async_scheduling=overlapped)
     message = request(deadline=110.0)

@@ -93,14 +93,14 @@ def test_under_a_flood_the_first_token_is_two_steps_later_at_most(kind, overlapp
     assert all(flooded[length] <= idle[length] + 2 for length in PROBES), (idle, flooded)
 
 
-def test_the_same_by_priority():
+def test_a_flood_delays_the_first_token_little_by_priority():
     flood, settings = FLOODS["answers that fill the pool"]
     settings = {**settings, "scheduling_policy": "priority"}
     idle, flooded = waits(None, settings), waits(flood, settings)
     assert all(flooded[length] <= idle[length] + 2 for length in PROBES), (idle, flooded)
 
 
-def test_without_tenants_it_would_be_much_later():
+def test_without_tenants_a_flood_delays_the_first_token():
     """The same flood and probes, all of one tenant: what is promised is not there anyway."""
     flood, settings = FLOODS["long prompts"]
     engine = Flooded(flood, **settings)
@@ -111,7 +111,7 @@ def test_without_tenants_it_would_be_much_later():
     assert not engine.engine.tokens_of(probe)
 
 
-def test_two_floods_share_what_there_is():
+def test_two_floods_share_the_throughput():
     """One of long prompts, one of short ones with long answers, from different starts."""
     engine = Flooded(None, max_model_len=300)
     given = defaultdict(int)

@@ -10,7 +10,7 @@ from tests.fakes.paged_runner import undisturbed
 GRAMMAR = RequestStatus.WAITING_FOR_GRAMMAR
 
 
-def test_who_is_held_does_not_hold_up_the_others():
+def test_a_blocked_request_does_not_block_others():
     gate = FakeGate()
     engine = EngineHarness(max_num_seqs=1, gates=[gate])
     requests = [engine.add_one([each], max_tokens=2) for each in range(4)]
@@ -39,7 +39,7 @@ def test_blocked_requests_are_not_asked_about_again():
     engine.assert_at_rest()
 
 
-def test_whatever_held_them_and_however_they_wake_the_order_of_arrival_counts():
+def test_unblocked_requests_keep_the_order_of_arrival():
     grammar, remote = FakeGate(GRAMMAR), FakeGate()
     engine = EngineHarness(max_num_seqs=1, gates=[grammar, remote])
     requests = [engine.add_one([each], max_tokens=1) for each in range(4)]
@@ -52,7 +52,7 @@ def test_whatever_held_them_and_however_they_wake_the_order_of_arrival_counts():
     assert list(engine.scheduler.waiting) == [requests[1], requests[2], tail]
 
 
-def test_by_priority_a_woken_request_stands_where_its_priority_puts_it():
+def test_by_priority_an_unblocked_request_is_ordered_by_priority():
     gate = FakeGate()
     engine = EngineHarness(scheduling_policy="priority", max_num_seqs=1, gates=[gate])
     low, high, middle = (engine.add_one([each], 1, priority=each) for each in (2, 0, 1))
@@ -63,7 +63,7 @@ def test_by_priority_a_woken_request_stands_where_its_priority_puts_it():
     assert list(engine.scheduler.waiting) == [high, middle, last]
 
 
-def test_nothing_is_to_be_done_while_everyone_is_blocked():
+def test_no_step_while_every_request_is_blocked():
     gate = FakeGate()
     engine = EngineHarness(gates=[gate])
     request = engine.add_one([1], max_tokens=1)
@@ -94,7 +94,7 @@ def test_a_blocked_request_can_be_aborted(wake_first):
     engine.assert_at_rest()
 
 
-def test_waking_who_is_not_held_does_nothing():
+def test_unblocking_an_unblocked_request_does_nothing():
     gate = FakeGate()
     engine = EngineHarness(max_num_seqs=1, gates=[gate])
     running, waiting = engine.add_one([1]), engine.add_one([2])
@@ -105,7 +105,7 @@ def test_waking_who_is_not_held_does_nothing():
     assert list(engine.scheduler.waiting) == [waiting]
 
 
-def test_a_preempted_request_that_is_held_and_woken_is_still_preempted():
+def test_blocking_and_unblocking_keeps_the_preempted_status():
     gate = FakeGate()
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, gates=[gate])
     old = engine.add_one(list(range(32)), max_tokens=4)

@@ -44,7 +44,7 @@ def play_job(engine, num_first: int = 4, *, last: bool = True) -> None:
 
 
 @pytest.mark.parametrize("pin_policy", POLICIES)
-def test_they_go_before_what_is_older(pin_policy):
+def test_blocks_of_finished_sessions_are_evicted_before_older_ones(pin_policy):
     engine = Filled(pin_policy=pin_policy)
     fill(engine, 3000, 10)
     play_job(engine)  # over the oldest, 1000 on
@@ -57,7 +57,7 @@ def test_they_go_before_what_is_older(pin_policy):
 @pytest.mark.parametrize(
     ("policy", "last"), [("fcfs", True), ("priority", True), ("continuum", False)]
 )
-def test_the_others_go_by_age(policy, last):
+def test_other_blocks_are_evicted_by_age(policy, last):
     engine = Filled(scheduling_policy=policy)
     fill(engine, 3000, 10)
     play_job(engine, last=last)
@@ -66,7 +66,7 @@ def test_the_others_go_by_age(policy, last):
     assert engine.found(tokens(2000, 76)) < 76
 
 
-def test_it_is_found_until_it_is_overwritten_and_goes_from_its_end():
+def test_blocks_of_a_finished_session_are_findable_until_overwritten():
     engine = Filled()
     fill(engine, 3000, 10)
     play_job(engine)
@@ -76,7 +76,7 @@ def test_it_is_found_until_it_is_overwritten_and_goes_from_its_end():
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize(("num_first", "kept"), [(20, 20), (18, 16)])
-def test_the_prompt_it_began_with_goes_by_age(num_first, kept, num_groups):
+def test_the_first_prompt_of_a_session_is_evicted_by_age(num_first, kept, num_groups):
     """Others may begin with the same; a block that has answers in it is nobody else's."""
     engine = Filled(num_groups)
     fill(engine, 3000, 10)
@@ -85,7 +85,7 @@ def test_the_prompt_it_began_with_goes_by_age(num_first, kept, num_groups):
     assert engine.found(tokens(4000, 36)) == kept
 
 
-def test_a_job_of_one_turn_goes_by_age_but_for_its_answer():
+def test_a_session_of_one_turn_evicts_only_its_output_early():
     engine = Filled()
     fill(engine, 3000, 10)
     engine.turn("a", tokens(4000, 20), max_tokens=20, last=True)
@@ -102,7 +102,7 @@ def test_nothing_goes_early_while_there_is_room():
     assert request.num_cached_tokens == 36
 
 
-def test_what_somebody_else_uses_stays():
+def test_blocks_in_use_by_other_requests_stay():
     engine = Filled()
     fill(engine, 3000, 10)
     beside = engine.add_one(tokens(4000, 39), 20)
@@ -114,7 +114,7 @@ def test_what_somebody_else_uses_stays():
     assert engine.found(tokens(4000, 36)) == 36
 
 
-def test_choices_of_a_last_turn_go_together():
+def test_choices_of_a_last_turn_are_evicted_together():
     engine = Filled()
     fill(engine, 3000, 10)
     engine.turn("a", tokens(4000, 4), max_tokens=2)
@@ -131,7 +131,7 @@ FOR_B = SYSTEM + tokens(6000, 11)
 
 @pytest.mark.parametrize("pin_policy", ["none", "rule"])
 @pytest.mark.parametrize("small_first", [False, True])
-def test_what_a_job_that_waits_has_in_common_with_it_stays(pin_policy, small_first):
+def test_blocks_shared_with_a_waiting_session_stay(pin_policy, small_first):
     """Also where both begin with something else, as with a request for a title."""
     engine = Filled(pin_policy=pin_policy)
     fill(engine, 3000, 10)
@@ -146,7 +146,7 @@ def test_what_a_job_that_waits_has_in_common_with_it_stays(pin_policy, small_fir
     assert check(engine.kv_cache) == []
 
 
-def test_what_another_job_was_forked_from_stays():
+def test_blocks_another_session_was_forked_from_stay():
     engine = Filled()
     fill(engine, 3000, 10)
     engine.turn("a", tokens(4000, 4), max_tokens=2)

@@ -29,7 +29,7 @@ RULES = [{"watermark": 0.5}, {"stop_admission_above": 0.5, "preempt_above": 0.5}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_about_room_hold_for_loads(rule):
+def test_admission_rules_apply_to_loads(rule):
     """Of 12 blocks one request runs in 2; a load of 5 would leave fewer free than the rule asks."""
 
     def answer(request, num_local):
@@ -71,7 +71,7 @@ class TestGetNumNewMatchedTokens:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
         engine.assert_at_rest()
 
-    def test_it_is_asked_for_what_the_device_lacks(self):
+    def test_the_connector_is_queried_for_tokens_missing_on_the_device(self):
         """KVC-03: 64 tokens are cached here and 32 more elsewhere: 32 of 128 are computed."""
         engine = engine_with(lambda request, num_local: NO_MATCH)
         first = engine.add_one(prompt(64), max_tokens=2)
@@ -85,7 +85,7 @@ class TestGetNumNewMatchedTokens:
         assert first.seq_id == engine.connector.asked[0][0]
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
 
-    def test_none_means_ask_again(self):
+    def test_none_makes_the_scheduler_ask_again(self):
         """KVH-09: it is set aside, those behind it pass, and a wake brings it back."""
         answers = {}
         engine = engine_with(lambda request, num_local: answers[request.seq_id])
@@ -101,7 +101,7 @@ class TestGetNumNewMatchedTokens:
         finish(engine)
         assert engine.tokens_of(first) == undisturbed(first.prompt_token_ids, 16)
 
-    def test_a_wake_of_who_does_not_wait_does_nothing(self):
+    def test_unblocking_a_request_that_does_not_wait_does_nothing(self):
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40))
         engine.step()
@@ -125,7 +125,7 @@ class TestGetNumNewMatchedTokens:
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
 
-    def test_it_is_not_asked_where_every_position_must_be_computed(self):
+    def test_the_connector_is_not_queried_with_prompt_logprobs(self):
         engine = engine_with(always(32, is_async=False))
         request = engine.add_one(prompt(64), max_tokens=1, prompt_logprobs=1)
         assert scheduled(engine.step()) == {request.seq_id: 64}
@@ -145,7 +145,7 @@ class TestGetNumNewMatchedTokens:
         assert again.external_prefix_cache_queries == again.external_prefix_cache_hits == 0
 
     @pytest.mark.parametrize("is_async", [False, True])
-    def test_who_has_no_room_waits(self, is_async):
+    def test_a_load_without_free_blocks_waits(self, is_async):
         """KVC-05: 9 blocks of 4, two prompts of 24 tokens: one runs, the other does later."""
         engine = engine_with(always(8, is_async=is_async), block_size=4, num_blocks=10)
         first, second = (engine.add_one(prompt(24, seed), max_tokens=2) for seed in (1, 2))
@@ -162,7 +162,7 @@ class TestGetNumNewMatchedTokens:
 
 
 class TestWaitingForRemoteKvs:
-    def test_its_blocks_are_given_and_nobody_finds_them(self):
+    def test_blocks_being_loaded_are_not_findable(self):
         """KVC-13: nothing is computed, nothing is hashed, until the load is reported."""
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=1)
@@ -179,7 +179,7 @@ class TestWaitingForRemoteKvs:
         finish(engine)
         engine.assert_at_rest()
 
-    def test_the_same_prompt_finds_nothing_of_it(self):
+    def test_an_equal_prompt_does_not_hit_blocks_being_loaded(self):
         """KVC-15: who computes for itself meanwhile has blocks of its own."""
         answers = {}
         engine = engine_with(lambda request, num_local: answers.get(request.seq_id, NO_MATCH))
@@ -195,7 +195,7 @@ class TestWaitingForRemoteKvs:
         finish(engine)
         assert engine.tokens_of(remote) == engine.tokens_of(local)
 
-    def test_others_pass(self):
+    def test_other_requests_are_admitted_before_a_waiting_one(self):
         engine = engine_with(
             lambda request, num_local: Match(16 if len(request.prompt_token_ids) == 40 else 0, True)
         )
@@ -217,7 +217,7 @@ class TestWaitingForRemoteKvs:
         assert second.num_preemptions == 0
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 16)
 
-    def test_who_was_loaded_for_gives_way_and_comes_back(self):
+    def test_a_loaded_request_can_be_preempted_and_resumed(self):
         """KVC-17: five blocks for two requests; the last one is preempted and resumes."""
         answers = {}
         engine = engine_with(
@@ -243,7 +243,7 @@ class TestWaitingForRemoteKvs:
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
 
-    def test_choices_that_are_loaded_for_are_no_forks(self):
+    def test_loaded_choices_are_not_forked(self):
         engine = engine_with(always(32, is_async=True))
         choices = engine.add(prompt(40), 4, n=3)
         finish(engine)
@@ -281,7 +281,7 @@ class TestAborts:
         assert num_free(engine) == free
         assert engine.kv_cache.transfer_refs.num_blocks == 0
 
-    def test_a_late_signal_is_ignored(self):
+    def test_a_signal_after_the_load_is_ignored(self):
         """Row 24: of seq_ids that nobody knows, or that were reported before."""
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=2)
@@ -294,7 +294,7 @@ class TestAborts:
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
         engine.assert_at_rest()
 
-    def test_who_waits_for_the_connector_s_word_can_be_aborted(self):
+    def test_a_request_waiting_for_the_connector_can_be_aborted(self):
         engine = engine_with(lambda request, num_local: NOT_KNOWN_YET)
         request = engine.add_one(prompt(40))
         engine.step()
@@ -304,7 +304,7 @@ class TestAborts:
 
 
 class TestRequestFinished:
-    def test_it_is_called_once_for_every_end(self):
+    def test_request_finished_is_called_once_per_request(self):
         engine = engine_with(always(16, is_async=False))
         ended = engine.add_one(prompt(40, 1), max_tokens=2)
         waits = engine.add_one(prompt(40, 2))
@@ -329,7 +329,7 @@ class TestRequestFinished:
         assert num_free(engine) == free
         engine.assert_at_rest()
 
-    def test_what_is_sent_can_be_found_meanwhile(self):
+    def test_blocks_being_sent_are_findable(self):
         engine = engine_with(always(0, is_async=False), delays=lambda request: True)
         first = engine.add_one(prompt(40), max_tokens=1)
         engine.step()
@@ -342,13 +342,13 @@ class TestRequestFinished:
 
 
 class TestUpdateStateAfterAlloc:
-    def test_who_starts_without_is_told_with_zero(self):
+    def test_a_request_without_external_tokens_is_reported_with_zero(self):
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40))
         engine.step()
         assert engine.connector.allocated == [(request.seq_id, 0)]
 
-    def test_an_asynchronous_load_is_told_once(self):
+    def test_an_asynchronous_load_is_reported_once(self):
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=2)
         finish(engine)
@@ -356,7 +356,7 @@ class TestUpdateStateAfterAlloc:
 
 
 class TestBuildConnectorMeta:
-    def test_it_is_called_once_for_every_step(self):
+    def test_build_connector_meta_is_called_once_per_step(self):
         engine = engine_with(always(32, is_async=True))
         engine.add_one(prompt(40), max_tokens=4)
         finish(engine)
@@ -394,7 +394,7 @@ class TestStartOver:
             engine.report(engine.connector.sent(seq_id))
         engine.assert_at_rest()
 
-    def test_the_connector_s_own_holds_are_released(self):
+    def test_references_of_the_connector_are_released(self):
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40), max_tokens=3)
         engine.step()
@@ -408,7 +408,7 @@ class TestStartOver:
 
 
 class TestReset:
-    def test_held_blocks_do_not_keep_it_from_being_done(self):
+    def test_blocks_held_by_the_connector_are_no_unfinished_work(self):
         engine = engine_with(lambda request, num_local: NO_MATCH, delays=lambda request: True)
         request = engine.add_one(prompt(40), max_tokens=1)
         engine.step()
@@ -418,7 +418,7 @@ class TestReset:
         engine.report(engine.connector.sent(request.seq_id))
         engine.assert_at_rest()
 
-    def test_loads_are_dropped_with_the_blocks_of_who_runs(self):
+    def test_a_forced_reset_drops_loads_and_running_requests(self):
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=3)
         engine.step()

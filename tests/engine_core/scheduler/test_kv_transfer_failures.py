@@ -92,7 +92,7 @@ class TestInvalidBlocks:
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
 
-    def test_whoever_shares_a_bad_block_computes_it_too(self):
+    def test_every_request_sharing_an_invalid_block_recomputes_it(self):
         """KVC-27: found in the cache after the load, and known to be bad only then."""
         engine = engine_with(always(50 * 16, is_async=False))
         first = engine.add_one(prompt(1600), max_tokens=8)
@@ -109,7 +109,7 @@ class TestInvalidBlocks:
         engine.assert_at_rest()
 
     @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
-    def test_failures_that_come_one_by_one(self, order):
+    def test_successive_load_failures_are_each_recomputed(self, order):
         """KVC-28: what counts ends at the least of them so far."""
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=2)
@@ -134,7 +134,7 @@ class TestInvalidBlocks:
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
         engine.assert_at_rest()
 
-    def test_policy_fail_ends_who_waits_and_keeps_its_blocks_until_the_load_ends(self):
+    def test_policy_fail_ends_a_waiting_request_and_keeps_its_blocks(self):
         """KVH-04."""
         engine = engine_with(always(32, is_async=True), load_failure_policy="fail")
         free = num_free(engine)
@@ -149,7 +149,7 @@ class TestInvalidBlocks:
         engine.finish_load(request)
         assert num_free(engine) == free
 
-    def test_of_a_step_whose_request_has_given_way_since(self):
+    def test_a_load_failure_of_a_request_preempted_since(self):
         """The token of that step came of KV that was not there: it is not taken for one."""
         engine = engine_with(
             always(32, is_async=False), fails=losing(1), async_scheduling=True, num_blocks=12

@@ -33,7 +33,7 @@ def test_the_watermark_stays_free_at_admission():
     engine.assert_at_rest()
 
 
-def test_those_that_run_may_use_the_watermark():
+def test_running_requests_may_use_the_watermark():
     engine = small_pool(watermark=0.2)
     request = engine.add_one(prompt(32, 0), max_tokens=9)
     engine.run()
@@ -47,7 +47,7 @@ def test_a_request_that_is_alone_is_admitted_below_the_watermark():
     assert scheduled(engine.step()) == {request.seq_id: 36}
 
 
-def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
+def test_full_prompt_admission_needs_blocks_for_the_whole_prompt():
     settings = {"long_prefill_token_threshold": 4, "enable_prefix_caching": False}
     engine = small_pool(**settings)
     first, second = (engine.add_one(prompt(24, each), max_tokens=1) for each in range(2))
@@ -62,7 +62,7 @@ def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
     engine.assert_at_rest()
 
 
-def test_of_those_who_run_only_prompts_have_something_to_come():
+def test_only_running_prompts_reserve_future_blocks():
     """The next token of one that decodes is its own affair, even where it needs a block."""
     engine = small_pool()
     decodes = engine.add_one(prompt(8, 0), max_tokens=5)
@@ -125,7 +125,7 @@ def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
     assert scheduled(engine.step()) == {late.seq_id: 4}
 
 
-def test_the_doors_open_in_a_step_in_which_nobody_asks():
+def test_admission_resumes_in_a_step_without_waiting_requests():
     """Three of ten are below 0.4 while one runs alone; when somebody comes it has grown to five."""
     engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
     stays = engine.add_one(prompt(11, 0), max_tokens=20, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_the_doors_open_in_a_step_in_which_nobody_asks():
     assert scheduled(engine.step()) == {stays.seq_id: 1, late.seq_id: 4}
 
 
-def test_the_doors_open_when_nobody_is_left():
+def test_admission_resumes_when_no_request_is_left():
     engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
     full = engine.add_one(prompt(31, 0), max_tokens=20)
     engine.step()
@@ -154,7 +154,7 @@ def test_the_doors_open_when_nobody_is_left():
     assert scheduled(engine.step()) == {first.seq_id: 20, second.seq_id: 4}
 
 
-def test_above_the_highest_threshold_the_youngest_gives_way():
+def test_above_the_highest_threshold_the_youngest_is_preempted():
     engine = small_pool(
         resume_admission_below=0.5, stop_admission_above=0.6, preempt_above=0.8, max_num_seqs=3
     )
@@ -174,7 +174,7 @@ def test_above_the_highest_threshold_the_youngest_gives_way():
     engine.assert_at_rest()
 
 
-def test_nobody_is_admitted_to_be_preempted_for_pressure():
+def test_no_request_is_admitted_only_to_be_preempted_by_watermark():
     """Two blocks are in use, the doors are open, but four more would be above 0.5."""
     engine = small_pool(stop_admission_above=0.4, preempt_above=0.5)
     engine.add_one(prompt(7, 0), max_tokens=5)
@@ -214,7 +214,7 @@ def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
     assert engine.tokens_of(stays) == undisturbed(prompt(4, 0), 12)
 
 
-def test_the_last_one_is_never_preempted_for_pressure():
+def test_the_last_running_request_is_not_preempted_by_watermark():
     engine = small_pool(stop_admission_above=0.1, preempt_above=0.1)
     request = engine.add_one(prompt(30, 0), max_tokens=5)
     engine.run()
@@ -224,7 +224,7 @@ def test_the_last_one_is_never_preempted_for_pressure():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_request_without_room_is_looked_up_once(policy, monkeypatch):
+def test_a_request_without_free_blocks_is_looked_up_once(policy, monkeypatch):
     engine = small_pool(scheduling_policy=policy)
     first = engine.add_one(prompt(32, 0), max_tokens=8)
     engine.step()
@@ -252,7 +252,7 @@ def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
     assert scheduled(engine.step()) == {first.seq_id: 12, second.seq_id: 4}
 
 
-def test_a_request_without_room_is_looked_up_again_when_more_of_its_prefix_is_there():
+def test_a_request_is_looked_up_again_when_more_of_its_prefix_is_cached():
     """Who runs generates what the prompt goes on with, and fills a block that it had already."""
     engine = small_pool()
     begins = prompt(5, 0)
@@ -268,7 +268,7 @@ def test_a_request_without_room_is_looked_up_again_when_more_of_its_prefix_is_th
     assert engine.tokens_of(first) == undisturbed(begins, 6)
 
 
-def test_a_choice_without_room_is_looked_at_again_when_it_can_be_the_fork_of_another():
+def test_a_choice_without_blocks_is_rechecked_when_it_can_fork():
     """That one was admitted in the step in which it was refused; nothing else has changed."""
     first_of_all = 0
 
@@ -286,7 +286,7 @@ def test_a_choice_without_room_is_looked_at_again_when_it_can_be_the_fork_of_ano
         assert engine.tokens_of(each) == undisturbed(prompt(24, 0), 3, each.choice)
 
 
-def test_a_request_without_room_is_looked_up_again_when_a_window_has_lost_a_part_of_its_prefix():
+def test_a_request_is_looked_up_again_when_a_window_lost_prefix_blocks():
     """Of the blocks 10 to 13 that it starts from, two are given away, but not the last one.
 
     Without them it starts from nothing, and its first eight tokens need fewer blocks than the

@@ -12,7 +12,7 @@ OPERATIONS = 600
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_lives(kind):
+def test_random_request_sequences_keep_the_invariants(kind):
     totals = lives(kind, range(SEEDS), OPERATIONS)
     print(dict(totals))
     for what, fewest in KINDS[kind].expects.items():
@@ -21,5 +21,5 @@ def test_random_lives(kind):
 
 @pytest.mark.suite("lives")
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_random_lives(kind):
+def test_many_random_request_sequences_keep_the_invariants(kind):
     lives(kind, range(SEEDS, 60), 2 * OPERATIONS)

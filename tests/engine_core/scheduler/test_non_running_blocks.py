@@ -32,7 +32,7 @@ def have_blocks(requests):
     return [each.num_computed_tokens > 0 for each in requests]
 
 
-def test_the_longest_rest_goes_first(idle, manager, four):
+def test_the_longest_idle_session_is_evicted_first(idle, manager, four):
     assert idle.free_resting()
     assert idle.free_resting()
     assert have_blocks(four) == [False, False, True, True]
@@ -40,7 +40,7 @@ def test_the_longest_rest_goes_first(idle, manager, four):
     assert len(idle) == 2
 
 
-def test_those_in_line_are_asked_last_the_last_one_first(idle, four):
+def test_queued_requests_lose_blocks_last_and_from_the_end_of_the_queue(idle, four):
     for each in four[:3]:
         idle.move_to_queued(each)
     assert idle.any_resting
@@ -54,7 +54,7 @@ def test_those_in_line_are_asked_last_the_last_one_first(idle, four):
     assert have_blocks(four) == [False, False, True, False]
 
 
-def test_who_has_none_or_is_forgotten_is_not_asked(idle, manager, four):
+def test_requests_without_blocks_are_skipped(idle, manager, four):
     nothing = Requests(manager).make([7])
     idle.add_resting(nothing)
     idle.move_to_queued(nothing)
@@ -66,7 +66,7 @@ def test_who_has_none_or_is_forgotten_is_not_asked(idle, manager, four):
     assert not idle.free_queued(nothing)
 
 
-def test_all_at_once(idle, manager, four):
+def test_all_blocks_can_be_freed_in_one_call(idle, manager, four):
     idle.move_to_queued(four[0])
     idle.free_all()
     assert have_blocks(four) == [False] * 4

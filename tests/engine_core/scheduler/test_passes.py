@@ -62,7 +62,7 @@ def test_chunked_prompt_gives_no_token_before_it_is_complete():
     assert engine.tokens_of(request) == undisturbed(prompt(200), 3)
 
 
-def test_without_chunking_nobody_overtakes_a_prompt_that_does_not_fit():
+def test_without_chunking_no_request_overtakes_a_prompt_that_does_not_fit():
     engine = EngineHarness(max_num_batched_tokens=1024, enable_chunked_prefill=False)
     lengths = (800, 800, 10, 10)
     requests = [engine.add_one(prompt(length, each)) for each, length in enumerate(lengths)]
@@ -85,7 +85,7 @@ def test_without_chunking_a_prompt_longer_than_any_step_is_computed_all_the_same
     engine.assert_at_rest()
 
 
-def test_seats_are_limited():
+def test_max_num_seqs_limits_running_requests():
     engine = EngineHarness(max_num_seqs=3)
     requests = [engine.add_one(prompt(10, each), max_tokens=2) for each in range(7)]
     assert len(scheduled(engine.step())) == 3
@@ -94,7 +94,7 @@ def test_seats_are_limited():
     assert max(len(scheduled(step)) for step in engine.runner.steps) == 3
 
 
-def test_a_budget_below_the_seats_serves_every_running_request_in_every_step():
+def test_a_budget_below_max_num_seqs_serves_every_running_request():
     engine = EngineHarness(max_num_seqs=24, max_num_batched_tokens=16)
     requests = [engine.add_one(prompt(5 + 7 * each, each), max_tokens=20) for each in range(24)]
     while engine.scheduler.num_unfinished:

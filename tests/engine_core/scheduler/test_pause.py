@@ -41,7 +41,7 @@ def test_a_request_that_has_begun_comes_back_after_a_preemption():
     assert engine.reason_of(fresh) is None
 
 
-def test_frozen_nothing_moves_and_everything_is_kept():
+def test_a_freeze_schedules_nothing_and_keeps_everything():
     engine = EngineHarness()
     running = engine.add_one(list(range(40)), max_tokens=5)
     engine.step()
@@ -59,7 +59,7 @@ def test_frozen_nothing_moves_and_everything_is_kept():
     engine.assert_at_rest()
 
 
-def test_frozen_requests_can_be_aborted_and_the_worker_hears_of_it():
+def test_frozen_requests_can_be_aborted_and_the_worker_is_notified():
     engine = EngineHarness()
     running, waiting = engine.add_one([1]), engine.add_one([2])
     engine.scheduler.pause("finish_running")

@@ -134,7 +134,7 @@ def test_a_next_turn_computes_only_what_is_new():
     engine.assert_at_rest()
 
 
-def test_a_block_is_findable_that_filled_in_the_last_step_before_its_ids_were_known():
+def test_a_block_filled_by_tokens_in_flight_is_findable_once_they_are_known():
     """The last of three outputs is sampled by the step that computes the 16th token."""
     engine = overlapped()
     first = engine.add_one(prompt(14), max_tokens=3)
@@ -181,7 +181,7 @@ def test_a_token_in_flight_survives_the_preemption():
     engine.assert_at_rest()
 
 
-def test_a_preempted_request_does_not_come_back_before_its_token_and_nobody_overtakes_it():
+def test_a_preempted_request_resumes_first_and_after_its_token():
     engine, first, second = crowded()
     engine.in_flight += [engine.scheduler.schedule(), engine.scheduler.schedule()]
     late = engine.add_one([7], max_tokens=1)
@@ -196,7 +196,7 @@ def test_a_preempted_request_does_not_come_back_before_its_token_and_nobody_over
     engine.assert_at_rest()
 
 
-def test_a_preempted_request_can_end_by_its_late_token():
+def test_a_preempted_request_can_end_by_its_token_in_flight():
     engine = overlapped(num_blocks=11, enable_prefix_caching=False)
     engine.add_one(prompt(80), max_tokens=3)
     second = engine.add_one(prompt(80, 9), max_tokens=1)
@@ -209,7 +209,7 @@ def test_a_preempted_request_can_end_by_its_late_token():
     engine.assert_at_rest()
 
 
-def test_what_the_victim_of_a_preemption_computed_is_found_when_it_comes_back():
+def test_a_resumed_request_hits_the_blocks_it_computed():
     engine = overlapped(num_blocks=6)
     requests = [engine.add_one(prompt(32, each), max_tokens=20) for each in range(2)]
     engine.run()

@@ -6,7 +6,7 @@ from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 
 
-def test_the_youngest_gives_way_and_comes_back_first():
+def test_the_youngest_is_preempted_and_resumed_first():
     """Four usable blocks of 16: two requests of two blocks each, one needs a third."""
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
     old = engine.add_one(list(range(32)), max_tokens=3)
@@ -53,7 +53,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     assert scheduled(engine.step()) == {old.seq_id: 1, young.seq_id: 16}
 
 
-def test_nobody_else_is_admitted_in_it_either():
+def test_no_other_request_is_admitted_in_that_step():
     """What the victim gave is for those who run; who comes before it in the line has to wait."""
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, scheduling_policy="priority")
     old = engine.add_one(list(range(32)), max_tokens=3, priority=1)
@@ -66,7 +66,7 @@ def test_nobody_else_is_admitted_in_it_either():
     assert scheduled(engine.step()) == {old.seq_id: 1, urgent.seq_id: 2}
 
 
-def test_a_request_that_is_last_in_line_gives_way_itself():
+def test_a_request_last_in_order_preempts_itself():
     engine = EngineHarness(num_blocks=4, enable_prefix_caching=False)
     first = engine.add_one(list(range(20)), max_tokens=5)
     second = engine.add_one(list(range(100, 116)), max_tokens=5)

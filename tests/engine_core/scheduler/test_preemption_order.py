@@ -51,7 +51,7 @@ class Book:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("num_tenants", [1, 7])
-def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants):
+def test_victims_agree_with_a_search_through_all_running_requests(policy, num_tenants):
     draw = random.Random(num_tenants)
     book = Book(policy)
     num_found = 0
@@ -79,7 +79,7 @@ def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants)
 
 
 @pytest.mark.interpreted
-def test_a_victim_costs_a_look_at_each_tenant(monkeypatch):
+def test_a_victim_is_found_with_one_look_per_tenant(monkeypatch):
     """However many of its requests run."""
     book = Book("fcfs")
     for number in range(500):
@@ -95,7 +95,7 @@ def test_a_victim_costs_a_look_at_each_tenant(monkeypatch):
     assert len(looks) == 3
 
 
-def test_who_left_leaves_nothing():
+def test_a_removed_request_leaves_no_state():
     book = Book("priority")
     for number in range(1000):
         book.remove(book.admit(0, number % 5, 1))

@@ -48,9 +48,7 @@ def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected:
     ("num_decoding", "expected"),
     [(1, 80), (2, 80), (4, 80), (9, 112), (10, 112), (16, 160), (99, 160)],
 )
-def test_a_number_that_was_never_seen_lies_between_those_that_were(
-    num_decoding: int, expected: int
-) -> None:
+def test_unseen_batch_sizes_are_interpolated(num_decoding: int, expected: int) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
     pace = PrefillThrottle(256, 2.0)
     pace.learn_step(16, 0, 0.08)
@@ -59,7 +57,7 @@ def test_a_number_that_was_never_seen_lies_between_those_that_were(
     assert pace.prompt_tokens(num_decoding, 0) == expected
 
 
-def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:
+def test_prompts_are_not_throttled_without_decodes() -> None:
     assert learnt().prompt_tokens(0, 0) == 256
 
 
@@ -74,7 +72,7 @@ def test_until_both_times_are_known_a_step_is_full() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_workers_that_say_nothing_teach_nothing(seconds: float) -> None:
+def test_steps_without_timings_are_not_learnt_from(seconds: float) -> None:
     pace = learnt()
     pace.learn_step(16, 0, seconds)
     pace.learn_step(15, 200, seconds)
@@ -91,7 +89,9 @@ def test_a_short_step_is_not_cut() -> None:
 @pytest.mark.parametrize(
     ("num_missing", "expected"), [(96 * MAX_PREFILL_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
 )
-def test_what_piles_up_is_done_within_some_steps(num_missing: int, expected: int) -> None:
+def test_a_backlog_of_prompts_is_computed_within_some_steps(
+    num_missing: int, expected: int
+) -> None:
     assert learnt().prompt_tokens(16, num_missing) == expected
 
 
@@ -145,12 +145,12 @@ def chunks_beside(engine: EngineHarness, num_tokens: int) -> list[int]:
     return chunks
 
 
-def test_a_prompt_is_spread_beside_those_who_decode() -> None:
+def test_a_prompt_is_spread_over_steps_beside_decodes() -> None:
     assert chunks_beside(decoding_engine(max_prefill_slowdown=2.0), 240) == [96, 96, 48]
     assert chunks_beside(decoding_engine(max_prefill_slowdown=0), 240) == [240]
 
 
-def test_prompts_share_what_a_step_has_for_them() -> None:
+def test_prompts_share_the_prefill_budget_of_a_step() -> None:
     engine = decoding_engine(max_prefill_slowdown=2.0)
     engine.add([30] * 60, 3)
     engine.add([31] * 60, 3)

@@ -54,7 +54,7 @@ def test_it_waits_only_for_what_is_shared():
     assert second.num_cached_tokens == 16
 
 
-def test_others_pass_meanwhile():
+def test_other_requests_are_admitted_during_the_wait():
     engine = chunked()
     first, second = (engine.add_one(list(range(30))) for _ in range(2))
     other = engine.add_one([500, 501])
@@ -71,14 +71,14 @@ def test_others_pass_meanwhile():
         {"prompt": [0, 1, 2, 3]},
     ],
 )
-def test_nobody_waits_for_blocks_that_would_not_be_used(second):
+def test_no_wait_for_blocks_that_would_not_be_used(second):
     engine = chunked()
     first = engine.add_one(list(range(30)))
     other = engine.add_one(**second)
     assert scheduled(engine.step()).keys() == {first.seq_id, other.seq_id}
 
 
-def test_nobody_waits_without_a_prefix_cache():
+def test_no_wait_without_a_prefix_cache():
     engine = chunked(enable_prefix_caching=False)
     first, second = (engine.add_one(list(range(30))) for _ in range(2))
     assert scheduled(engine.step()).keys() == {first.seq_id, second.seq_id}
@@ -100,7 +100,7 @@ def test_when_the_leader_is_aborted_the_next_one_leads():
     engine.assert_at_rest()
 
 
-def test_when_the_leader_is_preempted_nobody_waits_for_ever():
+def test_preempting_the_leader_ends_the_wait():
     engine = chunked(num_blocks=12)
     old = engine.add_one(list(range(500, 516)), max_tokens=12)
     engine.step()
@@ -125,7 +125,7 @@ def test_a_waiting_request_can_be_aborted():
     engine.assert_at_rest()
 
 
-def test_the_wait_is_as_long_as_the_leader_takes_that_gets_what_others_would():
+def test_the_wait_is_bounded_by_the_leaders_expected_time():
     engine = chunked()
     first, second = (engine.add_one(list(range(800)), max_tokens=1) for _ in range(2))
     for _ in range(99):
@@ -136,7 +136,7 @@ def test_the_wait_is_as_long_as_the_leader_takes_that_gets_what_others_would():
     engine.assert_at_rest()
 
 
-def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
+def test_the_wait_for_a_leader_that_yields_to_others_is_bounded():
     engine = EngineHarness(block_size=4, max_num_batched_tokens=32)
     prompt = list(range(800))
     leader = engine.add_one(prompt, max_tokens=1, tenant=1)
@@ -156,7 +156,7 @@ def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
 
 
-def test_a_leader_that_makes_way_and_gets_all_its_tokens_after_all_is_waited_for():
+def test_a_leader_that_yields_but_gets_its_tokens_is_waited_for():
     """Tenants that were served less come in each step, but only to wait for it, too."""
     engine = chunked()
     prompt = list(range(300))
@@ -188,7 +188,7 @@ def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
     engine.assert_at_rest()
 
 
-def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more():
+def test_a_request_may_wait_next_for_a_leader_that_shares_more():
     engine = chunked()
     shared = list(range(80))
     first = engine.add_one(shared[:16] + [500] * 60, max_tokens=1)
@@ -205,7 +205,7 @@ def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more()
     engine.assert_at_rest()
 
 
-def test_nobody_waits_for_a_leader_that_has_not_got_as_far_as_the_cache():
+def test_no_wait_for_a_leader_behind_the_cached_prefix():
     engine = chunked()
     prompt = list(range(64))
     engine.add_one(prompt[:48], max_tokens=1)
@@ -219,7 +219,7 @@ def test_nobody_waits_for_a_leader_that_has_not_got_as_far_as_the_cache():
 
 
 @pytest.mark.parametrize(("num_shared", "waits"), [(68, True), (66, False)])
-def test_nobody_waits_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
+def test_no_wait_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
     """Chunks of 64 tokens: four of them are worth a step, two are not."""
     engine = EngineHarness(
         block_size=2, max_num_batched_tokens=256, long_prefill_token_threshold=64
@@ -235,7 +235,7 @@ def test_nobody_waits_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
     engine.assert_at_rest()
 
 
-def test_those_who_share_less_go_first_in_whatever_order_they_came():
+def test_requests_that_share_less_are_admitted_first():
     engine = chunked()
     prompt = list(range(40))
     leader = engine.add_one(prompt, max_tokens=1)
@@ -249,7 +249,7 @@ def test_those_who_share_less_go_first_in_whatever_order_they_came():
         assert request.num_cached_tokens == num
 
 
-def test_nobody_waits_for_blocks_that_the_leader_has_had_and_lost():
+def test_no_wait_for_blocks_that_the_leader_has_lost():
     """They lie before its window, and somebody else has taken them meanwhile."""
     engine = chunked(num_blocks=26, windows=(8,))
     leader = engine.add_one(list(range(160)), max_tokens=1)
@@ -323,7 +323,7 @@ def num_lines_run(function):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_step_does_not_look_at_those_who_go_on_waiting(policy):
+def test_a_step_does_not_visit_requests_that_keep_waiting(policy):
     costs = []
     for num_waiting in (3, 200):
         engine = chunked(scheduling_policy=policy)

@@ -52,7 +52,7 @@ def test_the_others_wait_in_order(seats, priorities, arrivals, running, waiting)
     assert list(engine.scheduler.waiting) == [requests[each] for each in waiting]
 
 
-def test_one_seat_serves_them_one_after_the_other():
+def test_with_max_num_seqs_one_requests_run_one_by_one():
     engine = by_priority(max_num_seqs=1)
     requests = add_all(engine, [5, 1, 8, 3, 2, 7, 4, 6], max_tokens=1)
     engine.run()
@@ -68,7 +68,7 @@ def test_first_come_first_served_ignores_priorities():
     assert engine.scheduler.running == requests
 
 
-def test_the_least_urgent_gives_way_and_comes_back():
+def test_the_lowest_priority_is_preempted_and_resumed():
     """Four usable blocks of 16, two each; the urgent one needs a third."""
     engine = by_priority(num_blocks=5)
     low = engine.add_one(list(range(30)), priority=1, max_tokens=8)
@@ -135,7 +135,7 @@ def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
     engine.assert_at_rest()
 
 
-def test_the_request_that_needs_room_gives_way_itself_and_the_rest_go_on():
+def test_a_request_of_lowest_priority_preempts_itself():
     engine = by_priority(num_blocks=6, block_size=4)
     first = engine.add_one(list(range(7)), priority=0, max_tokens=9)
     least = engine.add_one(list(range(100, 108)), priority=9, max_tokens=9)

@@ -25,7 +25,7 @@ def counts(engine: EngineHarness) -> tuple[int, int]:
     return stats.num_queued_reqs, stats.num_queued_tokens
 
 
-def test_the_limits_follow_from_the_pool_and_the_seats():
+def test_queue_limits_follow_from_the_pool_and_max_num_seqs():
     config = SchedulerConfig(max_num_seqs=100)
     assert queue_capacity(config, 10_000, 16) == QueueCapacity(400, 640_000)
     assert queue_capacity(config, 50, 1024) == QueueCapacity(200, 204_800), "a seat needs a block"
@@ -34,7 +34,7 @@ def test_the_limits_follow_from_the_pool_and_the_seats():
     assert queue_capacity(given, 10_000, 16) == QueueCapacity(3, 0)
 
 
-def test_who_has_begun_or_is_over_counts_no_more():
+def test_admitted_and_finished_requests_are_not_counted():
     engine = EngineHarness(max_num_seqs=1)
     first, second, third = queue(engine, [1] * 10, [2] * 20, [3] * 30, max_tokens=2)
     assert counts(engine) == (3, 60)
@@ -50,7 +50,7 @@ def test_who_has_begun_or_is_over_counts_no_more():
     engine.assert_at_rest()
 
 
-def test_who_is_preempted_or_loses_the_workers_is_not_counted_anew():
+def test_preempted_requests_are_not_counted_again():
     engine = EngineHarness(max_num_seqs=2)
     queue(engine, [1] * 10, [2] * 10, [3] * 10)
     engine.step()
@@ -99,7 +99,7 @@ def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
     assert len(backlog) == 6, "nothing of it was taken in"
 
 
-def test_what_just_fits_and_what_was_accepted_before_may_wait():
+def test_requests_at_the_limit_and_accepted_ones_may_wait():
     backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
     for seq_id in range(6):
         backlog.count_request(make_request(seq_id, list(range(10))))
@@ -130,7 +130,7 @@ def is_full_for(backlog, tenant, **fields):
     return False
 
 
-def test_a_flood_of_one_tenant_shuts_no_other_out():
+def test_a_flood_of_one_tenant_excludes_no_other():
     backlog = QueueLimits(QueueCapacity(10, 0), FakeClock())
     fill(backlog, 1, 10, 0)
     assert is_full_for(backlog, 1)
@@ -147,7 +147,7 @@ def test_a_flood_of_one_tenant_shuts_no_other_out():
     assert is_full_for(backlog, 5), "twice the limit wait"
 
 
-def test_tokens_are_shared_as_well():
+def test_queued_tokens_are_shared_among_tenants():
     backlog = QueueLimits(QueueCapacity(0, 100), FakeClock())
     fill(backlog, 1, 10, 0)
     assert is_full_for(backlog, 1)
@@ -188,7 +188,7 @@ class TestPace:
         self.clock.now += 1000
         assert self.pace.seconds_for(1000) == 60
 
-    def test_the_rate_of_late(self):
+    def test_the_rate_follows_recent_departures(self):
         self.leave(10, 0.5)
         assert self.pace.seconds_for(10) == 5
         assert self.pace.seconds_for(31) == 16

@@ -9,7 +9,7 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from tests.fakes.engine_harness import EngineHarness
 
 
-def test_outputs_go_to_the_client_that_asked():
+def test_outputs_go_to_the_client_of_the_request():
     engine = EngineHarness()
     engine.add_one([1], max_tokens=2, client=1)
     output = engine.scheduler.schedule()
@@ -103,7 +103,7 @@ def test_messages_share_no_list_that_changes():
         {"sampled_token_ids": [[5], []]},
     ],
 )
-def test_a_result_that_answers_another_question_is_refused(change):
+def test_a_result_of_another_step_is_refused(change):
     engine = EngineHarness()
     engine.add_one([1])
     engine.add_one([2])

@@ -38,7 +38,7 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
     engine.assert_at_rest()
 
 
-def test_those_who_wait_stay_behind_those_who_ran():
+def test_waiting_requests_stay_behind_those_that_ran():
     engine = EngineHarness(max_num_seqs=2)
     requests = [engine.add_one(prompt_of(each), 4) for each in range(4)]
     engine.step()
@@ -46,7 +46,7 @@ def test_those_who_wait_stay_behind_those_who_ran():
     assert list(engine.scheduler.waiting) == requests
 
 
-def test_the_worker_is_told_to_forget_and_then_everything_anew(engine):
+def test_a_reset_clears_the_worker_and_resends_full_requests(engine):
     request = engine.add_one(prompt_of(0), 9)
     engine.step()
     engine.step()
@@ -100,7 +100,7 @@ def test_sessions_at_rest_and_in_line_lose_their_blocks_too(engine):
     engine.assert_at_rest()
 
 
-def test_with_nobody_there_both_forms_are_the_same(engine):
+def test_without_requests_both_kinds_of_reset_are_the_same(engine):
     engine.add_one(prompt_of(0), 1)
     engine.run()
     assert engine.scheduler.reset_prefix_cache()

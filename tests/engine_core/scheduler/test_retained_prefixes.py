@@ -52,7 +52,7 @@ def tokens(start: int, number: int) -> list[int]:
     return list(range(start, start + number))
 
 
-def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them():
+def test_a_finished_turn_retains_its_full_blocks_for_the_next_one():
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": 5}  # 23 computed tokens
@@ -73,7 +73,7 @@ def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them()
         ("continuum", AgentHint("")),
     ],
 )
-def test_the_gates_that_a_pin_has_to_pass(policy, agent):
+def test_conditions_for_retaining_a_prefix(policy, agent):
     """The policy, a job, and a turn to follow."""
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
@@ -104,7 +104,7 @@ def test_pins_are_swept_before_anything_is_allocated():
     assert (stats.num_pins_expired, stats.num_pins_given_up) == (1, 0)
 
 
-def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
+def test_a_turn_does_not_find_an_expired_pin():
     engine = Engine()
     engine.turn("a", tokens(0, 20))
     engine.clock.now += 2.1
@@ -172,7 +172,7 @@ def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
     assert check(engine.kv_cache) == []
 
 
-def test_the_trace_tells_of_pins_and_counts_their_blocks():
+def test_the_trace_records_pins_and_counts_their_blocks():
     lines = []
     clock = FakeClock()
     recorder = TraceRecorder(lines.append, started_at=0.0, num_seats=8, clock=clock)
@@ -211,7 +211,7 @@ def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
     assert [each.job for each in last.pins[:2]] == [str(MAX_PINS + 5), str(MAX_PINS + 4)]
 
 
-def test_who_continues_a_job_is_preempted_last():
+def test_a_request_that_continues_a_session_is_preempted_last():
     """Also where it was admitted last."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     first = engine.turn("a", tokens(0, 8))
@@ -280,7 +280,7 @@ class Notes:
         pass
 
 
-def test_room_is_made_from_the_ends_of_pins_and_only_as_much_as_is_lacking():
+def test_pins_are_shortened_from_their_ends_by_the_missing_blocks():
     engine = Engine(max_pinned_share=1.0)
     engine.turn("a", tokens(0, 60))
     engine.turn("b", tokens(100, 60))
@@ -318,7 +318,7 @@ def test_a_shared_block_counts_once_and_frees_nothing_by_one_unpin():
     assert engine.kv_cache.num_free_blocks == 40
 
 
-def test_the_share_is_kept_for_all_and_for_each_tenant():
+def test_the_pin_share_is_kept_in_total_and_per_tenant():
     engine = Engine(max_pinned_share=0.5, max_pinned_share_per_tenant=0.25)
     engine.turn("a", tokens(0, 60), tenant=1)
     assert engine.pinned() == {"a": 10}
@@ -404,9 +404,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
 @pytest.mark.parametrize(
     ("windows", "num_blocks"), [((None,), 5), ((None, None), 10), ((None, 6), 6)]
 )
-def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_blocks(
-    windows, num_blocks
-):
+def test_the_value_of_a_pin_depends_on_tokens_not_on_cache_groups(windows, num_blocks):
     engine = Engine(windows=windows)
     asked = []
     engine.scheduler.agent_sessions._rule = rule = Notes([])
@@ -444,7 +442,7 @@ def test_the_session_that_was_seen_longest_ago_is_forgotten_if_there_are_too_man
     assert list(sessions._sessions) == [f"job {number}" for number in range(30, 50)]
 
 
-def test_row_39_nobody_reads_a_clock_that_can_be_set():
+def test_row_39_no_settable_clock_is_read():
     for path in [
         *(ROOT / "engine_core/scheduler").glob("*.py"),
         *(ROOT / "engine_core/scheduler/queues").glob("*.py"),
@@ -455,7 +453,7 @@ def test_row_39_nobody_reads_a_clock_that_can_be_set():
 
 
 @pytest.mark.parametrize("ttl_ms", [-5.0, 0.0, 1e300, float("inf"), float("nan")])
-def test_row_39_what_a_client_says_of_its_time_is_bounded(ttl_ms):
+def test_row_39_client_supplied_times_are_bounded(ttl_ms):
     seconds = by_client(ttl_ms)
     assert seconds is None or 0.0 <= seconds <= 3600.0
     engine = Engine()
@@ -497,7 +495,7 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
     engine.assert_at_rest()
 
 
-def test_what_is_gained_is_the_delay_and_the_context():
+def test_the_gain_of_a_pin_is_queue_delay_and_context():
     costs = SwapRule()
     costs.learn_step(100, 1.0)
     rule = ExpectedBenefitTTL(costs)
@@ -510,7 +508,7 @@ def test_what_is_gained_is_the_delay_and_the_context():
     assert (worth.seconds, worth.value) == (0.2, pytest.approx(2.3))
 
 
-def test_who_lost_its_kv_says_what_a_place_in_the_queue_costs():
+def test_requests_that_lost_their_kv_teach_the_queue_delay():
     engine = Engine()
     heard = []
     engine.scheduler.agent_sessions._rule = rule = Notes([])

@@ -40,7 +40,7 @@ def test_a_waiting_request_takes_the_blocks_of_sessions_at_rest():
     assert engine.tokens_of(session) == flat(turns((list(range(40)), 2), ([1], 1)))
 
 
-def test_a_head_of_the_line_without_room_looks_again_when_a_session_comes_to_rest():
+def test_a_head_without_free_blocks_is_rechecked_when_a_session_idles():
     """Nothing else has changed: no block is free that was not free before."""
     engine = EngineHarness(num_blocks=7, enable_prefix_caching=False)
     runner = engine.add_one(list(range(20)), 9)
@@ -55,7 +55,7 @@ def test_a_head_of_the_line_without_room_looks_again_when_a_session_comes_to_res
     assert output.preempted_seq_ids == []
 
 
-def test_a_session_in_line_keeps_its_blocks_as_long_as_someone_else_can_give_way():
+def test_a_queued_session_loses_blocks_only_as_a_last_resort():
     """Of eight blocks it has three, and two requests grow until they need six."""
     engine = EngineHarness(num_blocks=9, max_num_seqs=2, enable_prefix_caching=False)
     session = rest(engine, list(range(40)), 2)
@@ -71,7 +71,7 @@ def test_a_session_in_line_keeps_its_blocks_as_long_as_someone_else_can_give_way
     engine.assert_at_rest()
 
 
-def test_the_only_one_that_runs_takes_the_blocks_of_those_in_line_rather_than_give_way():
+def test_the_only_running_request_takes_blocks_of_queued_ones():
     """If it gave way to a session that cannot run either, a step would bring nothing."""
     engine = EngineHarness(num_blocks=7, max_num_seqs=1, enable_prefix_caching=False)
     session = rest(engine, list(range(40)), 2)
@@ -88,7 +88,7 @@ def test_the_only_one_that_runs_takes_the_blocks_of_those_in_line_rather_than_gi
     engine.assert_at_rest()
 
 
-def test_where_nobody_runs_the_head_of_the_line_takes_the_blocks_of_those_behind_it():
+def test_without_running_requests_the_head_takes_blocks_of_later_ones():
     """Otherwise nobody would ever: the session holds what the head lacks."""
     engine = EngineHarness(num_blocks=6, enable_prefix_caching=False, scheduling_policy="priority")
     session = rest(engine, list(range(40)), 2, priority=1)
@@ -103,7 +103,7 @@ def test_where_nobody_runs_the_head_of_the_line_takes_the_blocks_of_those_behind
     engine.assert_at_rest()
 
 
-def test_a_session_at_the_head_of_the_line_is_not_robbed_for_itself():
+def test_a_queued_session_keeps_its_blocks_at_its_own_admission():
     engine = EngineHarness(num_blocks=6, enable_prefix_caching=False, max_model_len=80)
     session = rest(engine, list(range(40)), 2)
     other = rest(engine, list(range(100, 120)), 2)
@@ -156,7 +156,7 @@ def test_pressure_is_relieved_at_the_cost_of_sessions_at_rest():
     assert current(engine, session).num_computed_tokens == 0
 
 
-def test_a_session_waits_for_nobody_who_computes_the_same_prefix():
+def test_a_session_does_not_wait_for_a_prefix_leader():
     """It has blocks of its own, and could not use the other's."""
     engine = EngineHarness(block_size=4, long_prefill_token_threshold=4)
     session = rest(engine, [1, 2, 3, 4, 5, 6], 1)

@@ -67,7 +67,7 @@ def test_it_can_be_aborted_and_leaves_nothing(when):
     engine.assert_at_rest()
 
 
-def test_sessions_of_a_front_end_that_is_gone_are_over():
+def test_sessions_end_with_their_front_end():
     engine = EngineHarness()
     mine, theirs = rest(engine, [1, 2], client=1), rest(engine, [3, 4], client=2)
     assert engine.scheduler.abort_client_requests(1) == 1
@@ -151,7 +151,7 @@ def test_a_session_at_rest_for_too_long_ends_with_an_error():
     engine.assert_at_rest()
 
 
-def test_time_counts_only_at_rest_and_anew_each_time():
+def test_the_idle_timeout_counts_from_the_end_of_every_turn():
     clock = FakeClock()
     engine = EngineHarness(clock=clock, session_timeout=30.0)
     session = rest(engine, [1, 2], 1)

@@ -127,7 +127,7 @@ def test_input_that_comes_early_waits_for_the_end_of_the_turn(steps):
     assert current(engine, session).status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
-def test_parameters_are_those_of_the_turn_whatever_has_come_meanwhile():
+def test_sampling_parameters_belong_to_their_turn():
     """STR-11."""
     engine = EngineHarness()
     session = open_session(engine, [1, 2], 2, logprobs=3)

@@ -35,7 +35,7 @@ def assert_right(engine: EngineHarness, requests: list[Request], num_tokens: int
 
 
 @CACHING
-def test_the_prompt_is_computed_once_and_its_last_token_by_each(caching):
+def test_the_prompt_is_computed_once_and_its_last_token_by_every_choice(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=5, n=3)
     assert scheduled(engine.step()) == {requests[0].seq_id: 19}
@@ -49,7 +49,7 @@ def test_the_prompt_is_computed_once_and_its_last_token_by_each(caching):
 
 
 @CACHING
-def test_they_hold_the_full_blocks_together_and_an_end_each(caching):
+def test_choices_share_full_blocks_and_own_their_last_block(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=5, n=3)
     engine.step()
@@ -121,7 +121,7 @@ def test_when_the_first_is_aborted_the_next_computes_the_prompt(caching):
 
 
 @CACHING
-def test_when_the_first_is_over_at_once_the_others_come_together(caching):
+def test_forks_start_together_when_the_first_choice_ends_at_once(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=1, n=4)
     assert scheduled(engine.step()) == {requests[0].seq_id: 19}
@@ -153,7 +153,7 @@ def test_one_that_waits_can_be_aborted():
 
 @CACHING
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_when_the_first_is_preempted_nobody_waits_for_ever(policy, caching):
+def test_preempting_the_first_choice_ends_the_wait_of_others(policy, caching):
     engine = engine_of(caching, num_blocks=12, max_num_batched_tokens=8, scheduling_policy=policy)
     old = engine.add_one(list(range(500, 514)), max_tokens=14)
     engine.step()
@@ -166,7 +166,7 @@ def test_when_the_first_is_preempted_nobody_waits_for_ever(policy, caching):
 
 
 @CACHING
-def test_with_one_seat_they_come_one_after_another(caching):
+def test_with_max_num_seqs_one_choices_run_one_by_one(caching):
     engine = engine_of(caching, max_num_seqs=1)
     requests = engine.add(PROMPT, max_tokens=3, n=3)
     engine.run()
@@ -192,7 +192,7 @@ def test_a_choice_without_room_forks_when_there_is_some():
     assert_right(engine, requests, 3)
 
 
-def test_one_that_comes_late_forks_from_one_that_is_far_ahead():
+def test_a_later_choice_forks_from_one_that_is_far_ahead():
     engine = engine_of(False, max_num_seqs=2)
     long = engine.add_one([500], max_tokens=9)
     requests = engine.add(PROMPT, max_tokens=12, n=2)
@@ -307,7 +307,7 @@ class Watched(dict):
         return super().values()
 
 
-def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
+def test_a_step_does_not_visit_choices_that_wait_for_the_prompt():
     engine = engine_of()
     requests = engine.add(PROMPT, max_tokens=2, n=50)
     choices = Watched({each.choice: each for each in requests})
@@ -328,7 +328,7 @@ def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
     assert choices.num_looks == 0
 
 
-def test_who_gives_way_in_the_pass_itself_does_not_wait_for_its_own_prompt():
+def test_a_choice_preempted_in_the_same_pass_does_not_wait_for_itself():
     engine = engine_of()
     first, second = engine.add(PROMPT, max_tokens=2, n=2)
     gate = SiblingForks(engine.kv_cache, {first.request_id: {0: first, 1: second}})
@@ -338,7 +338,7 @@ def test_who_gives_way_in_the_pass_itself_does_not_wait_for_its_own_prompt():
     assert not gate.is_blocked(Candidate(first, engine.kv_cache))
 
 
-def test_where_one_that_computes_the_prompt_gives_way_another_is_waited_for():
+def test_choices_wait_for_another_leader_when_theirs_is_preempted():
     engine = engine_of(long_prefill_token_threshold=4)
     requests = engine.add(PROMPT, max_tokens=2, n=4)
     engine.step()

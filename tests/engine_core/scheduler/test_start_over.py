@@ -17,7 +17,7 @@ def prompt_of(number, length=20):
 
 @BOTH
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_everyone_waits_in_the_old_order_with_nothing_computed(overlapped, policy):
+def test_all_requests_are_queued_in_order_with_nothing_computed(overlapped, policy):
     engine = EngineHarness(max_num_seqs=3, scheduling_policy=policy, async_scheduling=overlapped)
     requests = [engine.add_one(prompt_of(each), 8, arrival_time=each) for each in range(5)]
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_choices_share_their_prompt_again(overlapped, num_steps):
 
 
 @BOTH
-def test_one_who_waited_for_the_prefix_of_another(overlapped):
+def test_a_request_that_waited_for_a_shared_prefix(overlapped):
     engine = EngineHarness(long_prefill_token_threshold=20, async_scheduling=overlapped)
     requests = [engine.add_one([*prompt_of(0, 64), each], 3) for each in range(3)]
     engine.step()
@@ -130,7 +130,7 @@ def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
     engine.assert_at_rest()
 
 
-def test_windows_are_filled_anew():
+def test_windows_are_refilled():
     engine = EngineHarness(windows=(None, 24), block_size=8, num_blocks=60)
     requests = [engine.add_one(prompt_of(each, 60), 10) for each in range(2)]
     for _ in range(4):
@@ -142,7 +142,7 @@ def test_windows_are_filled_anew():
     engine.assert_at_rest()
 
 
-def test_subscribers_hear_that_the_cache_is_empty():
+def test_subscribers_are_notified_of_the_empty_cache():
     log = KVEventLog()
     engine = EngineHarness(observers=[log])
     engine.add_one(prompt_of(0, 40), 5)
@@ -153,7 +153,7 @@ def test_subscribers_hear_that_the_cache_is_empty():
     assert log.pop_events()[-1] == AllBlocksCleared()
 
 
-def test_a_first_token_is_told_once_and_cached_tokens_are_those_of_the_first_time():
+def test_the_first_token_and_cached_tokens_are_reported_once():
     engine = EngineHarness()
     request = engine.add_one(prompt_of(0), 4)
     engine.step()

@@ -67,7 +67,7 @@ def test_one_outlier_changes_little() -> None:
     assert rule.loads(1024)
 
 
-def test_what_says_nothing_is_not_learnt() -> None:
+def test_steps_without_information_are_not_learnt_from() -> None:
     rule = SwapRule()
     rule.learn_load(0, 1.0)
     rule.learn_load(10, 0.0)
@@ -98,12 +98,12 @@ def computed_again(preemption: str, load_seconds: float = 0.0, step_seconds: flo
     return num_tokens
 
 
-def test_who_gave_way_is_loaded_for_as_the_setting_says() -> None:
+def test_a_preempted_request_is_loaded_according_to_the_setting() -> None:
     assert computed_again("recompute") == 40
     assert computed_again("swap") == 8
 
 
-def test_who_gave_way_is_loaded_for_where_that_was_faster() -> None:
+def test_a_preempted_request_is_loaded_where_loading_was_faster() -> None:
     assert computed_again("auto") == 8
     assert computed_again("auto", load_seconds=1.0, step_seconds=2.0) == 8
     assert computed_again("auto", load_seconds=2.0, step_seconds=1.0) == 40

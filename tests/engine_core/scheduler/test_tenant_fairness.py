@@ -32,7 +32,7 @@ def run_and_check(engine, *requests):
     engine.assert_at_rest()
 
 
-def test_a_prompt_under_way_gives_way_and_takes_what_is_left():
+def test_a_prompt_in_progress_yields_and_takes_the_remaining_budget():
     engine = engine_with()
     heavy = add(engine, HEAVY, 300)
     assert scheduled(engine.step()) == {heavy.seq_id: 64}
@@ -42,7 +42,7 @@ def test_a_prompt_under_way_gives_way_and_takes_what_is_left():
     run_and_check(engine, heavy, light)
 
 
-def test_a_prompt_of_several_steps_is_not_interrupted_by_the_one_that_gave_way():
+def test_a_prompt_of_several_steps_is_not_interrupted_by_the_yielding_one():
     engine = engine_with()
     heavy = add(engine, HEAVY, 600)
     for _ in range(4):
@@ -57,7 +57,7 @@ def test_a_prompt_of_several_steps_is_not_interrupted_by_the_one_that_gave_way()
     run_and_check(engine, heavy, light)
 
 
-def test_who_decodes_keeps_its_token():
+def test_a_decode_keeps_its_token():
     engine = engine_with()
     writers = [add(engine, HEAVY, 10) for _ in range(3)]
     engine.step()
@@ -86,7 +86,7 @@ def test_a_long_prompt_takes_one_step_more_at_most_however_many_decode(num_write
     run_and_check(engine, light, *writers)
 
 
-def test_who_makes_way_gets_its_token_again_when_the_prompt_can_spare_it():
+def test_a_yielding_request_gets_its_token_when_budget_is_left():
     engine = engine_with(max_num_seqs=60, num_blocks=1000)
     writers = [add(engine, HEAVY, 10, max_tokens=50) for _ in range(40)]
     while not all(map(engine.tokens_of, writers)):
@@ -99,7 +99,7 @@ def test_who_makes_way_gets_its_token_again_when_the_prompt_can_spare_it():
     run_and_check(engine, light, *writers)
 
 
-def test_nobody_makes_way_for_who_would_then_be_served_more():
+def test_no_request_yields_to_a_tenant_that_would_then_be_served_more():
     engine = engine_with(max_num_seqs=60, num_blocks=1000, max_model_len=300)
     writers = [add(engine, HEAVY, 1, max_tokens=100) for _ in range(50)]
     engine.step()
@@ -120,7 +120,7 @@ def test_prompts_of_the_same_tenant_keep_their_order():
     run_and_check(engine, first, second)
 
 
-def test_nobody_gives_way_to_a_tenant_that_was_served_more():
+def test_no_request_yields_to_a_tenant_served_more():
     engine = engine_with(max_model_len=400)
     add(engine, HEAVY, 320, max_tokens=1)
     engine.run()
@@ -143,7 +143,7 @@ def test_of_several_prompts_the_one_of_the_tenant_served_least_goes_first():
     run_and_check(engine, heavy, light, other)
 
 
-def test_a_seat_is_claimed_from_the_youngest_of_the_tenant_served_most():
+def test_the_youngest_request_of_the_tenant_served_most_is_preempted():
     engine = engine_with(max_num_seqs=3)
     add(engine, OTHER, 4)
     old, young = add(engine, HEAVY, 20), add(engine, HEAVY, 20)
@@ -157,7 +157,7 @@ def test_a_seat_is_claimed_from_the_youngest_of_the_tenant_served_most():
     run_and_check(engine, old, young, light)
 
 
-def test_a_seat_is_claimed_only_by_who_is_behind_by_more_than_its_own_tokens():
+def test_a_tenant_preempts_only_when_behind_by_more_than_its_tokens():
     engine = engine_with(max_num_seqs=1, max_model_len=200)
     heavy = add(engine, HEAVY, 20, max_tokens=40)
     engine.step()
@@ -172,7 +172,7 @@ def test_a_seat_is_claimed_only_by_who_is_behind_by_more_than_its_own_tokens():
     run_and_check(engine, heavy, light)
 
 
-def test_blocks_are_claimed_one_victim_after_the_other():
+def test_victims_are_preempted_one_by_one_for_blocks():
     """24 usable blocks of 4; the light prompt takes 12."""
     engine = engine_with(num_blocks=25, max_num_batched_tokens=128)
     heavy = [add(engine, HEAVY, 28, max_tokens=4) for _ in range(3)]
@@ -185,7 +185,7 @@ def test_blocks_are_claimed_one_victim_after_the_other():
     run_and_check(engine, light, *heavy)
 
 
-def test_what_a_victim_was_to_compute_in_this_step_is_found_by_nobody():
+def test_blocks_of_a_victim_planned_in_this_step_are_not_findable():
     """The light prompt begins as the victim's does, which is taken out of the very step."""
     engine = engine_with(num_blocks=25)
     texts = [prompt(80, 1), prompt(40, 2)]
@@ -197,7 +197,7 @@ def test_what_a_victim_was_to_compute_in_this_step_is_found_by_nobody():
     run_and_check(engine, light, heavy)
 
 
-def test_no_room_is_claimed_in_a_step_that_admitted_somebody():
+def test_nothing_is_preempted_for_fairness_in_a_step_that_admitted_a_request():
     engine = engine_with(max_num_seqs=2)
     add(engine, HEAVY, 30)
     engine.step()
@@ -209,7 +209,7 @@ def test_no_room_is_claimed_in_a_step_that_admitted_somebody():
     assert second.status is RequestStatus.RUNNING
 
 
-def test_urgency_goes_before_fairness():
+def test_priority_goes_before_fairness():
     engine = engine_with(max_num_seqs=1, scheduling_policy="priority")
     urgent = add(engine, HEAVY, 200, priority=0)
     engine.step()
@@ -220,7 +220,7 @@ def test_urgency_goes_before_fairness():
     run_and_check(engine, urgent, light)
 
 
-def test_an_urgent_request_does_not_wait_for_prompts_of_others():
+def test_a_request_of_high_priority_does_not_wait_for_prompts_of_others():
     engine = engine_with(scheduling_policy="priority")
     add(engine, LIGHT, 300, priority=1)
     engine.step()
@@ -229,7 +229,7 @@ def test_an_urgent_request_does_not_wait_for_prompts_of_others():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_who_gives_way_for_want_of_blocks_is_of_the_tenant_served_most(policy):
+def test_the_victim_for_blocks_belongs_to_the_tenant_served_most(policy):
     """11 usable blocks: the light request came last and would be the victim otherwise."""
     engine = engine_with(num_blocks=12, scheduling_policy=policy)
     old = add(engine, HEAVY, 16, max_tokens=20)
@@ -242,7 +242,7 @@ def test_who_gives_way_for_want_of_blocks_is_of_the_tenant_served_most(policy):
     run_and_check(engine, old, young, light)
 
 
-def test_a_refused_head_is_looked_at_again_once_it_may_claim():
+def test_a_refused_head_is_rechecked_once_it_may_preempt():
     """The pool gets no freer meanwhile; the other tenant is served, and that is enough."""
     engine = engine_with(num_blocks=26, max_model_len=100)
     heavy = add(engine, HEAVY, 70, max_tokens=29)
@@ -257,7 +257,7 @@ def test_a_refused_head_is_looked_at_again_once_it_may_claim():
     run_and_check(engine, heavy, light)
 
 
-def test_two_tenants_do_not_take_one_seat_from_each_other_all_the_time():
+def test_two_tenants_do_not_preempt_one_another_endlessly():
     engine = engine_with(max_num_seqs=1, max_model_len=300)
     requests = [add(engine, tenant, 20, max_tokens=200) for tenant in (1, 2)]
     steps = engine.run()
@@ -284,7 +284,7 @@ def test_choices_beams_and_lost_workers(overlapped):
     engine.assert_at_rest()
 
 
-def test_who_gives_way_for_blocks_does_not_come_back_in_the_same_step():
+def test_a_victim_is_not_resumed_in_the_same_step():
     """A first chunk of it would fit into what it has left."""
     engine = engine_with(
         num_blocks=11, long_prefill_token_threshold=16, enable_prefix_caching=False

@@ -72,7 +72,7 @@ def test_a_prompt_of_several_chunks_decodes_when_one_token_is_left(book):
     assert book.ledger.served(1) == before + OUTPUT_WEIGHT
 
 
-def test_a_preemption_is_charged_to_nobody(book):
+def test_a_preemption_is_not_charged(book):
     request = book.running(1, length=30)
     book.steps(3)
     served = book.ledger.served(1)
@@ -84,7 +84,7 @@ def test_a_preemption_is_charged_to_nobody(book):
     assert book.ledger.num_tenants == 1
 
 
-def test_who_returns_is_behind_by_the_credit_and_no_more(book):
+def test_a_returning_tenant_is_behind_by_at_most_the_credit(book):
     book.running(1, length=500)
     book.waiting(2)
     assert book.ahead(1, 2) == CREDIT
@@ -93,7 +93,7 @@ def test_who_returns_is_behind_by_the_credit_and_no_more(book):
     assert book.ahead(1, 2) == CREDIT
 
 
-def test_who_is_behind_by_less_than_the_credit_stays_there(book):
+def test_a_tenant_behind_by_less_than_the_credit_keeps_its_deficit(book):
     book.running(1, length=80)
     book.running(2, length=10)
     ahead = book.ahead(1, 2)
@@ -102,13 +102,13 @@ def test_who_is_behind_by_less_than_the_credit_stays_there(book):
     assert book.ahead(1, 2) == ahead
 
 
-def test_the_first_has_no_start_over_those_who_come_with_it(book):
+def test_tenants_that_arrive_together_start_equal(book):
     book.waiting(1)
     book.waiting(2)
     assert book.ahead(1, 2) == 0
 
 
-def test_a_debt_is_remembered_while_its_tenant_is_away(book):
+def test_the_debt_of_an_absent_tenant_is_kept(book):
     heavy = book.running(1, length=80)
     book.running(2, length=1)
     ahead = book.ahead(1, 2)
@@ -118,7 +118,7 @@ def test_a_debt_is_remembered_while_its_tenant_is_away(book):
     assert book.ahead(1, 2) == ahead
 
 
-def test_only_so_many_tenants_that_are_away_are_remembered(book):
+def test_the_number_of_absent_tenants_kept_is_bounded(book):
     for tenant in range(MAX_ABSENT_TENANTS + 1):
         book.ledger.unregister_request(book.running(tenant, length=5))
     assert book.ledger.num_tenants == 0
@@ -143,7 +143,7 @@ def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
         assert served < 10 * CREDIT
 
 
-def test_most_served_speaks_of_those_that_run(book):
+def test_most_served_considers_running_tenants_only(book):
     assert book.ledger.most_served() == float("-inf")
     heavy = book.running(1, length=90)
     book.running(2, length=20)

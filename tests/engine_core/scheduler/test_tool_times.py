@@ -39,7 +39,7 @@ def test_the_best_time_is_that_of_a_search(seed):
     assert len(durations) == len(kept)
 
 
-def test_a_tool_speaks_for_itself_once_there_is_enough_of_it():
+def test_a_tool_has_its_own_estimate_after_enough_samples():
     times = ToolDurations()
     assert times.best_ttl("a", math.e) == (pytest.approx(1.0), pytest.approx(math.e - 2.0))
     assert times.best_ttl("a", 0.9) == (0.0, 0.0)

@@ -36,7 +36,7 @@ class Case:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_each_source_is_compiled_once_and_known_after(backend, eager):
+def test_every_source_is_compiled_once_and_cached(backend, eager):
     case = Case(lambda: backend, eager=eager)
     one, two = GrammarSource("regex", "a+"), GrammarSource("regex", "b+")
     assert [case.compiler.request_grammar(each) for each in (one, two, one, one)] == [None] * 4
@@ -50,7 +50,7 @@ def test_each_source_is_compiled_once_and_known_after(backend, eager):
     assert case.made == 1
 
 
-def test_a_backend_that_nobody_needs_is_not_made_after_a_death(backend):
+def test_an_unused_backend_is_not_created_after_a_crash(backend):
     case = Case(lambda: backend, eager=False)
     case.compiler.close()
     assert case.made == 0

@@ -47,7 +47,7 @@ def assert_nothing_is_left(engine: GrammarEngine) -> None:
     assert engine.num_constrained == 0
 
 
-def test_texts_keep_to_their_grammars_beside_those_that_have_none(engine):
+def test_outputs_match_their_grammars_beside_unconstrained_ones(engine):
     engine.ask(1, WORDS)
     engine.ask(2, SCHEMA, n=3)
     engine.ask(3, None, max_tokens=30)
@@ -77,7 +77,7 @@ def test_chunks_of_a_prompt_are_not_masked(tokenizer_folder):
     assert PATTERN.fullmatch(text_of(engine.tokens(1)))
 
 
-def test_max_tokens_cuts(engine):
+def test_max_tokens_truncates_a_constrained_output(engine):
     engine.ask(1, WORDS, max_tokens=3)
     engine.run()
     assert engine.reason(1) is FinishReason.LENGTH
@@ -112,7 +112,7 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
     assert_nothing_is_left(engine)
 
 
-def test_one_that_leaves_while_it_waits_is_forgotten(engine):
+def test_a_request_aborted_during_compilation_is_forgotten(engine):
     engine.ask(1, WORDS, wait=False)
     engine.harness.scheduler.abort_request(1)
     engine.ask(2, WORDS)
@@ -150,7 +150,7 @@ def test_a_new_engine_goes_on_with_the_same_text(engine, num_known):
     assert_nothing_is_left(engine)
 
 
-def test_a_preempted_choice_goes_on_where_it_stood(tokenizer_folder):
+def test_a_preempted_choice_keeps_its_grammar_state(tokenizer_folder):
     texts = []
     for num_blocks in (1000, 8):
         engine = GrammarEngine(tokenizer_folder, num_blocks=num_blocks, block_size=4)
@@ -181,7 +181,7 @@ def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
     assert PATTERN.fullmatch(text_of(engine.tokens(2)))
 
 
-def test_an_answer_before_the_masks_are_made_is_none(engine):
+def test_no_grammar_output_before_its_masks_are_computed(engine):
     engine.ask(1, WORDS)
     output = engine.send()
     result = engine.runner.execute(output)
@@ -189,7 +189,7 @@ def test_an_answer_before_the_masks_are_made_is_none(engine):
         engine.manager.find_violations(output, result)
 
 
-def test_the_end_of_a_text_is_its_grammars():
+def test_the_grammar_decides_the_end_of_the_output():
     for fields in (
         {"ignore_eos": True},
         {"min_tokens": 2},

@@ -133,7 +133,7 @@ def test_a_start_behind_the_half_of_one_is_none(backend):
     assert matcher.phase is ThinkingPhase.THINKING
 
 
-def test_a_budget_counts_from_where_thoughts_begin(backend):
+def test_a_thinking_budget_counts_from_the_start_marker(backend):
     matcher = matcher_of(backend, ruled(OPTIONAL, budget=2))
     matcher.consume(tokens_of("  <t>a"))
     assert matcher.is_free
@@ -271,7 +271,7 @@ def test_preempted_thoughts_go_on(tokenizer_folder):
         {"thinking": ruled(RULE, budget=1), "beam_width": 2, "n": 2, "temperature": 0.0},
     ],
 )
-def test_what_cannot_be_is_refused(fields):
+def test_invalid_thinking_settings_are_refused(fields):
     desk = Desk()
     desk.take(make_message(**fields))
     assert refused(desk) == [(1, "invalid_request")]

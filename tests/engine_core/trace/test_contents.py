@@ -17,7 +17,7 @@ def hashes(text):
     return found
 
 
-def test_what_is_known_is_the_beginning() -> None:
+def test_only_the_known_prefix_is_replaced() -> None:
     contents = ContentNumbers()
     assert contents.content_of(hashes("abcd")) == Content(0, 0, 1, 4)
     assert contents.content_of(hashes("abcd")) == Content(4, 4)
@@ -27,7 +27,7 @@ def test_what_is_known_is_the_beginning() -> None:
     assert contents.content_of([]) == Content()
 
 
-def test_chains_give_back_equal_beginnings_and_nothing_else() -> None:
+def test_equal_hash_chains_restore_equal_prefixes_only() -> None:
     rng = random.Random(3)
     contents, chains = ContentNumbers(), Chains()
     texts = ["".join(rng.choices("ab", k=rng.randrange(9))) for _ in range(200)]
@@ -47,7 +47,7 @@ def test_chains_give_back_equal_beginnings_and_nothing_else() -> None:
             assert shared == [at < common for at in range(len(shared))]
 
 
-def test_memory_is_bounded_and_numbers_are_never_given_twice() -> None:
+def test_memory_is_bounded_and_numbers_are_unique() -> None:
     contents = ContentNumbers(max_contents=6)
     assert contents.content_of(hashes("abcd")) == Content(0, 0, 1, 4)
     assert contents.content_of(hashes("abcdxyz")) == Content(0, 0, 5, 7)

@@ -19,7 +19,7 @@ def lines_of(path):
     return [read_line(each) for each in content.splitlines()]
 
 
-def test_only_its_owner_reads_it_also_where_there_was_a_file(tmp_path: Path) -> None:
+def test_the_trace_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("old")
     path.chmod(0o644)
@@ -30,7 +30,7 @@ def test_only_its_owner_reads_it_also_where_there_was_a_file(tmp_path: Path) -> 
     assert lines_of(path) == [Event(what="pause"), TraceEnd(reason="shutdown")]
 
 
-def test_a_link_is_not_followed_and_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_symlink_is_not_followed_and_a_missing_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "else")
     for name in ("link", "nowhere/trace.jsonl"):
         with pytest.raises(ConfigError, match="--sched-trace"):
@@ -38,7 +38,7 @@ def test_a_link_is_not_followed_and_a_missing_folder_is_told(tmp_path: Path) -> 
     assert not (tmp_path / "else").exists()
 
 
-def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o644)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -50,13 +50,13 @@ def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert [os.stat(path).st_mode for path in (pipe, os.devnull)] == modes
 
 
-def test_a_pipe_that_nobody_reads_does_not_hold_up_the_start(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader_does_not_block_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="--sched-trace"):
         TraceFile(str(tmp_path / "pipe"), MUCH)
 
 
-def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
+def test_the_trace_stops_at_its_size_limit(tmp_path: Path, caplog) -> None:
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), 200)
     for _ in range(100):
@@ -71,7 +71,7 @@ def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
     assert "--sched-trace-max-bytes" in caplog.text
 
 
-def test_lines_that_the_disk_has_no_time_for_are_counted(tmp_path: Path) -> None:
+def test_dropped_trace_lines_are_counted(tmp_path: Path) -> None:
     """Nothing is written before `close`, because the thread ends at once."""
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), MUCH, max_unwritten=100)

@@ -61,7 +61,7 @@ def test_pool_by_kind_and_what_was_found() -> None:
         assert pool.free + pool.cached + pool.requests == 10
 
 
-def test_what_a_connector_brings_is_told_apart_and_only_once() -> None:
+def test_externally_loaded_tokens_are_counted_separately_and_once() -> None:
     engine = TracedEngine()
     for number, is_async in enumerate((None, True, False)):
         request = engine.harness.add_one([5] * 40, 2)
@@ -94,7 +94,7 @@ def test_queues_by_status_preemptions_and_resumptions() -> None:
     assert by_seq_id == {each: preempted.count(each) for each in by_seq_id}
 
 
-def test_who_waits_for_something_is_counted_by_what_for() -> None:
+def test_waiting_requests_are_counted_by_reason() -> None:
     """No request starts during a pause."""
     engine = TracedEngine()
     engine.harness.add_one([3] * 30, 9)
@@ -111,7 +111,7 @@ def test_who_waits_for_something_is_counted_by_what_for() -> None:
     assert counts[-1][1] == {}
 
 
-def test_every_end_is_told_once_with_its_reason() -> None:
+def test_every_finish_is_recorded_once_with_its_reason() -> None:
     for seed in range(4):
         engine = TracedEngine()
         random_load(seed, engine)
@@ -159,7 +159,7 @@ def test_what_happens_between_steps() -> None:
     assert engine.of(Step)[-1].snapshot.preempted == 0
 
 
-def test_no_token_and_no_hash_is_in_it() -> None:
+def test_the_trace_contains_no_token_and_no_hash() -> None:
     engine = TracedEngine()
     request = engine.harness.add_one([SECRET] * 64, 4)
     engine.finish()

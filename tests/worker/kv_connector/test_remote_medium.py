@@ -136,7 +136,7 @@ def test_a_server_that_is_down_costs_nothing_until_it_is_back(
     assert rank.bytes_of(5) == rank.bytes_of(1)
 
 
-def test_a_server_that_stops_costs_one_limit_and_then_nothing(
+def test_a_stopped_server_costs_one_timeout(
     make_rank: Callable[..., Rank], server: RedisServer
 ) -> None:
     rank = make_rank(remote_timeout=0.3, remote_retry_seconds=60.0)

@@ -26,24 +26,24 @@ def filled(requests):
     return queue
 
 
-def test_a_turn_has_the_place_of_its_job_and_one_whose_kv_is_kept_goes_first():
+def test_requests_are_ordered_by_session_and_retained_prefixes_go_first():
     requests = turns((5, 5, False), (1, 9, False), (4, 8, True), (3, 3, False), (2, 10, True))
     assert order(filled(requests), requests) == [4, 2, 1, 3, 0]
 
 
-def test_nobody_waits_for_ever_for_younger_jobs_whose_kv_is_kept():
+def test_retained_prefixes_of_younger_sessions_cause_no_starvation():
     late = LEAD_SECONDS + 1
     requests = turns((0, 0, False), (late, late, True))
     assert order(filled(requests), requests) == [0, 1]
 
 
-def test_nobody_waits_for_ever_for_turns_of_a_job_without_an_end():
+def test_an_endless_session_causes_no_starvation():
     bound = OLDEST_SECONDS + LEAD_SECONDS
     requests = turns((5, 5, False), (0, bound, True), (0, bound + 10, True))
     assert order(filled(requests), requests) == [1, 0, 2]
 
 
-def test_the_preempted_stand_at_the_head_in_their_old_order():
+def test_preempted_requests_are_at_the_head_in_their_old_order():
     requests = turns((1, 1, True), (2, 2, False), (3, 3, False))
     queue = filled(requests[:1])
     queue.requeue_preempted(requests[2])

@@ -66,14 +66,14 @@ def test_the_tenant_served_least_goes_first_and_charges_change_the_order():
     assert len(queue) == queue.num_ready == 0
 
 
-def test_one_tenant_has_the_order_of_its_line():
+def test_requests_of_one_tenant_keep_their_order():
     requests = requests_of([4] * 4, priorities=[2, 0, 1, 0])
     assert list(filled(first_come(FakeTenantStats()), requests)) == requests
     queue = filled(by_priority(FakeTenantStats()), requests)
     assert [queue.pop_request() for _ in requests] == [requests[each] for each in (1, 3, 2, 0)]
 
 
-def test_urgency_goes_before_fairness_and_fairness_before_arrival():
+def test_order_is_priority_then_fairness_then_arrival():
     standings = FakeTenantStats(t1=100, t2=0)
     requests = requests_of([1, 1, 2, 2], priorities=[0, 1, 1, 2])
     queue = filled(by_priority(standings), requests)
@@ -81,7 +81,7 @@ def test_urgency_goes_before_fairness_and_fairness_before_arrival():
     assert [queue.pop_request() for _ in requests] == [requests[each] for each in (0, 2, 1, 3)]
 
 
-def test_a_more_urgent_request_moves_its_tenant_up():
+def test_a_request_of_higher_priority_moves_its_tenant_up():
     standings = FakeTenantStats(t1=100, t2=0)
     slow, fast, urgent = requests_of([1, 2, 1], priorities=[3, 2, 1])
     queue = filled(by_priority(standings), [slow, fast])
@@ -96,7 +96,7 @@ def test_at_equal_service_the_head_that_arrived_first_goes_first():
     assert [queue.pop_request() for _ in requests] == requests
 
 
-def test_it_tells_who_comes_and_whose_line_was_empty():
+def test_arrivals_report_whether_the_tenants_queue_was_empty():
     standings = FakeTenantStats()
     queue = first_come(standings)
     first, second = requests = requests_of([7, 7])
@@ -112,7 +112,7 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
     assert standings.lined_up == [7, 7, 7]
 
 
-def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
+def test_a_tenant_with_only_blocked_requests_is_skipped():
     held, other = requests_of([1, 2])
     queue = filled(first_come(FakeTenantStats(t2=50)), [held, other])
     queue.park_request(held)
@@ -126,7 +126,7 @@ def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
         queue.remove_request(held)
 
 
-def test_tenants_that_give_up_by_the_thousand_leave_nothing():
+def test_thousands_of_aborting_tenants_leave_no_state():
     queue = first_come(FakeTenantStats())
     stays = requests_of([0])[0]
     queue.add_request(stays)
@@ -140,7 +140,7 @@ def test_tenants_that_give_up_by_the_thousand_leave_nothing():
 
 @pytest.mark.parametrize("make_queue", [first_come, by_priority])
 @pytest.mark.parametrize("seed", range(4))
-def test_it_agrees_with_a_search_through_all_lines(make_queue, seed):
+def test_the_head_agrees_with_a_search_through_all_queues(make_queue, seed):
     """Counters grow between any two operations, as those of running tenants do."""
     rng = random.Random(seed)
     standings = FakeTenantStats()

@@ -22,7 +22,7 @@ def test_order_of_arrival(requests):
     assert len(queue) == 0
 
 
-def test_victims_stand_in_their_old_order_at_the_head(requests):
+def test_preempted_requests_keep_their_order_at_the_head(requests):
     queue = FCFSQueue()
     for each in requests[3:]:
         queue.add_request(each)
@@ -31,7 +31,7 @@ def test_victims_stand_in_their_old_order_at_the_head(requests):
     assert list(queue) == requests
 
 
-def test_removal_from_anywhere(requests):
+def test_requests_can_be_removed_anywhere(requests):
     queue = FCFSQueue()
     for each in requests:
         queue.add_request(each)

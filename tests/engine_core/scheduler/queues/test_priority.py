@@ -53,7 +53,7 @@ def test_a_preempted_request_has_no_precedence_by_priority():
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
-def test_who_is_set_aside_keeps_the_place(queue_class):
+def test_a_blocked_request_keeps_its_position(queue_class):
     requests = requests_with([0] * 5)
     queue = queue_class()
     for each in requests:
@@ -70,7 +70,7 @@ def test_who_is_set_aside_keeps_the_place(queue_class):
     assert len(queue) == 0
 
 
-def test_a_preempted_request_goes_before_one_that_was_set_aside():
+def test_a_preempted_request_goes_before_a_blocked_one():
     requests = requests_with([0] * 3)
     queue = FCFSQueue()
     for each in requests[1:]:
@@ -82,7 +82,7 @@ def test_a_preempted_request_goes_before_one_that_was_set_aside():
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
-def test_who_is_set_aside_can_leave(queue_class):
+def test_a_blocked_request_can_be_removed(queue_class):
     first, second = requests_with([0, 0])
     queue = queue_class()
     queue.add_request(first)
@@ -97,7 +97,7 @@ def test_who_is_set_aside_can_leave(queue_class):
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
-def test_who_comes_back_into_the_line_is_there_once(queue_class):
+def test_a_request_queued_again_is_queued_once(queue_class):
     first, second = requests_with([0, 0])
     queue = queue_class()
     queue.add_request(first)
@@ -111,7 +111,7 @@ def test_who_comes_back_into_the_line_is_there_once(queue_class):
 
 
 @pytest.mark.parametrize("queue_class", QUEUES)
-def test_left_overs_do_not_pile_up(queue_class):
+def test_stale_entries_do_not_accumulate(queue_class):
     first, *others = requests_with([0] * 50)
     queue = queue_class()
     queue.add_request(first)
