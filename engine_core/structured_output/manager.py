@@ -30,24 +30,18 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.structured_output.backend import LLGuidanceBackend
-from engine_core.structured_output.compiler import (
-    MAX_SANDBOXES,
-    GrammarCache,
-    GrammarCompiler,
-    start_thread,
-)
+from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
 from engine_core.structured_output.matchers import (
     FreeMatcher,
-    GrammarError,
     MaskRow,
     Matcher,
     ThinkingMatcher,
     mask_words,
 )
-from engine_core.structured_output.sandbox import COMPILE_SECONDS, GrammarSandbox, SandboxSetup
+from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import EngineCoreRequest
-from proto.errors import ErrorInfo
+from proto.errors import ErrorInfo, RequestError
 from proto.grammar import FREE_TEXT, GrammarSource
 from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
@@ -63,6 +57,14 @@ MAX_THREADS: Final = 8
 FIELD: Final = "structured_outputs"
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
 UNUSABLE: Final = "the grammar cannot be used"
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockedChoice:
+    """One choice whose grammar is being compiled."""
+
+    request: Request
+    thinking: ThinkingRule | None
 
 
 @dataclass(slots=True)
@@ -141,8 +143,8 @@ class StructuredOutputManager:
         self._compiler = compiler
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
-        self._requests_by_source: dict[GrammarSource, list[tuple[int, int]]] = {}
-        self._blocked: dict[int, tuple[Request, EngineCoreRequest]] = {}  # by seq_id
+        self._blocked: dict[int, GrammarSource] = {}  # by seq_id
+        self._blocked_by_source: dict[GrammarSource, dict[int, _BlockedChoice]] = {}  # by seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
         self._last_masked_step = 0
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
@@ -163,7 +165,7 @@ class StructuredOutputManager:
 
     # Requests that come in.
 
-    def admit_request(self, client: int, message: EngineCoreRequest) -> bool:
+    def admit_request(self, message: EngineCoreRequest) -> bool:
         """Return whether a request can be accepted now; else `pop_compiled_requests` returns it.
 
         Raises GrammarError if its grammar is known to be unusable.
@@ -172,10 +174,8 @@ class StructuredOutputManager:
         if source is None:
             return True
         compiled = self._compiler.request_grammar(source, message.tenant)
-        if isinstance(compiled, GrammarError):
+        if isinstance(compiled, RequestError):
             raise compiled
-        if compiled is None:
-            self._requests_by_source.setdefault(source, []).append((client, message.request_id))
         return compiled is not None
 
     def add_choice(self, request: Request, message: EngineCoreRequest) -> None:
@@ -183,39 +183,39 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return
-        self._blocked[request.seq_id] = request, message
         compiled = self._compiler.request_grammar(source, message.tenant)
-        if compiled is not None and not isinstance(compiled, GrammarError):
-            self._unblock_request(request.request_id, compiled)
+        if compiled is None:
+            choice = _BlockedChoice(request, message.thinking)
+            self._blocked[request.seq_id] = source
+            self._blocked_by_source.setdefault(source, {})[request.seq_id] = choice
+        elif not isinstance(compiled, RequestError):
+            self._rows[request.seq_id] = self._constrained_row(request, compiled, message.thinking)
 
-    def pop_compiled_requests(self) -> list[tuple[int, int, GrammarError | None]]:
+    def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
 
         A request is (client, request id, error); the error is None for a valid grammar.
         """
-        requests = []
+        requests: dict[tuple[int, int], RequestError | None] = {}
         for source, compiled in self._compiler.pop_compiled():
-            error = compiled if isinstance(compiled, GrammarError) else None
-            for client, request_id in self._requests_by_source.pop(source, []):
-                requests.append((client, request_id, error))
-                if not isinstance(compiled, GrammarError):
-                    self._unblock_request(request_id, compiled)
-        return requests
-
-    def _unblock_request(self, request_id: int, compiled: Matcher) -> None:
-        """Give every choice of a request a matcher of its own, and unblock it."""
-        for request, message in list(self._blocked.values()):
-            if request.request_id == request_id:
-                del self._blocked[request.seq_id]
-                self._rows[request.seq_id] = self._constrained_row(
-                    request, compiled.copy(), message.thinking
-                )
-                self._unblock(request)
+            error = compiled if isinstance(compiled, RequestError) else None
+            for seq_id, choice in self._blocked_by_source.pop(source, {}).items():
+                request = choice.request
+                requests[request.client_index, request.request_id] = error
+                if not isinstance(compiled, RequestError):
+                    del self._blocked[seq_id]
+                    self._rows[seq_id] = self._constrained_row(request, compiled, choice.thinking)
+                    self._unblock(request)
+        return [(*request, error) for request, error in requests.items()]
 
     def _constrained_row(
-        self, request: Request, matcher: Matcher, rule: ThinkingRule | None
+        self, request: Request, compiled: Matcher, rule: ThinkingRule | None
     ) -> _ConstrainedRow:
-        """If only a reasoning budget applies, no mask is needed before it can be used up."""
+        """Give a choice a matcher of its own.
+
+        If only a reasoning budget applies, no mask is needed before it can be used up.
+        """
+        matcher = compiled.copy()
         if rule is None:
             return _ConstrainedRow(request, matcher)
         num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
@@ -236,17 +236,14 @@ class StructuredOutputManager:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
-        _, message = self._blocked.pop(request.seq_id, (request, None))
-        if message is not None:
-            self._withdraw_grammar(message)
         self._rows.pop(request.seq_id, None)
-
-    def _withdraw_grammar(self, message: EngineCoreRequest) -> None:
-        """Drop the grammar of a request that ended, unless others wait for the same."""
-        source = _source_of(message)
-        assert source is not None
-        if all(_source_of(other) != source for _, other in self._blocked.values()):
-            self._requests_by_source.pop(source, None)
+        source = self._blocked.pop(request.seq_id, None)
+        if source is None:
+            return
+        choices = self._blocked_by_source.get(source, {})
+        choices.pop(request.seq_id, None)
+        if not choices:
+            self._blocked_by_source.pop(source, None)
             self._compiler.withdraw_grammar(source)
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
@@ -355,15 +352,9 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
         return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids, num_threads)
 
     event_fd = EventFd()
-    setup = SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids, COMPILE_SECONDS)
+    sandbox = GrammarSandbox(SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids))
     cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
-    compiler = GrammarCompiler(
-        make_backend,
-        [GrammarSandbox(setup) for _ in range(MAX_SANDBOXES)],
-        cache,
-        event_fd,
-        eager=boot.incarnation == 0,
-    )
+    compiler = GrammarCompiler(make_backend, sandbox, cache, event_fd, eager=boot.incarnation == 0)
     return StructuredOutputManager(compiler, event_fd)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from proto.errors import InvalidRequestError
+from proto.errors import InternalRequestError, InvalidRequestError
 from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 
 if TYPE_CHECKING:
@@ -38,8 +38,17 @@ class GrammarError(InvalidRequestError):
     """A grammar that is invalid or too expensive to compile; the message is sent to the client."""
 
 
-class UndecidedGrammarError(GrammarError):
-    """A grammar that was not compiled because of the host, not because of itself; never cached."""
+class GrammarTimeoutError(GrammarError):
+    """Compiling the grammar takes more than this processor time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the grammar cannot be used: compiling it takes more than {seconds:g} seconds"
+        )
+
+
+class CompilerFailedError(InternalRequestError):
+    """A grammar was not compiled because of the host, not because of itself; never cached."""
 
 
 class Matcher(Protocol):
