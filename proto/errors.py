@@ -79,12 +79,14 @@ class RequestError(TokendError):
     """Failure of one request.
 
     `message` is shown to the client, `param` names the offending field.
+    code: `code` of the error in OpenAI's format; "" for the HTTP status.
     retry_after_seconds: value of the Retry-After header; 0 for none.
     cause: label in the metric of aborted requests; "" if it is not counted there.
     """
 
     status = 500
     type = "InternalServerError"
+    code = ""
     cause = ""
     retry_after_seconds = 0
 

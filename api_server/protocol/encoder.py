@@ -161,6 +161,12 @@ def sse_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
+def event_data(events: str) -> list[str]:
+    """Return the data of server-sent events without [DONE], as the messages of a WebSocket."""
+    data = [line[6:] for line in events.split("\n") if line.startswith("data: ")]
+    return [text for text in data if text != "[DONE]"]
+
+
 def with_usage(
     chunk: dict[str, Any], options: ResponseOptions, stream: RequestStream, delta: Delta
 ) -> dict[str, Any]:

@@ -299,6 +299,11 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input", "output"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": "21"}]},
+            "input",
+            "input[0].call_id",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens 5000"),
         ({"temperature": -1}, "temperature", "temperature"),

@@ -1,12 +1,11 @@
 """The WebSocket at /v1/sessions, with the client of the `websockets` package."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 
 from api_server import session as sessions
 from api_server.http import http_protocol
@@ -14,13 +13,11 @@ from api_server.routes import sessions as route
 from proto.config import FrontEndConfig
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
+from tests.api_server.conftest import closed, message, websocket
 
 
-@contextlib.asynccontextmanager
-async def opened(front_end, **headers):
-    url = front_end.url.replace("http", "ws", 1) + "/v1/sessions"
-    async with connect(url, additional_headers=headers, ping_interval=None) as client:
-        yield client
+def opened(front_end, **headers):
+    return websocket(front_end, "/v1/sessions", **headers)
 
 
 async def give(client, prompt, **fields):
@@ -31,21 +28,8 @@ async def end(client):
     await client.send(json.dumps({"type": "end"}))
 
 
-async def message(client):
-    async with asyncio.timeout(10):
-        return json.loads(await client.recv())
-
-
 async def error_of(client):
     return (await message(client))["error"]
-
-
-async def closed(client):
-    """The code with which the server closes."""
-    with pytest.raises(ConnectionClosed) as caught:
-        async with asyncio.timeout(10):
-            await client.recv()
-    return caught.value.rcvd.code
 
 
 async def test_each_input_is_a_turn_and_the_end_closes(start):

@@ -51,7 +51,9 @@ def test_side_by_side_all_but_the_front_end_are_new(begin: Start) -> None:
     daemon = begin()
     before = pids(daemon)
     hang_up(daemon)
-    daemon.wait_for(BEGUN, DONE, "api 0: heard NextEngine", "api 0: heard SwitchEngine(epoch=2)")
+    daemon.wait_for(
+        BEGUN, DONE, "api 0: received NextEngine", "api 0: received SwitchEngine(epoch=2)"
+    )
     daemon.wait_for("engine 0: life 1, epochs 2 and 2", "worker 0: life 1, epochs 2 and 2")
     after = pids(daemon)
     assert after["api_server"] == before["api_server"]
@@ -59,7 +61,7 @@ def test_side_by_side_all_but_the_front_end_are_new(begin: Start) -> None:
     assert "killed" not in daemon.text
     daemon.children()["engine_core"].kill()
     daemon.wait_for(
-        "engine 0: is back after", "heard NewEngine(epoch=3, worker_epoch=3, died=True)"
+        "engine 0: is back after", "received NewEngine(epoch=3, worker_epoch=3, died=True)"
     )
     ends_well(daemon)
 
@@ -74,7 +76,7 @@ def test_the_old_ones_stay_until_their_requests_have_ended(begin: Start) -> None
     daemon.wait_for("tokend: a reload is in progress and another one follows it already")
     assert daemon.text.count(BEGUN) == 1
     before["api_server"].send_signal(signal.SIGUSR2)
-    daemon.wait_for("api 0: heard SwitchEngine(epoch=3)")
+    daemon.wait_for("api 0: received SwitchEngine(epoch=3)")
     assert_all_but_the_front_end_are_new(daemon, before)
     assert eventually(lambda: daemon.text.count(DONE) == 2)
     assert daemon.text.count(BEGUN) == 2
@@ -85,7 +87,7 @@ def test_an_engine_that_cannot_start_changes_nothing(begin: Start) -> None:
     daemon = begin("engine_core=bad_model_later")
     before = pids(daemon)
     hang_up(daemon)
-    daemon.wait_for(FAILED + MOEBIUS, "api 0: heard DropEngine(epoch=2)")
+    daemon.wait_for(FAILED + MOEBIUS, "api 0: received DropEngine(epoch=2)")
     assert pids(daemon) == before
     assert "it is restarted" not in daemon.text
     ends_well(daemon)
@@ -105,7 +107,7 @@ def test_the_old_engine_dies_before_its_requests_have_ended(begin: Start) -> Non
     """The new one takes them over; what is left of the old generation ends."""
     daemon, before = being_left(begin)
     before["engine_core"].kill()
-    daemon.wait_for("api 0: heard DropEngine(epoch=1)")
+    daemon.wait_for("api 0: received DropEngine(epoch=1)")
     assert_all_but_the_front_end_are_new(daemon, before)
     assert "it is restarted" not in daemon.text
     before["api_server"].send_signal(signal.SIGUSR2)
@@ -124,7 +126,7 @@ def test_one_of_the_old_hangs_before_its_requests_have_ended(
         before["engine_core"].send_signal(signal.SIGHUP)
     before[role].suspend()
     verdict = f"(pid {before[role].pid}) hangs, {what} for "
-    dropped = "api 0: heard DropEngine(epoch=1)"
+    dropped = "api 0: received DropEngine(epoch=1)"
     daemon.wait_for(verdict, dropped, "fake_process.py")
     assert_all_but_the_front_end_are_new(daemon, before)
     places = [daemon.text.index(each) for each in (verdict, dropped, "fake_process.py")]
@@ -147,7 +149,7 @@ def test_the_old_engine_hears_of_a_front_end_that_is_gone(begin: Start, how: str
         first.kill()
     else:
         first.suspend()
-    heard = "engine 0: heard NewFrontEnd(index=0, incarnation=1)"
+    heard = "engine 0: received NewFrontEnd(index=0, incarnation=1)"
     assert eventually(lambda: daemon.text.count(heard) == 2), daemon.text
     assert before["engine_core"].is_running()
     daemon.wait_for("api 0: is back after")
@@ -157,7 +159,7 @@ def test_the_old_engine_hears_of_a_front_end_that_is_gone(begin: Start, how: str
 def test_an_old_worker_that_its_engine_does_not_trust_is_left_at_once(begin: Start) -> None:
     daemon, before = being_left(begin)
     before["engine_core"].send_signal(signal.SIGALRM)
-    daemon.wait_for("api 0: heard DropEngine(epoch=1)")
+    daemon.wait_for("api 0: received DropEngine(epoch=1)")
     assert_all_but_the_front_end_are_new(daemon, before)
     before["api_server"].send_signal(signal.SIGUSR2)
     ends_well(daemon)
@@ -181,8 +183,8 @@ def test_in_place_the_old_ones_end_before_the_new_ones_start(begin: Start) -> No
     daemon = begin("reload_strategy=in-place")
     before = pids(daemon)
     hang_up(daemon)
-    daemon.wait_for(DONE, "api 0: heard NewEngine(epoch=2, worker_epoch=2, died=False)")
-    daemon.wait_for("api 0: heard SwitchEngine(epoch=2)")
+    daemon.wait_for(DONE, "api 0: received NewEngine(epoch=2, worker_epoch=2, died=False)")
+    daemon.wait_for("api 0: received SwitchEngine(epoch=2)")
     after = pids(daemon)
     assert after["api_server"] == before["api_server"]
     assert {after["worker"], after["engine_core"]}.isdisjoint(before.values())
@@ -194,8 +196,8 @@ def test_in_place_what_cannot_start_is_replaced_by_what_was(begin: Start) -> Non
     daemon = begin("reload_strategy=in-place", "engine_core=bad_model_once")
     before = pids(daemon)
     hang_up(daemon)
-    daemon.wait_for(FAILED + MOEBIUS, "api 0: heard DropEngine(epoch=2)")
-    daemon.wait_for("api 0: heard NewEngine(epoch=3, worker_epoch=3, died=False)")
+    daemon.wait_for(FAILED + MOEBIUS, "api 0: received DropEngine(epoch=2)")
+    daemon.wait_for("api 0: received NewEngine(epoch=3, worker_epoch=3, died=False)")
     daemon.wait_for("engine 0: life 2, epochs 3 and 3")
     assert pids(daemon)["api_server"] == before["api_server"]
     assert "it is restarted" not in daemon.text

@@ -10,18 +10,18 @@ from tests.fakes.supervised import ROLES, TITLES, Start, assert_nothing_left, ot
 
 HEARD = {
     "worker": [
-        "engine 0: heard NewWorkers(worker_epoch=2)",
-        "api 0: heard Restarted(role='worker', hung=False)",
+        "engine 0: received NewWorkers(worker_epoch=2)",
+        "api 0: received Restarted(role='worker', hung=False)",
         "worker 0: life 1, epochs 1 and 2",
     ],
     "engine_core": [
-        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
-        "api 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
-        "api 0: heard Restarted(role='engine_core', hung=False)",
+        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "api 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "api 0: received Restarted(role='engine_core', hung=False)",
         "engine 0: life 1, epochs 2 and 2, front ends (0,)",
     ],
     "api_server": [
-        "engine 0: heard NewFrontEnd(index=0, incarnation=1)",
+        "engine 0: received NewFrontEnd(index=0, incarnation=1)",
         "api 0: life 1, epochs 1 and 1",
     ],
 }
@@ -67,8 +67,8 @@ def test_engine_and_worker_that_die_together_meet_again(start: Start) -> None:
             f"{title}: life 1, epochs {latest} and {latest}",
             f"{title}: life 1, epochs 2 and {latest}",
             f"{title}: life 1, epochs 1 and {latest}",
-            f"{title}: heard NewWorkers(worker_epoch={latest})",
-            f"{title}: heard NewEngine(epoch={latest}, worker_epoch={latest}, died=True)",
+            f"{title}: received NewWorkers(worker_epoch={latest})",
+            f"{title}: received NewEngine(epoch={latest}, worker_epoch={latest}, died=True)",
         )
 
 
@@ -103,7 +103,9 @@ def test_a_front_end_that_the_engine_gave_up_is_killed_once(
     before = daemon.children()
     before["api_server"].suspend()
     os.kill(before["engine_core"].pid, signal.SIGIO)
-    daemon.wait_for("api 0: is back after", "engine 0: heard NewFrontEnd(index=0, incarnation=1)")
+    daemon.wait_for(
+        "api 0: is back after", "engine 0: received NewFrontEnd(index=0, incarnation=1)"
+    )
     os.kill(before["engine_core"].pid, signal.SIGIO)
     before["engine_core"].kill()
     daemon.wait_for("engine 0: is back after")

@@ -12,8 +12,8 @@ def test_a_first_signal_waits_for_requests(start: Start) -> None:
     url = daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("api 0: heard Drain()", "2 requests in flight may finish within 30 s")
-    assert "engine 0: heard Drain()" not in daemon.text
+    daemon.wait_for("api 0: received Drain()", "2 requests in flight may finish within 30 s")
+    assert "engine 0: received Drain()" not in daemon.text
     port = int(url.rsplit(":", 1)[1])
     socket.create_connection(("127.0.0.1", port)).close()
     children["api_server"].send_signal(signal.SIGUSR2)
@@ -60,7 +60,7 @@ def test_who_dies_while_the_daemon_drains_is_started_again(
     daemon.wait_for("engine 0: is back after")
     daemon.children()["api_server"].kill()
     assert daemon.wait_exit() == 0, daemon.text
-    assert daemon.text.count("api 0: heard Drain()") == 2
+    assert daemon.text.count("api 0: received Drain()") == 2
     assert "aborted\n" not in daemon.text
 
 
@@ -68,7 +68,7 @@ def test_what_one_front_end_is_asked_to_abort_all_are_told(start: Start) -> None
     daemon = start("api_server=asked_to_abort", "api_server_count=2")
     daemon.wait_ready()
     daemon.children()["api_server"].send_signal(signal.SIGUSR2)
-    heard = "heard AbortRequests(request_ids=['cmpl-1'], owner='alice')"
+    heard = "received AbortRequests(request_ids=['cmpl-1'], owner='alice')"
     daemon.wait_for(f"api 0: {heard}", f"api 1: {heard}")
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
@@ -86,5 +86,5 @@ def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     assert children["worker"].is_running()
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
-    assert "api 0: heard Drain()" in daemon.text
+    assert "api 0: received Drain()" in daemon.text
     assert_nothing_left(daemon, children)

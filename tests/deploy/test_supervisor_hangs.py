@@ -13,12 +13,12 @@ def assert_in_this_order(text: str, *parts: str) -> None:
 
 
 HUNG = {
-    "worker": ("no completed step", "engine 0: heard NewWorkers(worker_epoch=2)"),
+    "worker": ("no completed step", "engine 0: received NewWorkers(worker_epoch=2)"),
     "engine_core": (
         "no sign of life",
-        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
     ),
-    "api_server": ("no sign of life", "engine 0: heard NewFrontEnd(index=0, incarnation=1)"),
+    "api_server": ("no sign of life", "engine 0: received NewFrontEnd(index=0, incarnation=1)"),
 }
 """What is said of each when it is stopped, and what the others hear before it is killed."""
 
@@ -59,8 +59,8 @@ def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
         daemon.wait_for(
             f"NotReady(what='{TITLES[role]} hangs and is killed'",
             f"NotReady(what='{TITLES[role]} is being restarted'",
-            f"heard Restarted(role='{role}', hung=True)",
-            "api 0: heard HealthStatus(reasons=())",
+            f"received Restarted(role='{role}', hung=True)",
+            "api 0: received HealthStatus(reasons=())",
         )
 
 

@@ -36,7 +36,7 @@ from proto.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from tests.fakes.built_models import build_decoder, shapes_of
+from tests.fakes.prepared_models import build_decoder, shapes_of
 from worker import async_runner as ahead
 from worker.attention import kv_store
 from worker.device.transfers import Download, Downloader
@@ -169,7 +169,7 @@ _OPERATORS: dict[Any, Any] = {
 }
 
 
-class WithoutGuards(TorchFunctionMode):
+class WithoutDeviceGuards(TorchFunctionMode):
     """Calls operators for what else looks for the device: a torch built without CUDA has none."""
 
     def __torch_function__(
@@ -334,7 +334,7 @@ def watched() -> Iterator[HotPath]:
         stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(WithoutGuards())
+        stack.enter_context(WithoutDeviceGuards())
         yield watch
 
 

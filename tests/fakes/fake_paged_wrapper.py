@@ -73,8 +73,10 @@ class PagedWrapper:
         _check_workspace(self._device, int_workspace_buffer)
         place = int_workspace_buffer.untyped_storage().data_ptr()
         demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
-        demand(self._device.own(place), "each wrapper has a schedule of its own")
-        weakref.finalize(int_workspace_buffer, self._device.disown, place)  # then it is given again
+        demand(self._device.claim(place), "each wrapper has a schedule of its own")
+        weakref.finalize(
+            int_workspace_buffer, self._device.release, place
+        )  # its memory may be reused
         self._memory = (float_workspace_buffer, int_workspace_buffer)
         self._workspace = float_workspace_buffer
 

@@ -95,7 +95,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                     supervisor.send(answer)
                 continue
             told = message if not isinstance(message, NextEngine) else "NextEngine"
-            supervisor.send(Notice(boot.role, boot.index, f"heard {told}"))
+            supervisor.send(Notice(boot.role, boot.index, f"received {told}"))
             if isinstance(message, NewWorkers):
                 worker_epoch = message.worker_epoch
                 supervisor.send(WorkersReady(worker_epoch))

@@ -26,7 +26,7 @@ from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import EventFd
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.input_desk import FakeOutputDispatcher
+from tests.fakes.input_harness import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -123,7 +123,7 @@ class GrammarEngine:
     def close(self) -> None:
         self.manager.close()
 
-    def ask(
+    def send_request(
         self,
         request_id: int,
         grammar: GrammarSource | None,
@@ -152,9 +152,9 @@ class GrammarEngine:
             ),
         )
         if wait:
-            self.answer(request_id)
+            self.wait_for_reply(request_id)
 
-    def answer(self, request_id: int) -> None:
+    def wait_for_reply(self, request_id: int) -> None:
         """Wait until a request was accepted or refused."""
         while not any(each == request_id for _, each in self.outputs.accepted) and not any(
             output.request_id == request_id for _, output in self.outputs.outputs
@@ -180,8 +180,8 @@ class GrammarEngine:
         """Process a result, as the busy loop does."""
         output = self.harness.in_flight.popleft()
         errors = self.manager.find_violations(output, result)
-        self.harness.note(self.harness.scheduler.fail_requests(errors))
-        self.harness.note(self.harness.scheduler.update_from_output(output, result))
+        self.harness.record_outputs(self.harness.scheduler.fail_requests(errors))
+        self.harness.record_outputs(self.harness.scheduler.update_from_output(output, result))
 
     def step(self) -> None:
         """Fill the steps in flight, then process one result."""
@@ -206,7 +206,7 @@ class GrammarEngine:
         """Replace the workers; steps in flight are lost."""
         self.harness.in_flight.clear()
         self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
-        self.harness.note(self.harness.scheduler.begin_worker_epoch(2))
+        self.harness.record_outputs(self.harness.scheduler.begin_worker_epoch(2))
 
     def tokens(self, request_id: int, choice: int = 0) -> list[int]:
         return self.harness.tokens[request_id, choice]

@@ -133,7 +133,7 @@ class FakeConnector(SchedulerConnector):
                 bad = self._fill(load, runner)
                 invalid += bad
                 if bad:
-                    runner.misled[load.seq_id] = step
+                    runner.invalid_rows[load.seq_id] = step
         return KVConnectorOutput(invalid_block_ids=invalid)
 
     def finish(self, seq_id: int, runner: PagedRunner) -> KVConnectorOutput:

@@ -67,7 +67,7 @@ class Rank:
         self._heard: list[TransferResult] = []
         self._next_job = 0
 
-    def order(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
+    def start_copy(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
         """Start a copy of group 0; return its job id."""
         self._next_job += 1
         job = TransferJob(
@@ -80,7 +80,7 @@ class Rank:
         (self.load if is_load else self.store).transfer_async(job)
         return self._next_job
 
-    def finished(self) -> TransferResult:
+    def wait_for_copy(self) -> TransferResult:
         """Return the next finished copy; waits for the notification, as a worker's loop does."""
         assert self._rung.acquire(timeout=LIMIT), "no copy was reported as over"
         self._heard += [*self.load.get_finished(), *self.store.get_finished()]
@@ -88,15 +88,15 @@ class Rank:
 
     def stored(self, blocks: list[int], keys: list[bytes]) -> bool:
         """Store blocks and wait; return whether that succeeded."""
-        job = self.order(False, blocks, keys)
-        result = self.finished()
+        job = self.start_copy(False, blocks, keys)
+        result = self.wait_for_copy()
         assert result.job_id == job
         return result.succeeded
 
     def loaded(self, blocks: list[int], keys: list[bytes], skip: int = 0) -> list[int]:
         """Load blocks and wait; return the blocks that are invalid."""
-        job = self.order(True, blocks, keys, skip)
-        result = self.finished()
+        job = self.start_copy(True, blocks, keys, skip)
+        result = self.wait_for_copy()
         assert result.job_id == job
         assert result.succeeded == (not result.failed_blocks)
         return result.failed_blocks

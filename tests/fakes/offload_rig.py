@@ -45,7 +45,7 @@ def device_of(job: TransferJob) -> list[int]:
     return [block for each in job.device for block in each.block_ids]
 
 
-class CopyingHalf:
+class FakeOffloadWorkers:
     """Stands in for the workers' half on all ranks.
 
     under_way: copies that have begun, oldest first. content: by (slot, part) of an offloaded block
@@ -143,7 +143,7 @@ class OffloadRig(EngineHarness):
         self.num_ranks = num_ranks
         self.loads: list[TransferJob] = []
         self.stores: list[TransferJob] = []
-        self.half = CopyingHalf(size // block_size, num_ranks)
+        self.half = FakeOffloadWorkers(size // block_size, num_ranks)
 
         def connect(
             holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
@@ -197,14 +197,14 @@ class OffloadRig(EngineHarness):
     def finish(self, job: TransferJob, succeeds: bool = True) -> None:
         """Finish a copy and report it."""
         for report in self.half.finish(job, self.runner, succeeds):
-            self.note(self.scheduler.update_from_connector(report))
+            self.record_outputs(self.scheduler.update_from_connector(report))
 
     def lose_workers(self, epoch: int = 2) -> ClientOutputs:
         """Replace the workers; their memory is lost."""
-        self.half = CopyingHalf(self.half.factor, self.num_ranks)
+        self.half = FakeOffloadWorkers(self.half.factor, self.num_ranks)
         return super().lose_workers(epoch)
 
-    def settle(self, max_steps: int = 2000) -> None:
+    def run_until_idle(self, max_steps: int = 2000) -> None:
         """Step until every request and every copy has finished."""
         while self.scheduler.num_unfinished or self.scheduler.has_work or self.half.under_way:
             max_steps -= 1
@@ -215,15 +215,15 @@ class OffloadRig(EngineHarness):
     def generate(self, prompt: list[int], max_tokens: int = 1, **params: object) -> Request:
         """Run a request to its end, including its copies."""
         request = self.add_one(prompt, max_tokens, **params)
-        self.settle()
+        self.run_until_idle()
         return request
 
-    def forget_device(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         assert self.scheduler.reset_prefix_cache()
 
-    def assert_at_rest(self) -> None:
-        super().assert_at_rest()
+    def assert_idle(self) -> None:
+        super().assert_idle()
         assert not self.half.under_way
         assert not self.half.put_off
         assert len(self.kv_cache.transfer_refs.reference_tables()) == 0

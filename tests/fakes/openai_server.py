@@ -41,7 +41,7 @@ def num_input_tokens(body: dict[str, Any]) -> int:
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
 
 
-def well(path: str, body: dict[str, Any]) -> Iterable[bytes]:
+def respond_normally(path: str, body: dict[str, Any]) -> Iterable[bytes]:
     """As many tokens as are asked for, which depend on the last of the prompt only."""
     number = body["max_tokens"]
     asked = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
@@ -55,13 +55,13 @@ def well(path: str, body: dict[str, Any]) -> Iterable[bytes]:
 class FakeOpenAI:
     """seen, heads: (path, body) and the head of each request. num_connections: that were made.
 
-    hang_up_after: answers on one connection, after which it is closed without a word; 0: never.
+    close_after: answers on one connection, after which it is closed without a word; 0: never.
     """
 
-    respond: Respond = well
+    respond: Respond = respond_normally
     url: str = ""
     num_connections: int = 0
-    hang_up_after: int = 0
+    close_after: int = 0
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class FakeOpenAI:
             for number in itertools.count(1):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 await self._answer(head, reader, writer)
-                if number == self.hang_up_after:
+                if number == self.close_after:
                     break
         writer.close()
 
@@ -93,10 +93,10 @@ class FakeOpenAI:
             await writer.drain()
         writer.write(b"0\r\n\r\n")
 
-    async def serve(self, listener: socket.socket, over: asyncio.Event) -> None:
+    async def serve(self, listener: socket.socket, stopped: asyncio.Event) -> None:
         """Until it is over; whoever is being answered then is cut off."""
         server = await asyncio.start_server(self._serve, sock=listener)
-        await over.wait()
+        await stopped.wait()
         server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -105,19 +105,19 @@ class FakeOpenAI:
 
 
 @contextlib.contextmanager
-def fake_openai(respond: Respond = well) -> Iterator[FakeOpenAI]:
+def fake_openai(respond: Respond = respond_normally) -> Iterator[FakeOpenAI]:
     """A server of this machine, as long as the block lasts."""
     fake = FakeOpenAI(respond)
     listener = socket.create_server(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=asyncio.Runner(loop_factory=lambda: loop).run, args=(fake.serve(listener, over),)
+        target=asyncio.Runner(loop_factory=lambda: loop).run, args=(fake.serve(listener, stopped),)
     )
     thread.start()
     try:
         yield fake
     finally:
-        loop.call_soon_threadsafe(over.set)
+        loop.call_soon_threadsafe(stopped.set)
         thread.join()
         loop.close()

@@ -85,16 +85,17 @@ class PagedRunner:
         self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
-        self.misled: dict[int, int] = {}  # rows with KV that was not loaded, and in which step
+        self.invalid_rows: dict[int, int] = {}
+        """The step in which rows got KV that was not loaded, by seq_id."""
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step, as a worker would, and check that its message makes sense."""
         self.steps.append(output)
-        told_anew = {*output.finished_seq_ids, *output.cached_requests.resumed_seq_ids}
-        for seq_id in told_anew & self.misled.keys():
-            if self.misled[seq_id] < output.step:
-                del self.misled[seq_id]
+        described_again = {*output.finished_seq_ids, *output.cached_requests.resumed_seq_ids}
+        for seq_id in described_again & self.invalid_rows.keys():
+            if self.invalid_rows[seq_id] < output.step:
+                del self.invalid_rows[seq_id]
         for seq_id in output.finished_seq_ids:
             del self.rows[seq_id]
         for seq_id in output.preempted_seq_ids:
@@ -109,7 +110,7 @@ class PagedRunner:
         for seq_id, computed, scheduled in work:
             row, end = self.rows[seq_id], computed + scheduled
             result.seq_ids.append(seq_id)
-            if seq_id not in self.misled:
+            if seq_id not in self.invalid_rows:
                 self._read_back(row, computed, end)
             result.sampled_token_ids.append(self._sample(row, end))
             if row.num_candidates and end == len(row.token_ids):

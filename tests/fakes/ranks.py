@@ -32,9 +32,9 @@ class Ranks:
             )
             for rank in range(size)
         ]
-        self.all(lambda rank: self.groups[rank].join(epoch))
+        self.run_on_all(lambda rank: self.groups[rank].join(epoch))
 
-    def all(self, work: Callable[[int], Result]) -> list[Result]:
+    def run_on_all(self, work: Callable[[int], Result]) -> list[Result]:
         """Do something on every rank at the same time; what each has found."""
         started = [self._threads.submit(work, rank) for rank in range(len(self.groups))]
         return [each.result(LIMIT_SECONDS) for each in started]
@@ -54,7 +54,7 @@ class Ranks:
         self._run_dir.cleanup()
 
 
-class RunnersTogether:
+class LockstepRunners:
     """Model runners of all ranks in the place of one."""
 
     def __init__(self, ranks: Ranks, runners: Sequence[ModelRunner]) -> None:
@@ -63,7 +63,7 @@ class RunnersTogether:
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """The output of rank 0, which has the tokens of all others."""
-        first, *others = self._ranks.all(lambda rank: self._runners[rank].execute(step))
+        first, *others = self._ranks.run_on_all(lambda rank: self._runners[rank].execute(step))
         for other in others:
             assert other.sampled_token_ids == first.sampled_token_ids
             assert other.candidates == first.candidates

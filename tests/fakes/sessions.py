@@ -1,4 +1,4 @@
-"""Sessions in tests: how one is opened and brought to rest, and the tokens that it must give."""
+"""Sessions in tests: open one, run it until it is idle, compute its expected tokens."""
 
 from engine_core.request import Request, RequestStatus
 from tests.fakes.engine_harness import EngineHarness
@@ -11,7 +11,7 @@ def open_session(
     return engine.add_one(prompt, max_tokens, resumable=True, **params)
 
 
-def rest(
+def idle_session(
     engine: EngineHarness, prompt: list[int], max_tokens: int = 2, **params: object
 ) -> Request:
     """A session whose first turn is over and that waits for more; returns its request."""
@@ -29,7 +29,7 @@ def current(engine: EngineHarness, session: Request) -> Request:
     return found
 
 
-def turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
+def expected_turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
     """The tokens of a session, turn by turn, as fresh requests would give them."""
     prompt: list[int] = []
     found: list[list[int]] = []

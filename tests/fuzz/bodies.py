@@ -29,8 +29,7 @@ from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_supervisor import FakeSupervisor
+from tests.fakes.fake_engine import FakeEngine, FakeSupervisor
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})

@@ -107,6 +107,7 @@ class ItemTranslator:
         self._messages: list[Item] = []
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
+        self._call_ids: set[str] = set()
 
     def append_items(self, items: Sequence[Item]) -> None:
         """Translate the items; raise InvalidRequestError that names the invalid item."""
@@ -123,10 +124,7 @@ class ItemTranslator:
             elif kind in ("function_call", "custom_tool_call"):
                 self._append_call(item, kind, where)
             elif kind in ("function_call_output", "custom_tool_call_output"):
-                content = self._tool_result(item.get("output"), f"{where}.output")
-                call_id = _string(item, "call_id", where)
-                message = {"role": "tool", "tool_call_id": call_id, "content": content}
-                self._append_message(message)
+                self._append_call_output(item, where)
             elif isinstance(kind, str) and kind in _SERVER_ITEMS:
                 self._ignored.add(f"input.{kind}")
             else:
@@ -173,8 +171,10 @@ class ItemTranslator:
             arguments = _arguments(_string(item, "arguments", where))
         else:
             arguments = json.dumps({CUSTOM_INPUT: _string(item, "input", where)})
+        call_id = _string(item, "call_id", where)
+        self._call_ids.add(call_id)
         call = {
-            "id": _string(item, "call_id", where),
+            "id": call_id,
             "type": "function",
             "function": {
                 "name": self._tools.function_name(name, namespace),
@@ -182,6 +182,15 @@ class ItemTranslator:
             },
         }
         self._assistant_message().setdefault("tool_calls", []).append(call)
+
+    def _append_call_output(self, item: Item, where: str) -> None:
+        content = self._tool_result(item.get("output"), f"{where}.output")
+        call_id = _string(item, "call_id", where)
+        if call_id not in self._call_ids:
+            raise InvalidRequestError(
+                f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
+            )
+        self._append_message({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _tool_result(self, value: Any, where: str) -> str:
         """Return a tool's result as text.

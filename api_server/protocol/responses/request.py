@@ -123,11 +123,12 @@ Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 class ResponsesRequest(Strict):
     input: Annotated[
-        Annotated[Text, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)],
+        Annotated[Text, Field(min_length=1)] | list[dict[str, Any]],
         BeforeValidator(_check_item_count),
     ]
     """A text, or up to 4096 items: messages, function_call, function_call_output,
-    custom_tool_call, custom_tool_call_output and reasoning."""
+    custom_tool_call, custom_tool_call_output and reasoning. May be empty beside
+    instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     instructions: Text | None = None

@@ -16,7 +16,7 @@ from rich.console import Console
 from deploy import cli
 from deploy.bench.client import CHAT, COMPLETIONS
 from deploy.bench.figures import METRICS, AnswerComparison, RunFigures, show
-from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, token, well
+from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, respond_normally, token
 
 
 def bench(fake: FakeOpenAI, *words: str) -> int:
@@ -207,4 +207,4 @@ def test_what_the_user_must_change_is_one_line(
 
 def test_the_fake_answers_the_same_again() -> None:
     body = {"prompt": [1], "max_tokens": 2}
-    assert list(well("", body)) == list(well("", body))
+    assert list(respond_normally("", body)) == list(respond_normally("", body))

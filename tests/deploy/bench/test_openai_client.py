@@ -18,7 +18,14 @@ from deploy.bench.client import (
 )
 from deploy.bench.stream import RequestResult
 from proto.errors import ConfigError, TokendError
-from tests.fakes.openai_server import FakeOpenAI, Respond, event, fake_openai, token, well
+from tests.fakes.openai_server import (
+    FakeOpenAI,
+    Respond,
+    event,
+    fake_openai,
+    respond_normally,
+    token,
+)
 
 ASK = BenchRequest(COMPLETIONS, {"prompt": [1, 2, 3]}, 4, checked=True)
 
@@ -102,7 +109,7 @@ async def test_nobody_there_and_nobody_answering() -> None:
 
 async def test_a_connection_that_the_server_closed_meanwhile_is_made_anew() -> None:
     with fake_openai() as fake:
-        fake.hang_up_after = 1
+        fake.close_after = 1
         results = await asked(fake, ASK, ASK, ASK)
     assert [each.error for each in results] == ["", "", ""]
     assert fake.num_connections == 3
@@ -114,7 +121,7 @@ async def test_the_server_is_not_asked_twice_when_it_has_begun_to_answer() -> No
     def half(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         calls.append(path)
         if len(calls) == 1:
-            yield from well(path, body)
+            yield from respond_normally(path, body)
         raise ConnectionError
 
     with fake_openai(half) as fake:

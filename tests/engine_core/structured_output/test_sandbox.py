@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from select import select
@@ -102,7 +101,7 @@ def test_grammars_are_compiled_at_the_same_time(start_sandbox):
 
 
 def test_a_process_that_hangs_is_killed_and_says_nothing_about_its_grammar(start_sandbox):
-    sandbox = start_sandbox(hang_seconds=1.0)
+    sandbox = start_sandbox(hang_seconds=2.0)
     stopped = server_of(sandbox)
     stopped.suspend()
     with pytest.raises(CompilerFailedError, match="hung or was killed"):
@@ -121,39 +120,28 @@ def test_a_process_that_died_idle_is_replaced(start_sandbox, number):
     assert server_of(sandbox) != died
 
 
-def test_closing_does_not_wait_for_a_grammar(start_sandbox):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_nothing_outlives_the_engine(start_sandbox, is_killed):
+    """Whether it closes the sandbox, which waits for no grammar, or is killed."""
     sandbox = start_sandbox()
-    errors = []
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(sandbox.check, ENDLESS, LIMIT_SECONDS)
+        pidfds = [os.pidfd_open(one.pid) for one in (child_of(sandbox), server_of(sandbox))]
+        if is_killed:
+            sandbox._control.shutdown(socket.SHUT_RDWR)
+        else:
+            sandbox.close()
+        assert isinstance(slow.exception(LIMIT_SECONDS), CompilerFailedError)
+    for pidfd in pidfds:
+        assert select([pidfd], [], [], LIMIT_SECONDS)[0], "a process still runs"
+        os.close(pidfd)
 
-    def compile_endless():
-        with pytest.raises(CompilerFailedError) as caught:
-            sandbox.check(ENDLESS, LIMIT_SECONDS)
-        errors.append(caught.value)
 
-    thread = threading.Thread(target=compile_endless)
-    thread.start()
-    child = os.pidfd_open(child_of(sandbox).pid)
+def test_a_closed_sandbox_starts_no_process(start_sandbox):
+    sandbox = start_sandbox()
     sandbox.close()
-    thread.join(LIMIT_SECONDS)
-    assert len(errors) == 1
-    assert select([child], [], [], LIMIT_SECONDS)[0], "the child still runs"
-    os.close(child)
     with pytest.raises(CompilerFailedError):
         sandbox.check(SMALL, 1.0)
-
-
-def test_nothing_outlives_the_engine(start_sandbox):
-    sandbox = start_sandbox()
-    thread = threading.Thread(
-        target=lambda: pytest.raises(CompilerFailedError, sandbox.check, ENDLESS, LIMIT_SECONDS)
-    )
-    thread.start()
-    pidfds = [os.pidfd_open(process.pid) for process in (child_of(sandbox), server_of(sandbox))]
-    sandbox._control.shutdown(socket.SHUT_RDWR)  # as if the engine was killed
-    for pidfd in pidfds:
-        assert select([pidfd], [], [], LIMIT_SECONDS)[0]
-        os.close(pidfd)
-    thread.join(LIMIT_SECONDS)
 
 
 def test_a_sandbox_that_cannot_start_raises(tmp_path):
