@@ -220,7 +220,7 @@ class GrammarCompiler:
                 self._slow.put(tenant, source)
                 continue
             if isinstance(compiled, GrammarError):
-                compiled.param = source.field
+                compiled = compiled.in_field(source.field)
             self._results.put((source, compiled))
             self._event_fd.notify()
 

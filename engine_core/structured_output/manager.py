@@ -54,29 +54,22 @@ logger = logging.getLogger("tokend.grammars")
 
 MAX_THREADS: Final = 8
 """Threads of llguidance that share the masks of a step."""
-FIELD: Final = "structured_outputs"
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
 UNUSABLE: Final = "the grammar cannot be used"
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockedChoice:
-    """One choice whose grammar is being compiled."""
-
-    request: Request
-    thinking: ThinkingRule | None
 
 
 @dataclass(slots=True)
 class _ConstrainedRow:
     """One choice and its matcher.
 
+    field: path of the request field that its grammar comes from.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
     """
 
     request: Request
     matcher: Matcher
+    field: str
     num_free: int = 0
     num_consumed: int = 0
 
@@ -144,7 +137,9 @@ class StructuredOutputManager:
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
         self._blocked: dict[int, GrammarSource] = {}  # by seq_id
-        self._blocked_by_source: dict[GrammarSource, dict[int, _BlockedChoice]] = {}  # by seq_id
+        self._blocked_by_source: dict[
+            GrammarSource, dict[int, tuple[Request, ThinkingRule | None]]
+        ] = {}  # the same choices, by source and seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
         self._last_masked_step = 0
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
@@ -185,11 +180,12 @@ class StructuredOutputManager:
             return
         compiled = self._compiler.request_grammar(source, message.tenant)
         if compiled is None:
-            choice = _BlockedChoice(request, message.thinking)
             self._blocked[request.seq_id] = source
-            self._blocked_by_source.setdefault(source, {})[request.seq_id] = choice
+            choices = self._blocked_by_source.setdefault(source, {})
+            choices[request.seq_id] = request, message.thinking
         elif not isinstance(compiled, RequestError):
-            self._rows[request.seq_id] = self._constrained_row(request, compiled, message.thinking)
+            row = self._constrained_row(request, compiled, message.thinking, source.field)
+            self._rows[request.seq_id] = row
 
     def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
@@ -199,17 +195,18 @@ class StructuredOutputManager:
         requests: dict[tuple[int, int], RequestError | None] = {}
         for source, compiled in self._compiler.pop_compiled():
             error = compiled if isinstance(compiled, RequestError) else None
-            for seq_id, choice in self._blocked_by_source.pop(source, {}).items():
-                request = choice.request
+            for seq_id, (request, rule) in self._blocked_by_source.pop(source, {}).items():
                 requests[request.client_index, request.request_id] = error
                 if not isinstance(compiled, RequestError):
                     del self._blocked[seq_id]
-                    self._rows[seq_id] = self._constrained_row(request, compiled, choice.thinking)
+                    self._rows[seq_id] = self._constrained_row(
+                        request, compiled, rule, source.field
+                    )
                     self._unblock(request)
         return [(*request, error) for request, error in requests.items()]
 
     def _constrained_row(
-        self, request: Request, compiled: Matcher, rule: ThinkingRule | None
+        self, request: Request, compiled: Matcher, rule: ThinkingRule | None, field_path: str
     ) -> _ConstrainedRow:
         """Give a choice a matcher of its own.
 
@@ -217,11 +214,11 @@ class StructuredOutputManager:
         """
         matcher = compiled.copy()
         if rule is None:
-            return _ConstrainedRow(request, matcher)
+            return _ConstrainedRow(request, matcher, field_path)
         num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
         eos_token_ids = request.sampling_params.eos_token_ids
         thinking = ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
-        return _ConstrainedRow(request, thinking, num_free)
+        return _ConstrainedRow(request, thinking, field_path, num_free)
 
     # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
 
@@ -311,8 +308,10 @@ class StructuredOutputManager:
             mask = masks.rows.get(seq_id)
             if error is None and mask is not None and not _allows(mask, token_ids):
                 error = CONTRADICTION
-            if error is not None:
-                errors[seq_id] = ErrorInfo("invalid_request", error or UNUSABLE, FIELD)
+            row = self._rows.get(seq_id)
+            if error is not None and row is not None:
+                message = f"{row.field}: {error or UNUSABLE}"
+                errors[seq_id] = ErrorInfo("invalid_request", message, row.field)
         return errors
 
     def _mask_job(self, output: SchedulerOutput) -> MaskJob:

@@ -39,12 +39,7 @@ class GrammarError(InvalidRequestError):
 
 
 class GrammarTimeoutError(GrammarError):
-    """Compiling the grammar takes more than this processor time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"the grammar cannot be used: compiling it takes more than {seconds:g} seconds"
-        )
+    """A grammar that needs more processor time to compile than it was given."""
 
 
 class CompilerFailedError(InternalRequestError):

@@ -105,7 +105,9 @@ class GrammarSandbox:
             self._kill_server(process)
         result = self._decoder.decode(frame) if frame else CompileResult(signal=signal.SIGKILL)
         if result.signal == signal.SIGPROF:
-            raise GrammarTimeoutError(seconds)
+            raise GrammarTimeoutError(
+                f"the grammar cannot be used: compiling it takes more than {seconds:g} seconds"
+            )
         if result.signal == signal.SIGKILL:  # by us, or by a host that is short of memory
             raise CompilerFailedError("the grammar was not compiled: a process hung or was killed")
         if result.signal:

@@ -54,7 +54,7 @@ class GatedSandbox(NoSandbox):
 
     def check(self, source: GrammarSource, seconds: float) -> None:
         if source.source.startswith("slow") and seconds < COMPILE_SECONDS:
-            raise GrammarTimeoutError(seconds)
+            raise GrammarTimeoutError(f"more than {seconds:g} seconds")
         self.names.append(source.source)
         self.entered.release()
         assert self.gate.acquire(timeout=LIMIT_SECONDS)

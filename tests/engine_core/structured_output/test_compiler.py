@@ -121,7 +121,7 @@ def test_slow_grammars_delay_no_quick_one(backend):
 def test_the_limit_of_any_grammar_is_that_of_the_second_turn(backend):
     class Endless(NoSandbox):
         def check(self, source, seconds):
-            raise GrammarTimeoutError(seconds)
+            raise GrammarTimeoutError(f"more than {seconds:g} seconds")
 
     case = Case(lambda: backend, Endless())
     case.compiler.request_grammar(regex("a"), 0)
