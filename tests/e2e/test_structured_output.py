@@ -29,7 +29,8 @@ PERSON: Schema = {
 }
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
 DEEP_RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
-ABUSE_SECONDS = 5.0
+ABUSE_SECONDS = 15.0
+"""For two seconds of processor time on a busy host."""
 
 
 @pytest.fixture
