@@ -24,7 +24,7 @@
 Between processes an error is sent as `ErrorInfo`.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import msgspec
 
@@ -99,6 +99,10 @@ class RequestError(TokendError):
 class InvalidRequestError(RequestError):
     status = 400
     type = "BadRequestError"
+
+    def in_field(self, field: str) -> Self:
+        """Return the error as one of a field, whose name the message then begins with."""
+        return type(self)(f"{field}: {self.message}", field)
 
 
 class AuthenticationError(RequestError):

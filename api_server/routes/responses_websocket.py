@@ -181,13 +181,13 @@ class ResponsesConnection:
         add_header_fields(fields, self._request_headers(), ignored)
         body, passed = parse_request(fields, ignored)
         items = conversation(body, self._previous_items(app_state, body))
-        encoder_class = ResponsesEncoder
+        make_encoder = ResponsesEncoder
         if not generates:
-            encoder_class = WarmupEncoder
+            make_encoder = WarmupEncoder
             body = body.model_copy(update={"max_output_tokens": 1})
             passed.pop("min_tokens", None)
         return await prepare_response(
-            app_state, self._websocket, body, passed, items, ignored, encoder_class
+            app_state, self._websocket, body, passed, items, ignored, make_encoder
         )
 
     def _request_headers(self) -> Headers:

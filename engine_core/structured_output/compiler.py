@@ -133,7 +133,7 @@ class GrammarCompiler:
         while source is not None:
             compiled = self._compile(source)
             if isinstance(compiled, GrammarError):
-                compiled.param = source.field
+                compiled = compiled.in_field(source.field)
             self._results.put((source, compiled))
             self._event_fd.notify()
             source = self._sources.get()

@@ -55,7 +55,6 @@ logger = logging.getLogger("tokend.grammars")
 
 MAX_THREADS: Final = 8
 """Threads of llguidance that share the masks of a step."""
-FIELD: Final = "structured_outputs"
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
 UNUSABLE: Final = "the grammar cannot be used"
 
@@ -64,12 +63,14 @@ UNUSABLE: Final = "the grammar cannot be used"
 class _ConstrainedRow:
     """One choice and its matcher.
 
+    field: path of the request field that its grammar comes from.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
     """
 
     request: Request
     matcher: Matcher
+    field: str
     num_free: int = 0
     num_consumed: int = 0
 
@@ -137,7 +138,7 @@ class StructuredOutputManager:
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
         self._requests_by_source: dict[GrammarSource, list[tuple[int, int]]] = {}
-        self._blocked: dict[int, tuple[Request, ThinkingRule | None]] = {}  # by seq_id
+        self._blocked: dict[int, tuple[Request, ThinkingRule | None, str]] = {}  # by seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
         self._last_masked_step = 0
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
@@ -178,7 +179,7 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return
-        self._blocked[request.seq_id] = request, message.thinking
+        self._blocked[request.seq_id] = request, message.thinking, source.field
         compiled = self._compiler.request_grammar(source)
         if compiled is not None and not isinstance(compiled, GrammarError):
             self._unblock_request(request.request_id, compiled)
@@ -199,22 +200,23 @@ class StructuredOutputManager:
 
     def _unblock_request(self, request_id: int, compiled: Matcher) -> None:
         """Give every choice of a request a matcher of its own, and unblock it."""
-        for request, rule in list(self._blocked.values()):
+        for request, rule, field_path in list(self._blocked.values()):
             if request.request_id == request_id:
                 del self._blocked[request.seq_id]
-                self._rows[request.seq_id] = self._constrained_row(request, compiled.copy(), rule)
+                row = self._constrained_row(request, compiled.copy(), rule, field_path)
+                self._rows[request.seq_id] = row
                 self._unblock(request)
 
     def _constrained_row(
-        self, request: Request, matcher: Matcher, rule: ThinkingRule | None
+        self, request: Request, matcher: Matcher, rule: ThinkingRule | None, field_path: str
     ) -> _ConstrainedRow:
         """If only a reasoning budget applies, no mask is needed before it can be used up."""
         if rule is None:
-            return _ConstrainedRow(request, matcher)
+            return _ConstrainedRow(request, matcher, field_path)
         num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
         eos_token_ids = request.sampling_params.eos_token_ids
         thinking = ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
-        return _ConstrainedRow(request, thinking, num_free)
+        return _ConstrainedRow(request, thinking, field_path, num_free)
 
     # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
 
@@ -297,8 +299,10 @@ class StructuredOutputManager:
             mask = masks.rows.get(seq_id)
             if error is None and mask is not None and not _allows(mask, token_ids):
                 error = CONTRADICTION
-            if error is not None:
-                errors[seq_id] = ErrorInfo("invalid_request", error or UNUSABLE, FIELD)
+            row = self._rows.get(seq_id)
+            if error is not None and row is not None:
+                message = f"{row.field}: {error or UNUSABLE}"
+                errors[seq_id] = ErrorInfo("invalid_request", message, row.field)
         return errors
 
     def _mask_job(self, output: SchedulerOutput) -> MaskJob:

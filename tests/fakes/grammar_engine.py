@@ -98,7 +98,7 @@ class GrammarEngine:
     def close(self) -> None:
         self.manager.close()
 
-    def ask(
+    def send_request(
         self,
         request_id: int,
         grammar: GrammarSource | None,
@@ -127,9 +127,9 @@ class GrammarEngine:
             ),
         )
         if wait:
-            self.answer(request_id)
+            self.wait_for_reply(request_id)
 
-    def answer(self, request_id: int) -> None:
+    def wait_for_reply(self, request_id: int) -> None:
         """Wait until a request was accepted or refused."""
         while not any(each == request_id for _, each in self.outputs.accepted) and not any(
             output.request_id == request_id for _, output in self.outputs.outputs

@@ -108,6 +108,7 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
         assert output.error.kind == "invalid_request"
         assert output.error.param == "guided_regex"
         assert "unclosed group" in output.error.message
+        assert output.error.message.startswith("guided_regex: ")
     assert engine.outputs.accepted == []
     assert_nothing_is_left(engine)
 
@@ -165,7 +166,7 @@ def test_a_preempted_choice_keeps_its_grammar_state(tokenizer_folder):
 
 
 def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
-    engine.send_request(1, WORDS)
+    engine.send_request(1, msgspec.structs.replace(WORDS, field="guided_regex"))
     engine.send_request(2, WORDS)
     engine.step()
     while not any(each.constrained_seq_ids for each in engine.harness.in_flight):
@@ -175,7 +176,8 @@ def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
     engine.receive(msgspec.structs.replace(result, sampled_token_ids=wrong))
     assert engine.reason(1) is FinishReason.ERROR
     (last,) = engine.harness.outputs[1, 0][-1:]
-    assert last.error.message == CONTRADICTION
+    assert last.error.message == f"guided_regex: {CONTRADICTION}"
+    assert last.error.param == "guided_regex"
     assert last.new_token_ids == []
     engine.run()
     assert PATTERN.fullmatch(text_of(engine.tokens(2)))
