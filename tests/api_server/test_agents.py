@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from api_server.protocol.agents import MAX_TTL_MS, job_name, tool_name
+from api_server.protocol.agents import MAX_TTL_MS, tool_name
 from proto.config import FrontEndConfig
-from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason
+from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, job_name
 from proto.errors import ErrorInfo
 from tests.api_server.test_engine_restart import begin, have, restart
 
