@@ -59,10 +59,8 @@ class ApiKeyMiddleware:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             known = self._known_keys(scope)
             if self._clients_need_key and not known:
-                response = error_response(
-                    AuthenticationError("missing or wrong API key"), scope["path"]
-                )
-                await response(scope, receive, send)
+                error = AuthenticationError("missing or wrong API key")
+                await error_response(error, scope)(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
             state["key_name"] = known[0].name if known else ""
@@ -129,7 +127,7 @@ class OriginMiddleware:
                 and not {origin, "*"}.intersection(self._allowed_origins)
             ):
                 error = ForbiddenError("pages of another site cannot open a WebSocket here")
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -149,7 +147,7 @@ class DrainMiddleware:
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
-            await error_response(DrainingError(), scope["path"])(scope, receive, send)
+            await error_response(DrainingError(), scope)(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
@@ -210,7 +208,7 @@ class FastPath:
             response = await endpoint(Request(scope, receive, send))
             await response(scope, receive, send)
         except RequestError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         except ClientDisconnect:
             return  # during its upload: uvicorn expects no response
 
