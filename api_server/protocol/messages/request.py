@@ -76,7 +76,7 @@ class CountTokensRequest(Strict):
     """The system prompt, a string or text blocks."""
     tools: list[Json] = []
     """Tools that the model may call. Tools of Anthropic's servers are left out and named in
-    X-Tokend-Ignored."""
+    ignored_fields."""
     tool_choice: Json | None = None
     """auto, any, tool (with a name) or none; disable_parallel_tool_use."""
     thinking: Json | None = None
