@@ -1,4 +1,6 @@
-"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API; count tokens.
+"""/v1/responses: OpenAI's Responses API.
+
+Create, get, cancel and delete a response, count the tokens of a request, compact a conversation.
 
 A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
 may run in the background, be cancelled, and be stored (field `store`).
@@ -6,7 +8,9 @@ may run in the background, be cancelled, and be stored (field `store`).
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -18,6 +22,11 @@ from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.compaction import (
+    CompactionEncoder,
+    parse_compaction,
+    summary_conversation,
+)
 from api_server.protocol.responses.encoder import ResponsesEncoder
 from api_server.protocol.responses.input import MAX_ITEMS, Item, listed_item, with_id
 from api_server.protocol.responses.request import (
@@ -89,11 +98,12 @@ async def prepare_response(
     passed: dict[str, Any],
     items: list[Item],
     ignored: IgnoredFields,
-    encoder_class: type[ResponsesEncoder] = ResponsesEncoder,
+    make_encoder: Callable[..., ResponsesEncoder] = ResponsesEncoder,
 ) -> PreparedResponse:
     """Build the engine request of a response. It can be cancelled until its stream is closed.
 
-    passed: fields for the chat. items: of the conversation. Raises InvalidRequestError.
+    passed: fields for the chat. items: of the conversation. make_encoder: the class of the encoder.
+    Raises InvalidRequestError.
     """
     owner = owner_of(connection)
     stores = _stores_response(app_state, body, items)
@@ -115,7 +125,7 @@ async def prepare_response(
     turn = await with_merged_roles_fallback(translation, build)
     record = ResponseRecord(app_state.responses, owner, items) if stores else None
     parser, response_id = turn.choice_parsers[0], turn.options.id
-    encoder = encoder_class(turn.options, body, parser, translation, record)
+    encoder = make_encoder(turn.options, body, parser, translation, record)
     running = RunningResponse(turn.stream, encoder, record)
     app_state.responses.add_running(owner, response_id, running)
     turn.stream.cleanup.callback(app_state.responses.remove_running, owner, response_id, running)
@@ -138,6 +148,22 @@ async def count_input_tokens(request: Request) -> Response:
     response = JSONResponse({"object": "response.input_tokens", "input_tokens": number})
     response.raw_headers += ignored.headers()
     return response
+
+
+@router.post("/v1/responses/compact")
+async def compact_conversation(request: Request) -> Response:
+    """Return a window of items that replaces a conversation; the model writes its summary."""
+    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
+    max_model_len = app_state.client.engine.max_model_len
+    fields = await read_fields(request, ignored)
+    body, passed = parse_compaction(fields, max_model_len, ignored)
+    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
+    response = await prepare_response(
+        app_state, request, body, passed, summary_conversation(items), ignored, encoder
+    )
+    await response.submit(request)
+    return response.turn.builder.response(response.stream, response.encoder)
 
 
 def _continue_in_background(
@@ -195,7 +221,7 @@ def conversation(body: ResponsesRequest, previous: list[Item]) -> list[Item]:
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
-        items += [with_id(item) for item in body.input]
+        items += body.input
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
