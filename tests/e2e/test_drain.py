@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("settings")
@@ -43,7 +43,7 @@ def test_sigterm_completes_running_streams_and_refuses_new_requests() -> None:
 
     daemon = Daemon("--dtype", "float32")
     daemon.wait_ready()
-    expected = asyncio.run(undisturbed(daemon.url, BODIES))
+    expected = asyncio.run(run_undisturbed(daemon.url, BODIES))
     asyncio.run(drained(daemon, expected))
     assert daemon.wait_exit() == 0, daemon.text
     assert "4 requests in flight may finish" in daemon.text

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import TOKEND, Daemon, eventually
 from tests.e2e.reference import Reference
 from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
@@ -36,7 +36,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def expected(daemon: Daemon) -> list[Stream]:
-    return asyncio.run(undisturbed(daemon.url, BODIES))
+    return asyncio.run(run_undisturbed(daemon.url, BODIES))
 
 
 async def printed(daemon: Daemon, text: str, times: int) -> None:
