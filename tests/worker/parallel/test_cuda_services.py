@@ -131,7 +131,7 @@ class Pair:
         assert found == [CacheReady(epoch, rank) for rank in range(SIZE)]
         return ready
 
-    def tokens(self, epoch: int) -> list[list[list[int]]]:
+    def run_steps(self, epoch: int) -> list[list[list[int]]]:
         """Sampled tokens of all steps; both workers must return the same."""
         found = []
         for step in steps(num_decodes=5):
@@ -143,7 +143,7 @@ class Pair:
             found.append(messages[0].sampled_token_ids)
         return found
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for supervisor in self.supervisors:
             supervisor.send(Shutdown())
         for thread in self.threads:

@@ -108,7 +108,7 @@ class Workers:
         ]
         return ready
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for supervisor in self.supervisors:
             supervisor.send(Shutdown())
         for thread in self.threads:
