@@ -33,18 +33,24 @@ _INEXPRESSIBLE: Final = frozenset(
 _SIZES: Final = frozenset(
     {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
+_COUNTS: Final = frozenset({"minProperties", "maxProperties"})
 _COMPOSITION: Final = ("$ref", "allOf", "anyOf", "oneOf")
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
 _MAX_INTEGER: Final = (1 << 63) - 1024
 """The largest float64 below 2^63. The compiler keeps integers in 64 bits and bounds in float64."""
+_MAX_EXACT: Final = 1 << 53
+"""Above it a float64 does not hold every integer."""
 _MAX_NUMBER: Final = 10**18
-"""The compiler builds no ranges of numbers beyond about 1e18."""
+"""The compiler builds no ranges of numbers beyond about 1e18, and none of integers that is open at
+the far end."""
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
 _UNBOUNDED: Final = 1e300
 """A bound from here on excludes no number that a client could read."""
 _MAX_DEPENDENCIES: Final = 4
 """Each doubles the alternatives of an object."""
+_MAX_COUNTED_PROPERTIES: Final = 16
+"""Optional properties of an object that are counted: each is an alternative of the object."""
 
 
 def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
@@ -79,12 +85,17 @@ class _Rewriter:
         for key in _INEXPRESSIBLE & schema.keys():
             del schema[key]
             self.removed.add(key)
+        for key in _SIZES & schema.keys():
+            size = schema[key]
+            if isinstance(size, float) and size.is_integer():
+                schema[key] = int(size)
         for apply in (
             self._tuples,
             self._dependencies,
             self._negation,
             self._property_names,
             self._unevaluated,
+            self._property_count,
         ):
             schema = apply(schema)
             if isinstance(schema, bool):
@@ -97,10 +108,6 @@ class _Rewriter:
         self._bounds(rewritten)
         self._literals(rewritten)
         _refuse_control_characters("required", rewritten.get("required"))
-        for key in _SIZES & rewritten.keys():
-            size = rewritten[key]
-            if isinstance(size, float) and size.is_integer():
-                rewritten[key] = int(size)
         if rewritten.get("uniqueItems") is False:
             del rewritten["uniqueItems"]
         elif "uniqueItems" in rewritten:
@@ -224,6 +231,61 @@ class _Rewriter:
             schema["additionalProperties"] = value
         return schema
 
+    def _property_count(self, schema: dict[str, Any]) -> JsonSchema:
+        """`minProperties` and `maxProperties` beside optional properties, as alternatives.
+
+        The compiler counts the properties of an object only if it must have all that are listed:
+
+            a or b, at least one     has a │ has b │ has neither, but another property
+            a or b, at most one      has a and nothing else │ has b … │ has neither, and …
+
+        Other counts are left out. Names that are not listed can be repeated, which no grammar
+        prevents, so a minimum that asks for several of them is reported too.
+        """
+        listed, required = schema.get("properties", {}), schema.get("required", [])
+        minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties", math.inf)
+        if not _is_count(minimum) or not (maximum == math.inf or _is_count(maximum)):
+            return schema
+        if not isinstance(listed, dict) or not isinstance(required, list):
+            return schema
+        is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
+        optional = [
+            name for name, value in listed.items() if value is not False and name not in required
+        ]
+        least = len(set(required))
+        most = math.inf if is_open else least + len(optional)
+        if schema.get("type") == "object" and (minimum > most or maximum < max(minimum, least)):
+            return False
+        if minimum <= least:
+            schema.pop("minProperties", None)
+        elif is_open and minimum > least + 1:
+            self.removed.add("minProperties")
+        if maximum >= most:
+            schema.pop("maxProperties", None)
+        if not optional:
+            return schema
+        counts = {name: schema.pop(name) for name in _COUNTS & schema.keys()}
+        can_count = len(optional) <= _MAX_COUNTED_PROPERTIES
+        for name in [name for name, count in counts.items() if count != least + 1 or not can_count]:
+            self.removed.add(name)
+            del counts[name]
+        if not counts:
+            return schema
+        alternatives: list[JsonSchema] = []
+        for name in optional:
+            alternative: JsonSchema = {"required": [name]}
+            if "maxProperties" in counts:
+                members = dict.fromkeys([*required, name], True)
+                alternative |= {"properties": members, "additionalProperties": False}
+            alternatives.append(alternative)
+        without: dict[str, Any] = {"properties": dict.fromkeys(optional, False)}
+        if is_open:
+            alternatives.append(without | counts)
+        elif "minProperties" not in counts:
+            alternatives.append(without)
+        schema["allOf"] = [*schema.get("allOf", []), {"anyOf": alternatives}]
+        return schema
+
     def _one_of(self, schema: dict[str, Any]) -> None:
         """`oneOf` is `anyOf`; reported unless no text satisfies two branches."""
         branches = schema.get("oneOf")
@@ -306,12 +368,20 @@ class _Rewriter:
                 bound = schema.get(key)
                 if isinstance(bound, bool) or not isinstance(bound, int | float):
                     continue
-                tightened = _tightened(bound, sign, integers=integers, key=key)
-                if tightened is None:
-                    del schema[key]
-                elif tightened != bound:
-                    del schema[key]
-                    schema[name] = tightened
+                del schema[key]
+                tightened = _tightened(
+                    bound, sign, is_exclusive=key != name, integers=integers, key=key
+                )
+                if tightened == bound and abs(bound) < _MAX_EXACT:
+                    schema[key] = bound
+                elif tightened is not None:
+                    other = schema.get(name, tightened)
+                    schema[name] = min(tightened, other) if sign > 0 else max(tightened, other)
+        if integers:
+            if schema.get("minimum", 0) >= _MAX_NUMBER:
+                schema.setdefault("maximum", _MAX_INTEGER)
+            if schema.get("maximum", 0) <= -_MAX_NUMBER:
+                schema.setdefault("minimum", -_MAX_INTEGER)
 
     def _literals(self, schema: dict[str, Any]) -> None:
         """Refuse literals that the compiler would change: it keeps integers as float64."""
@@ -327,9 +397,12 @@ class _Rewriter:
                 )
 
 
-def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> int | float | None:
+def _tightened(
+    bound: int | float, sign: int, *, is_exclusive: bool, integers: bool, key: str
+) -> int | float | None:
     """The bound nearest to `bound` that the compiler keeps and that allows no more; None for none.
 
+    Bounds from 2^53 on become inclusive: the compiler would add 1 to an exclusive one as float64.
     sign: 1 for an upper bound, -1 for a lower one.
     """
     size = bound * sign  # of a lower bound too, large means far from zero on its own side
@@ -340,12 +413,16 @@ def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> in
         return sign * limit
     if size < -limit:
         raise InvalidRequestError(f"{key}: bounds beyond {limit:.3g} are not supported")
-    if integers and isinstance(bound, int) and abs(bound) > 1 << 53:
-        nearest = int(float(bound))
-        if (nearest - bound) * sign > 0:
-            nearest = int(math.nextafter(float(bound), -sign * math.inf))
-        return nearest
-    return bound
+    if abs(bound) < _MAX_EXACT:
+        return bound
+    nearest = int(float(bound))
+    if (nearest - bound) * sign > 0 or (is_exclusive and nearest == bound):
+        nearest = int(math.nextafter(float(bound), -sign * math.inf))
+    return nearest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _listed(types: Any) -> set[str]:
