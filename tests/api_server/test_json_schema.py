@@ -154,6 +154,49 @@ def test_cases_of_the_public_suite(backend):
         ),
         ({"if": {"type": "string"}, "then": {"minLength": 3}}, ["1"], [], ["if", "then"]),
         ({"type": "string", "maxLength": 2.0}, ['"ab"'], ['"abc"'], []),
+        (
+            {
+                "properties": {"a": {"$ref": "#/components/one~1of"}},
+                "components": {"one/of": {"oneOf": [{"type": "integer"}, {"const": "x"}]}},
+            },
+            ['{"a": 1}', '{"a": "x"}'],
+            ['{"a": "y"}'],
+            [],
+        ),
+        (
+            {
+                "items": [{"type": "integer"}, {"$ref": "#/items/0"}, {"$ref": "#/items/1"}],
+                "additionalItems": False,
+            },
+            ["[1, 2, 3]"],
+            ['[1, 2, "x"]', "[1, 2, 3, 4]"],
+            [],
+        ),
+        (
+            {
+                "$defs": {
+                    "tree": {
+                        "type": "object",
+                        "properties": {"next": {"$ref": "#/$defs/tree", "type": "object"}},
+                        "additionalProperties": False,
+                    }
+                },
+                "$ref": "#/$defs/tree",
+            },
+            ['{"next": {"next": {}}}'],
+            ['{"next": 1}'],
+            [],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "definitions": {"n": {"type": "integer"}},
+                "items": {"$ref": "#/definitions/n", "type": "string"},
+            },
+            ["[1]"],
+            ['["x"]'],
+            [],
+        ),
         (True, ["1", "{}"], [], []),
     ],
 )
@@ -208,6 +251,13 @@ def test_counts_of_properties(backend, minimum, maximum):
         ({"enum": ["a\x00b"]}, "enum: control characters"),
         ({"required": ["a\x1b"]}, "required: control characters"),
         ({"dependencies": []}, "dependencies must be an object"),
+        ({"dependencies": {"a": {"required": 1.5}}}, "required must be a list of strings"),
+        ({"propertyNames": {"pattern": ["a"]}}, "pattern must be a string"),
+        ({"not": {"required": [{}]}}, "required must be a list of strings"),
+        ({"type": "string", "format": {}}, "format must be a string, not {}"),
+        ({"allOf": 1, "oneOf": [{}]}, "allOf must be a list"),
+        ({"exclusiveMaximum": []}, "exclusiveMaximum must be a number"),
+        ({"maxItems": -1}, "maxItems must be a whole number"),
     ],
 )
 def test_what_is_refused_by_name(schema, words):
