@@ -131,6 +131,7 @@ def test_free_text_and_compact_json():
         ),
         ({"guided_json": {"x-guidance": {}}}, "guided_json", "x-guidance"),
         ({"guided_json": {"minimum": float("inf")}}, "guided_json", "number"),
+        ({"guided_json": '{"minimum": NaN}'}, "guided_json", "NaN is no JSON number"),
     ],
 )
 def test_what_is_refused(fields, param, words):
