@@ -315,6 +315,21 @@ def test_events_are_requested_only_while_the_live_view_is_visible(visit):
     assert list(visitor.views.values()) == [False]
 
 
+def test_empty_lines_show_that_a_stream_is_alive(visit):
+    """The live view connects again after a silence, and keep-alives are empty lines."""
+    found = visit().page.evaluate(
+        """async () => {
+            const { eventsOf } = await import("/page/sse.js");
+            const found = [];
+            for await (const { event, data } of eventsOf(new Response(
+                "data: a\\n\\n\\n\\n: comment\\n\\nevent: e\\ndata: b\\n\\n"
+            ))) found.push([event, data]);
+            return found;
+        }"""
+    )
+    assert found == [["message", "a"], *[["idle", ""]] * 3, ["e", "b"]]
+
+
 def test_the_page_asks_for_the_key_and_reports_a_wrong_one(visit):
     visitor = visit("chat", key="")
     page = visitor.page
