@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
-from tests.e2e.test_parity import all_at_once, check
+from tests.e2e.test_parity import complete_concurrently, assert_greedy_tokens
 
 pytestmark = pytest.mark.suite("models")
 
@@ -37,8 +37,8 @@ def two(daemons: DaemonPool) -> Iterator[Daemon]:
 async def test_concurrent_requests_with_preemptions_and_two_steps_in_flight(
     two: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    outputs = await all_at_once(two, token_prompts)
-    check(reference, token_prompts, outputs)
+    outputs = await complete_concurrently(two, token_prompts)
+    assert_greedy_tokens(reference, token_prompts, outputs)
     preemptions = two.metric("vllm:num_preemptions_total")
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
@@ -49,9 +49,9 @@ async def test_tokens_are_the_same_over_prefix_hits(
 ) -> None:
     """A third of the prompts, all of whose blocks stay in the pool."""
     some = sorted(token_prompts, key=len)[: len(token_prompts) // 3]
-    await all_at_once(two, some)
+    await complete_concurrently(two, some)
     hits = two.metric("vllm:prefix_cache_hits_total")
-    check(reference, some, await all_at_once(two, some))
+    assert_greedy_tokens(reference, some, await complete_concurrently(two, some))
     full_blocks = sum((len(prompt) - 1) // 16 * 16 for prompt in some)
     assert two.metric("vllm:prefix_cache_hits_total") - hits == full_blocks > 0
 
