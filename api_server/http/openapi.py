@@ -289,7 +289,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/admin/drain", "post"): Operation(responses=_json_response(_STATUS), status=202),
     ("/pause", "post"): Operation(
         responses=_json_response(_STATUS),
-        query={"mode": one_of("wait", "keep"), "clear_cache": one_of("false", "0")},
+        query={"mode": one_of(*admin.PAUSES), "clear_cache": one_of("false", "0")},
     ),
     ("/resume", "post"): Operation(responses=_json_response(_STATUS)),
     ("/is_paused", "get"): Operation(responses=_json_response(an_object({"is_paused": BOOLEAN}))),

@@ -38,7 +38,7 @@ class ChatTranslation:
         if not isinstance(error, InvalidRequestError):
             return error
         path = None if error.param is None else self.client_path(error.param)
-        return InvalidRequestError(self.client_message(error.message), path)
+        return type(error)(self.client_message(error.message), path)
 
     def translate_ignored(self) -> None:
         """Give ignored fields of the chat completion their names in the client's API."""

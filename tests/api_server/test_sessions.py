@@ -145,9 +145,11 @@ async def test_the_context_limits_all_turns_together(start):
         await give(client, [5] * 9, max_tokens=2)
         await front_end.engine.requests.get()
         await give(client, [6] * 9, max_tokens=3)
-        assert (await error_of(client))["param"] == "max_tokens"
+        first = await error_of(client)
         await give(client, [6] * 12)
-        assert (await error_of(client))["param"] == "prompt"
+        second = await error_of(client)
+        assert [first["param"], second["param"]] == ["max_tokens", "prompt"]
+        assert first["code"] == second["code"] == "context_length_exceeded"
         await give(client, [6] * 9, max_tokens=None)
         assert (await front_end.engine.inputs.get()).sampling_params.max_tokens == 2
 

@@ -52,7 +52,7 @@ _MENTIONED: Final = re.compile(
 )
 _MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
-_TOO_LONG: Final = re.compile(r"the prompt has (\d+) tokens, the maximum context length is (\d+)")
+_TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* The prompt has (\d+) tokens")
 
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Anthropic's effort → the effort that chat templates know."""
@@ -204,8 +204,8 @@ class MessagesTranslation(ChatTranslation):
         """Agents look for "prompt is too long" to shorten their conversation."""
         too_long = _TOO_LONG.search(message)
         if too_long:
-            return f"prompt is too long: {too_long.group(1)} tokens > {too_long.group(2)} maximum"
-        if "longer than the maximum context length" in message:
+            return f"prompt is too long: {too_long.group(2)} tokens > {too_long.group(1)} maximum"
+        if "maximum context length is" in message:
             return f"prompt is too long: {message}"
         message = _MENTIONED.sub(lambda found: self._client_names[found.group()], message)
         return self._translate_indices(message)

@@ -19,7 +19,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
-from api_server.protocol.encoder import KEEP_ALIVE_COMMENT, ResponseOptions
+from api_server.protocol.encoder import KEEP_ALIVE, ResponseOptions
 from api_server.protocol.responses.output_items import (
     CallItem,
     ContentTokens,
@@ -52,7 +52,7 @@ class ResponsesEncoder:
     None if it is not stored. final_response: the finished response; None while it is generated.
     """
 
-    keep_alive = KEEP_ALIVE_COMMENT
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,
