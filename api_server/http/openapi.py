@@ -118,6 +118,7 @@ RESPONSE_USAGE: Final = an_object(
         "total_tokens": INTEGER,
     }
 )
+_IGNORED: Final = {"ignored_fields": a_list(STRING)}
 RESPONSE: Final = an_object(
     {
         "id": STRING,
@@ -130,7 +131,8 @@ RESPONSE: Final = an_object(
         "usage": or_null(RESPONSE_USAGE),
         "error": or_null(an_object({"code": STRING, "message": STRING})),
         "incomplete_details": or_null(an_object({"reason": STRING})),
-    }
+    },
+    _IGNORED,
 )
 COMPACTION: Final = an_object(
     {
@@ -167,7 +169,8 @@ MESSAGE: Final = an_object(
                 "output_tokens": INTEGER,
             }
         ),
-    }
+    },
+    _IGNORED,
 )
 MESSAGE_ERROR: Final = an_object(
     {

@@ -337,6 +337,7 @@ async def test_fields_sent_by_agents_are_accepted(start, say):
             "thinking",
             "tools.web_search_20250305",
         ]
+        assert response.json()["ignored_fields"] == named
         found = await client(front_end).beta.messages.create(
             model="toy", max_tokens=9, messages=USER, betas=["some-2099-01-01"]
         )

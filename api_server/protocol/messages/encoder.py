@@ -176,6 +176,7 @@ class MessageEncoder:
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": usage,
+            **self._translation.ignored_fields(),
         }
 
 

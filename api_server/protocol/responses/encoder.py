@@ -65,6 +65,7 @@ class ResponsesEncoder:
     ) -> None:
         self._options = options
         self._envelope = _envelope(options, request, is_stored=record is not None)
+        self._envelope |= translation.ignored_fields()
         self._has_summary = request.returns_summary
         self._parser = parser
         self._translation = translation
@@ -77,10 +78,8 @@ class ResponsesEncoder:
         self.final_response: Json | None = None
         self._events = EventBuffer()
 
-    def encode_start(self, ignored: str = "") -> str:
-        """Return the first events. ignored: names of fields, where no header can list them."""
-        extra = {"ignored_fields": ignored} if ignored else {}
-        self._events.add_event("created", response=self.snapshot(), **extra)
+    def encode_start(self) -> str:
+        self._events.add_event("created", response=self.snapshot())
         self._events.add_event("in_progress", response=self.snapshot())
         return self._events.take_events()
 
