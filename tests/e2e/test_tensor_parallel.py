@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
-from tests.e2e.test_parity import complete_concurrently, assert_greedy_tokens
+from tests.e2e.test_parity import assert_greedy_tokens, complete_concurrently
 
 pytestmark = pytest.mark.suite("models")
 
