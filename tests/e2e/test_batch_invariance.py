@@ -36,7 +36,7 @@ def first_difference(alone: list[int], together: list[int]) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "most_different"),
+    ("flags", "max_different"),
     [
         pytest.param(("--cpu-weights", "packed"), 0, id="packed"),
         pytest.param(("--cpu-weights", "int8"), 0, id="int8"),
