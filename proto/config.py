@@ -209,7 +209,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 0.0
     """Seconds that a request may wait for its first step before a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
-    """Seconds without data after which a stream gets an SSE comment, for proxies; 0: never."""
+    """Seconds without data after which a stream gets an empty line, for proxies; 0: never."""
     reasoning_parser: ReasoningParserName = "auto"
     """Parser of reasoning content; auto: detected from the chat template."""
     stream_interval: int = 1
@@ -225,9 +225,17 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: bool = False
     """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
     max_stored_responses_mib: int = 64
-    """MiB of memory for stored responses, at most a quarter of it per client; 0: store none."""
+    """MiB for stored responses in each API server, at most a quarter per client; 0: store none."""
     stored_response_seconds: float = 3600.0
     """Seconds after which a stored response is deleted."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may use the API (CORS), such as https://chat.example; *: all."""
+    allow_credentials: bool = False
+    """Let those pages send cookies, HTTP logins and client certificates."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that those pages may use; *: all."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Request headers that those pages may send; *: all."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
     otlp_traces_endpoint: str | None = None

@@ -28,7 +28,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     trigger: the grammar applies after the first occurrence of this text, and the text before is
         free; empty: it applies from the start.
     trigger_token_id: the same for a token, which may have no text.
-    field: name of the request field, for errors.
+    field: path of the request field, for errors.
     """
 
     kind: GrammarKind
@@ -36,7 +36,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     compact: bool = False
     trigger: str = ""
     trigger_token_id: int | None = None
-    field: str = "structured_outputs"
+    field: str = "grammar"
 
     @property
     def num_bytes(self) -> int:
@@ -62,18 +62,22 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
             _check_choices(decoded(self.source))
 
 
-FREE_TEXT: Final = GrammarSource("free", "anything")
+FREE_TEXT: Final = GrammarSource("free", "anything", field="thinking_token_budget")
 """For a request with a reasoning budget and no grammar for the answer."""
 
 
 def decoded(source: str) -> Any:
     """Parse JSON; raises InvalidRequestError if it is invalid."""
     try:
-        return json.loads(source)
+        return json.loads(source, parse_constant=_refuse_constant)
     except RecursionError:
         raise InvalidRequestError("the grammar is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the grammar is not valid JSON: {shown(error)}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def encoded(value: Any) -> str:

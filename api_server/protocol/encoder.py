@@ -19,8 +19,11 @@ from api_server.text.logprobs import TokenNames, prompt_logprobs
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
-KEEP_ALIVE_COMMENT: Final = ": keep-alive\n\n"
-"""Clients skip lines that start with a colon (HTML standard, server-sent events)."""
+KEEP_ALIVE: Final = "\n\n"
+"""Empty lines: an event without fields, which parsers skip (HTML standard, server-sent events).
+
+Not a comment, which some clients join with the next event. Two newlines, because some clients split
+the stream at them: a single one would become part of the next event."""
 json_string: Final = json.encoder.encode_basestring_ascii
 
 
@@ -34,7 +37,7 @@ class ResponseEncoder(Protocol):
 
     @property
     def keep_alive(self) -> str:
-        """The event that keeps a silent connection open."""
+        """What keeps a silent connection open; it stands between two events."""
         ...
 
     def encode_start(self) -> str:
@@ -51,6 +54,10 @@ class ResponseEncoder(Protocol):
 
     def encode_error(self, error: RequestError) -> str:
         """Return the last events of a stream that has failed."""
+        ...
+
+    def client_error(self, error: RequestError) -> RequestError:
+        """Return an error with the field names of the client's API."""
         ...
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -104,7 +111,7 @@ class ResponseOptions:
 class OpenAIStreamEncoder:
     """Start, end and error of the streams of completions and chat: they end with [DONE]."""
 
-    keep_alive = KEEP_ALIVE_COMMENT
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, options: ResponseOptions, chunk_object: str) -> None:
         self._options = options
@@ -122,6 +129,9 @@ class OpenAIStreamEncoder:
 
     def encode_error(self, error: RequestError) -> str:
         return sse_event(error_body(error)) + DONE
+
+    def client_error(self, error: RequestError) -> RequestError:
+        return error
 
     def _reported_usage(self, usage: Usage) -> Usage:
         """Return the usage that the client sees."""

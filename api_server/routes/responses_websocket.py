@@ -149,9 +149,8 @@ class ResponsesConnection:
             try:
                 fields = decode_message(text)
                 previous_id = fields.get("previous_response_id")
-                ignored = IgnoredFields()
-                response = await self._prepare(app_state, fields, ignored)
-                if await self._generate(response, str(ignored)):
+                response = await self._prepare(app_state, fields)
+                if await self._generate(response):
                     return
             except RequestError as error:
                 failure = error
@@ -165,9 +164,8 @@ class ResponsesConnection:
             if failure is not None:
                 await self._send_error(failure)
 
-    async def _prepare(
-        self, app_state: AppState, fields: dict[str, Any], ignored: IgnoredFields
-    ) -> PreparedResponse:
+    async def _prepare(self, app_state: AppState, fields: dict[str, Any]) -> PreparedResponse:
+        ignored = IgnoredFields()
         if fields.pop("type", None) != "response.create":
             raise InvalidRequestError('type must be "response.create"', "type")
         generates = fields.pop("generate", True)
@@ -180,14 +178,14 @@ class ResponsesConnection:
         fields.setdefault("input", [])
         add_header_fields(fields, self._request_headers(), ignored)
         body, passed = parse_request(fields, ignored)
-        items = conversation(body, self._previous_items(app_state, body))
-        encoder_class = ResponsesEncoder
+        items = conversation(body, await self._previous_items(app_state, body))
+        make_encoder = ResponsesEncoder
         if not generates:
-            encoder_class = WarmupEncoder
+            make_encoder = WarmupEncoder
             body = body.model_copy(update={"max_output_tokens": 1})
             passed.pop("min_tokens", None)
         return await prepare_response(
-            app_state, self._websocket, body, passed, items, ignored, encoder_class
+            app_state, self._websocket, body, passed, items, ignored, make_encoder
         )
 
     def _request_headers(self) -> Headers:
@@ -196,13 +194,13 @@ class ResponsesConnection:
         del headers[REQUEST_ID_HEADER]
         return headers
 
-    def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
+    async def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
         response_id = body.previous_response_id
         if self._last is not None and self._last.id == response_id:
             return self._last.items
-        return previous_items(app_state, owner_of(self._websocket), response_id)
+        return await previous_items(app_state, owner_of(self._websocket), response_id)
 
-    async def _generate(self, response: PreparedResponse, ignored: str) -> bool:
+    async def _generate(self, response: PreparedResponse) -> bool:
         """Submit a response and send its events; return False if it fails after its beginning.
 
         Raises the RequestError of a refusal.
@@ -213,7 +211,7 @@ class ResponsesConnection:
             if self._is_disconnected:
                 raise WebSocketDisconnect
             await response.submit(None)
-            await self._send_events(stream, encoder, ignored)
+            await self._send_events(stream, encoder)
         finally:
             self._stream = None
             stream.close()
@@ -225,10 +223,8 @@ class ResponsesConnection:
         self._last = LastResponse(final["id"], items) if fits else None
         return True
 
-    async def _send_events(
-        self, stream: TokenStream, encoder: ResponsesEncoder, ignored: str
-    ) -> None:
-        events = encoder.encode_start(ignored)
+    async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:
+        events = encoder.encode_start()
         while not stream.disconnected:
             new_events, is_last, error = next_events(stream, encoder)
             events += new_events

@@ -43,7 +43,12 @@ from api_server.session import Session, Turn
 from api_server.text.prompts import num_prompts
 from api_server.tracing import trace_headers_of
 from proto.codec import changed
-from proto.errors import InternalRequestError, InvalidRequestError, RequestError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    RequestError,
+    context_length_error,
+)
 from proto.sampling_params import SamplingParams
 
 logger = logging.getLogger("tokend.api")
@@ -219,23 +224,22 @@ class SessionConnection:
     ) -> SamplingParams:
         """Return the parameters with a default `max_tokens` that the context leaves.
 
-        Raises InvalidRequestError if it leaves too few.
+        Raises ContextLengthError if it leaves too few.
         """
         max_model_len = self._app_state.client.engine.max_model_len
         num_tokens = self._session.num_tokens + len(token_ids)
         left = max_model_len - num_tokens
         if left < 1:
-            raise InvalidRequestError(
-                f"the session would have {num_tokens} tokens; the maximum context length is "
-                f"{max_model_len} tokens",
-                "prompt",
+            raise context_length_error(
+                max_model_len, f"The session would have {num_tokens} tokens.", "prompt"
             )
         if body.requested_max_tokens is None:
             return changed(params, max_tokens=min(params.max_tokens, left))
         if body.requested_max_tokens > left:
-            raise InvalidRequestError(
+            raise context_length_error(
+                max_model_len,
                 f"{num_tokens} tokens of the session and max_tokens {body.requested_max_tokens} "
-                f"are more than the maximum context length of {max_model_len} tokens",
+                f"make {num_tokens + body.requested_max_tokens}.",
                 "max_tokens",
             )
         return params

@@ -23,7 +23,7 @@ def test_in_place() -> None:
     assert not case.report_death(case.of_generation(2)[0]), "the recovery handles it"
 
 
-def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
+def test_in_place_returns_to_the_old_model_if_the_new_one_fails() -> None:
     case = Case("in-place")
     case.start_reload()
     case.switch(2)
@@ -36,16 +36,16 @@ def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
     case.end_generation(2)
     assert roles(case.of_generation(3)) == ["worker", "worker", "engine_core"]
     assert (case.epochs.model, case.epochs.generation) == (boots.model(), 3)
-    assert not case.report_death(case.of_generation(3)[0]), "there is nothing else to go back to"
+    assert not case.report_death(case.of_generation(3)[0]), "there is no other model to return to"
 
 
-def test_in_place_what_starts_is_the_affair_of_the_reload() -> None:
+def test_in_place_the_reload_handles_deaths_of_starting_processes() -> None:
     case = Case("in-place")
     before = next(each for each in case.running if each.role == "engine_core")
     assert not case.reload.handles_death_of(before)
     case.start_reload()
     case.switch(2)
-    assert case.reload.handles_death_of(before), "it makes room"
+    assert case.reload.handles_death_of(before), "it must end for the new generation"
     case.end_generation(1)
     coming = next(each for each in case.running if each.role == "engine_core")
     assert case.reload.handles_death_of(coming)

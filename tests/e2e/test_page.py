@@ -316,6 +316,21 @@ def test_the_engine_is_watched_only_while_the_live_view_is_seen(visit):
     assert list(visitor.views.values()) == [False]
 
 
+def test_empty_lines_show_that_a_stream_is_alive(visit):
+    """The live view connects again after a silence, and keep-alives are empty lines."""
+    found = visit().page.evaluate(
+        """async () => {
+            const { eventsOf } = await import("/page/sse.js");
+            const found = [];
+            for await (const { event, data } of eventsOf(new Response(
+                "data: a\\n\\n\\n\\n: comment\\n\\nevent: e\\ndata: b\\n\\n"
+            ))) found.push([event, data]);
+            return found;
+        }"""
+    )
+    assert found == [["message", "a"], *[["idle", ""]] * 3, ["e", "b"]]
+
+
 def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
     visitor = visit("chat", key="")
     page = visitor.page
@@ -524,6 +539,23 @@ def test_on_a_phone_parameters_are_folded_and_tables_scroll_inside(visit):
     page.click("#tab-live")
     page.wait_for_selector("#live-state[data-state=live]")
     page.evaluate("document.getElementById('requests-table').hidden = false")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_models_name_is_not_cut_on_a_phone(visit):
+    page = visit("chat", **PHONE).page
+    page.wait_for_function("() => document.getElementById('model').textContent.length > 3")
+    height = "document.querySelector('header.top').offsetHeight"
+    header = page.evaluate(height)
+    page.evaluate("document.getElementById('busy').hidden = false")
+    assert page.evaluate(height) == header, "an answer moves nothing"
+    for name in (None, "a-long-name-of-a-model-" * 4):
+        sizes = """(element, name) => {
+            element.textContent = name ?? element.textContent;
+            return [element.scrollWidth, element.clientWidth];
+        }"""
+        content, box = page.eval_on_selector("#model", sizes, name)
+        assert content <= box
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

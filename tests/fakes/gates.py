@@ -1,10 +1,10 @@
-"""A gate that holds what a test names."""
+"""A fake admission gate."""
 
 from engine_core.request import RequestStatus
 
 
 class FakeGate:
-    """Holds the requests in `blocked`; counts how often it was asked about each."""
+    """Blocks the requests in `blocked`; records every check."""
 
     def __init__(self, status=RequestStatus.WAITING_FOR_REMOTE_KVS):
         self.status = status
@@ -30,7 +30,7 @@ class FakeGate:
         self.released.append(request)
 
     def unblock(self, *requests):
-        """What they waited for is there."""
+        """Unblock requests."""
         for each in requests:
             self.blocked.discard(each)
             self._unblock(each)

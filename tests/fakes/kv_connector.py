@@ -124,7 +124,7 @@ class FakeConnector(SchedulerConnector):
     # The workers' half
 
     def execute(self, step: int, runner: PagedRunner) -> KVConnectorOutput:
-        """Do a step's synchronous loads before it is computed, and start its asynchronous ones."""
+        """Do the synchronous loads of a step before it is computed, start asynchronous ones."""
         invalid: list[int] = []
         for load in self._by_step.pop(step, []):
             if load.is_async:

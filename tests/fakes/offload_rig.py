@@ -46,10 +46,10 @@ def device_of(job: TransferJob) -> list[int]:
 
 
 class FakeOffloadWorkers:
-    """Stands in for the workers' half on all ranks.
+    """The workers' side of the connector, for all ranks.
 
-    under_way: copies that have begun, oldest first. content: by (slot, part) of an offloaded block
-    what a device block held, by the place in it.
+    under_way: copies in progress, oldest first. content: the content of offloaded blocks: by (slot,
+    part), then by offset in a device block.
     """
 
     def __init__(self, factor: int, num_ranks: int) -> None:
@@ -62,7 +62,7 @@ class FakeOffloadWorkers:
         self._seq_ids: dict[int, int] = {}
 
     def begin(self, metadata: OffloadMetadata) -> None:
-        """Of a step: what was put off begins, then its loads."""
+        """Begin the deferred copies, then the loads of a step."""
         self.under_way += self.put_off + metadata.loads
         self.put_off = list(metadata.stores)
         self.flushed += metadata.flush
@@ -72,7 +72,7 @@ class FakeOffloadWorkers:
     def finish(
         self, job: TransferJob, runner: PagedRunner, succeeds: bool = True
     ) -> list[KVConnectorOutput]:
-        """A copy is made now; what the ranks report, one after the other.
+        """Make a copy; yield the reports of the ranks.
 
         A failing copy fails on the last rank only.
         """
@@ -107,8 +107,11 @@ class FakeOffloadWorkers:
 
 
 class OffloadRig(EngineHarness):
-    """size: tokens of an offloaded block; num_slots: of the medium. finishes: of each copy under
-    way, after each step, whether it is over (None: not yet) and whether it went well."""
+    """An engine harness with an offloading connector.
+
+    size: tokens of an offloaded block. num_slots: capacity of the medium. finishes: called for
+    every copy in progress after a step; returns None while it runs, else whether it succeeded.
+    """
 
     def __init__(
         self,
@@ -205,10 +208,10 @@ class OffloadRig(EngineHarness):
         return super().lose_workers(epoch)
 
     def run_until_idle(self, max_steps: int = 2000) -> None:
-        """Step until every request and every copy has finished."""
+        """Step until all requests and copies have finished."""
         while self.scheduler.num_unfinished or self.scheduler.has_work or self.half.under_way:
             max_steps -= 1
-            assert max_steps > 0, "requests or copies that never end"
+            assert max_steps > 0, "requests or copies that never finish"
             self.step()
             self.finish_some()
 

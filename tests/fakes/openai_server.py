@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server in a thread: answers what the test says, piece by piece.
+"""A fake OpenAI-compatible server in a thread, whose response bodies a test provides in chunks.
 
-A piece is bytes of the body, put into an HTTP chunk of their own. Notes every request.
+A chunk is sent as a separate HTTP chunk. All requests are recorded.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ def event(**fields: Any) -> bytes:
 
 
 def token(path: str, text: str, last: bool = False) -> bytes:
-    """The event of one token."""
+    """Return the event of one token."""
     reason = "length" if last else None
     content = {"delta": {"content": text}} if "chat" in path else {"text": text}
     return event(choices=[{"index": 0, "finish_reason": reason, **content}])
@@ -34,7 +34,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> bytes:
 
 
 def num_input_tokens(body: dict[str, Any]) -> int:
-    """Ids, or words."""
+    """Return the number of token ids or words of the prompt."""
     if "messages" in body:
         return sum(len(each["content"].split()) for each in body["messages"])
     prompt = body["prompt"]
@@ -42,7 +42,7 @@ def num_input_tokens(body: dict[str, Any]) -> int:
 
 
 def respond_normally(path: str, body: dict[str, Any]) -> Iterable[bytes]:
-    """As many tokens as are asked for, which depend on the last of the prompt only."""
+    """Yield max_tokens tokens, which depend only on the end of the prompt."""
     number = body["max_tokens"]
     asked = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
     for place in range(number):
@@ -53,9 +53,9 @@ def respond_normally(path: str, body: dict[str, Any]) -> Iterable[bytes]:
 
 @dataclass
 class FakeOpenAI:
-    """seen, heads: (path, body) and the head of each request. num_connections: that were made.
+    """seen, heads: (path, body) and the head of every request. num_connections: accepted ones.
 
-    close_after: answers on one connection, after which it is closed without a word; 0: never.
+    close_after: number of answers after which a connection is closed; 0 means never.
     """
 
     respond: Respond = respond_normally
@@ -94,7 +94,7 @@ class FakeOpenAI:
         writer.write(b"0\r\n\r\n")
 
     async def serve(self, listener: socket.socket, stopped: asyncio.Event) -> None:
-        """Until it is over; whoever is being answered then is cut off."""
+        """Serve until `stopped` is set; then cancel open requests."""
         server = await asyncio.start_server(self._serve, sock=listener)
         await stopped.wait()
         server.close()
@@ -106,7 +106,7 @@ class FakeOpenAI:
 
 @contextlib.contextmanager
 def fake_openai(respond: Respond = respond_normally) -> Iterator[FakeOpenAI]:
-    """A server of this machine, as long as the block lasts."""
+    """Run a local server inside the context."""
     fake = FakeOpenAI(respond)
     listener = socket.create_server(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

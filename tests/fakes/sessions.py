@@ -14,7 +14,7 @@ def open_session(
 def idle_session(
     engine: EngineHarness, prompt: list[int], max_tokens: int = 2, **params: object
 ) -> Request:
-    """A session whose first turn is over and that waits for more; returns its request."""
+    """Open a session and run its first turn; return its request, which waits for more input."""
     session = open_session(engine, prompt, max_tokens, **params)
     while engine.scheduler.has_work:
         engine.step()
@@ -23,14 +23,14 @@ def idle_session(
 
 
 def current(engine: EngineHarness, session: Request) -> Request:
-    """The request of the turn that goes on or comes next."""
+    """Return the request of the current or next turn."""
     unfinished = [*engine.scheduler.running, *engine.scheduler.waiting]
     (found,) = [each for each in unfinished if each.request_id == session.request_id]
     return found
 
 
 def expected_turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
-    """The tokens of a session, turn by turn, as fresh requests would give them."""
+    """Return the tokens of a session, turn by turn, as separate requests generate them."""
     prompt: list[int] = []
     found: list[list[int]] = []
     for tokens, max_tokens in inputs:

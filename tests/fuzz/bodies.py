@@ -161,6 +161,17 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("/detokenize", {"tokens": [5, 6, 7], "model": "toy"}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
     (RESPONSES, {"input": "hello", "max_output_tokens": 4, "top_k": 5, "metadata": {"a": "b"}}),
+    (
+        f"{RESPONSES}/compact",
+        {
+            "model": "toy",
+            "instructions": "y",
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "compaction", "encrypted_content": "tokend-summary:z"},
+            ],
+        },
+    ),
     (RESPONSES, {"input": "x", "store": True, "background": True, "truncation": "auto"}),
     (
         RESPONSES,

@@ -73,8 +73,7 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
     try:
         properties = schema_properties(compact_schema(tool.schema))
     except InvalidRequestError as error:
-        where = f"{tool.field}.function.parameters"
-        raise InvalidRequestError(f"{where}: {error.message}", where) from None
+        raise error.in_field(f"{tool.field}.function.parameters") from None
     for index, (name, required, schema) in enumerate(properties):
         value = f"{rule}_value_{index}"
         pair = f"{quoted(name + '=')} {value}"
@@ -170,6 +169,11 @@ class PythonicParser(CallParser):
             self._close_list()
         else:
             self._reject_candidate()
+        return True
+
+    def _may_become_call(self, held: str) -> bool:
+        if self._state == self._expect_call and self._buffer:
+            return any(name.startswith(self._buffer) for name in self._tool_names)
         return True
 
     def _close_list(self) -> None:

@@ -93,9 +93,12 @@ class MessageEncoder:
         return self._take_events()
 
     def encode_error(self, error: RequestError) -> str:
-        error = self._translation.translate_error(error)
+        error = self.client_error(error)
         body = message_error_body(error.status, public_message(error), self._message_id)
         return f"event: error\ndata: {json.dumps(body)}\n\n"
+
+    def client_error(self, error: RequestError) -> RequestError:
+        return self._translation.translate_error(error)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:
@@ -106,8 +109,7 @@ class MessageEncoder:
 
     def _add_delta(self, delta: Delta) -> None:
         self._last_delta = delta
-        is_last = delta.finish_reason is not None
-        for part in self._parser.parse_delta(delta.text, is_last=is_last):
+        for part in self._parser.parse_delta(delta.text, delta.finish_reason):
             self._add_part(part)
 
     def _add_part(self, part: OutputPart) -> None:
@@ -177,6 +179,7 @@ class MessageEncoder:
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": usage,
+            **self._translation.ignored_fields(),
         }
 
 

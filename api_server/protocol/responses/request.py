@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
@@ -28,11 +28,12 @@ from api_server.protocol.responses.input import (
     MAX_ITEMS,
     Item,
     ItemTranslator,
+    with_id,
     with_merged_roles,
 )
 from api_server.protocol.responses.tools import ResponseTools
 from api_server.text.chat_template import REASONING_SWITCHES
-from proto.errors import InvalidRequestError, RequestError
+from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -62,14 +63,15 @@ _CLIENT_NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
 """Field of a chat completion → name of the same in the client's API."""
 _MENTIONED: Final = re.compile(
-    r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b|\bresponse_format\b"
-    r"|\breasoning_effort\b"
+    r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b"
+    r"|\bresponse_format(?:\.json_schema)?\b|\breasoning_effort\b"
 )
 _EFFORT_VARIABLES: Final = frozenset({"reasoning_effort", *REASONING_SWITCHES})
 """Template variables that an effort can set. Agents ask every model for an effort, so it is ignored
@@ -118,16 +120,23 @@ def _check_item_count(value: Any) -> Any:
     return value
 
 
+def _with_ids(value: str | list[Item]) -> str | list[Item]:
+    return value if isinstance(value, str) else [with_id(item) for item in value]
+
+
+InputItems = Annotated[
+    Annotated[Text, Field(min_length=1)] | list[Item],
+    BeforeValidator(_check_item_count),
+    AfterValidator(_with_ids),
+]
+"""What a client sends as `input`; its items get the ids that they lack."""
 Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 
 class ResponsesRequest(Strict):
-    input: Annotated[
-        Annotated[Text, Field(min_length=1)] | list[dict[str, Any]],
-        BeforeValidator(_check_item_count),
-    ]
+    input: InputItems
     """A text, or up to 4096 items: messages, function_call, function_call_output,
-    custom_tool_call, custom_tool_call_output and reasoning. May be empty beside
+    custom_tool_call, custom_tool_call_output, reasoning and compaction. May be empty beside
     instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
@@ -145,7 +154,7 @@ class ResponsesRequest(Strict):
     """-2 to 2; above 0, a token gets less likely with each time that the answer contains it."""
     tools: list[dict[str, Any]] = []
     """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
-    and named in X-Tokend-Ignored."""
+    and named in ignored_fields."""
     tool_choice: Text | dict[str, Any] = "auto"
     """auto, none, required, a function or custom tool by name, or allowed_tools."""
     parallel_tool_calls: bool = True
@@ -248,17 +257,19 @@ class ResponsesTranslation(ChatTranslation):
         *,
         template_names: frozenset[str],
     ) -> None:
+        super().__init__(ignored)
         self._request = request
         self._passed = passed
         self._items = items
-        self._ignored = ignored
         self._template_names = template_names
         self.tools = ResponseTools(request.tools, request.tool_choice, ignored)
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         request, ignored = self._request, self._ignored
         translator = ItemTranslator(request.instructions, self.tools, ignored)
-        translator.append_items(self._items)
+        sent = [] if isinstance(request.input, str) else request.input
+        places = {item["id"]: f"input[{index}]" for index, item in enumerate(sent)}
+        translator.append_items(self._items, places)
         messages = translator.build_messages()
         fields: dict[str, Any] = {
             **self._passed,
@@ -286,15 +297,13 @@ class ResponsesTranslation(ChatTranslation):
         except InvalidRequestError as error:
             raise self.translate_error(error) from None
 
-    def translate_error(self, error: RequestError) -> RequestError:
-        if not isinstance(error, InvalidRequestError):
-            return error
-        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], error.message)
-        name = error.param
-        if name is not None:
-            first, dot, rest = name.partition(".")
-            name = _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
-        return InvalidRequestError(_FUNCTION.sub(self._tool_path, message), name)
+    def client_path(self, path: str) -> str:
+        first, dot, rest = path.partition(".")
+        return _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
+
+    def client_message(self, message: str) -> str:
+        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], message)
+        return _FUNCTION.sub(self._tool_path, message)
 
     def _tool_path(self, found: re.Match[str]) -> str:
         number, paths = int(found.group(1)), self.tools.paths
@@ -318,5 +327,6 @@ def _response_format(request: ResponsesRequest, ignored: IgnoredFields) -> dict[
         return {"type": kind}
     for name in ("name", "schema"):
         if name not in given:
-            raise InvalidRequestError(f"text.format.{name} is missing", "text")
+            where = f"text.format.{name}"
+            raise InvalidRequestError(f"{where} is missing", where)
     return {"type": kind, "json_schema": given}

@@ -1,4 +1,4 @@
-"""Tools over HTTP: what the model is told, what the engine is asked, how answers are worded."""
+"""Tools over HTTP: prompts, engine requests, and tool calls in answers."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ MARK = 393
 
 @pytest.fixture
 def marked(tmp_path):
-    """A model whose template knows tools and whose calls begin with a special token."""
+    """A model whose template supports tools and whose calls begin with a special token."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -63,7 +63,7 @@ def prompt_of(front_end, request) -> str:
 
 
 def accumulated(events, index=0) -> tuple[str, list[dict], str]:
-    """(content, calls, finish_reason) as clients put a stream together."""
+    """Return (content, calls, finish_reason) of a stream, joined like clients do."""
     content, calls, finish = "", [], ""
     for event in events[:-1]:
         for choice in event["choices"]:
@@ -84,7 +84,7 @@ def named(calls) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-async def test_streamed_and_whole(start, say, interval):
+async def test_streaming_and_non_streaming_calls(start, say, interval):
     async with start(say(TEXT), max_model_len=2048) as front_end:
         body = (await front_end.chat(tools=TOOLS)).json()
         choice = body["choices"][0]
@@ -127,20 +127,71 @@ async def test_an_answer_without_calls(start, say):
         ] == 2
 
 
-async def test_an_answer_that_is_cut_short(start, tokenizer):
-    """Half a call is no call: it is told as text, with the reason for its end."""
-    half = TEXT[: TEXT.index("now") + 2]
+@pytest.mark.parametrize("ending", ["see.\n<tool_", 'see.\n<tool_call>\n{"na', "</tool", "no"])
+async def test_a_truncated_call_is_dropped(start, tokenizer, ending):
+    """No API returns anything of an incomplete call; the finish reason is length."""
+    half = TEXT[: TEXT.index(ending) + len(ending)]
     ids = tokenizer.encode(half).ids
+    calls = CALLS[: TEXT[: TEXT.index(ending)].count("weather")]
+    limit = len(ids)
     async with start(lambda request, choice: ids, max_model_len=2048) as front_end:
-        response = await front_end.chat(tools=TOOLS, max_tokens=len(ids))
+        response = await front_end.chat(tools=TOOLS, max_tokens=limit)
         choice = response.json()["choices"][0]
         assert choice["finish_reason"] == "length"
-        assert named(choice["message"]["tool_calls"]) == CALLS[:1]
-        assert choice["message"]["content"].endswith('{"name": "no')
+        assert named(choice["message"].get("tool_calls", [])) == calls
+        assert choice["message"]["content"] == "Let me see."
+        events = await front_end.events(PATH, messages=HELLO, tools=TOOLS, max_tokens=limit)
+        content, found, finish = accumulated(events)
+        assert (content, finish) == ("Let me see.", "length")
+        assert [(call["name"], call["text"]) for call in found] == calls
+
+        fields = {"tools": [tool["function"] | {"type": "function"} for tool in TOOLS]}
+        fields |= {"input": "hello", "max_output_tokens": limit, "top_logprobs": 1}
+        fields["include"] = ["message.output_text.logprobs"]
+        body = (await front_end.http.post("/v1/responses", json=fields)).json()
+        assert body["status"] == "incomplete"
+        assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+        text = body["output"][0]["content"][0]
+        assert text["text"] == "Let me see."
+        assert "".join(each["token"] for each in text["logprobs"]).strip() == "Let me see."
+        assert [item["status"] for item in body["output"][1:]] == ["completed"] * len(calls)
+        fields["stream"] = True
+        sent = (await front_end.http.post("/v1/responses", json=fields)).text
+        assert "response.incomplete" in sent
+        assert "<tool" not in sent
+        assert "</tool" not in sent
+
+        schema = {"type": "object"}
+        tools = [{"name": tool["function"]["name"], "input_schema": schema} for tool in TOOLS]
+        fields = {"model": "toy", "messages": HELLO, "tools": tools, "max_tokens": limit}
+        body = (await front_end.http.post("/v1/messages", json=fields)).json()
+        assert body["stop_reason"] == "max_tokens"
+        blocks = [block["text"] for block in body["content"] if block["type"] == "text"]
+        assert blocks == ["Let me see."]
+        assert len(body["content"]) == 1 + len(calls)
 
 
-async def test_tokens_of_calls_are_told_of(start, say, tokenizer):
-    """Log-probabilities and token ids of all tokens, though calls are told late."""
+async def test_a_stop_string_leaves_what_is_before_it(start, say):
+    """The start of a call before a stop string is content: the client chose where to stop."""
+    async with start(say(TEXT), max_model_len=2048) as front_end:
+        response = await front_end.chat(tools=TOOLS, stop=["Z\u00fcrich"])
+        assert message_of(response)["content"].endswith(
+            '{"name": "weather", "arguments": {"city": "'
+        )
+
+
+async def test_a_stream_with_tools_does_not_begin_with_an_empty_text(start, say):
+    async with start(say(TEXT.removeprefix("Let me see.\n")), max_model_len=2048) as front_end:
+        for fields, expected in (({"tools": TOOLS}, []), ({}, [""])):
+            events = await front_end.events(PATH, messages=HELLO, **fields)
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            assert deltas[0]["role"] == "assistant"
+            texts = [delta["content"] for delta in deltas if delta.get("content") is not None]
+            assert texts[:1] == expected
+
+
+async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
+    """Log-probabilities and token ids of all tokens are returned, although calls are delayed."""
     ids = [*tokenizer.encode(TEXT).ids, 2]
     async with start(say(TEXT), max_model_len=2048) as front_end:
         fields = {
@@ -170,7 +221,7 @@ async def test_tokens_of_calls_are_told_of(start, say, tokenizer):
 
 
 async def test_a_template_without_tools(start, say):
-    """They are told in words, with calls and their answers."""
+    """Tools, calls and results are described in the text of the prompt."""
     messages = [
         {"role": "system", "content": "Be brief."},
         *HELLO,
@@ -214,7 +265,7 @@ async def test_a_template_without_tools(start, say):
         assert response.json()["count"] > len(front_end.app_state.tokenizer.longest_token * "a")
 
 
-async def test_a_template_with_tools_and_a_mark(start, marked, say):
+async def test_a_template_with_tools_and_a_call_marker(start, marked, say):
     messages = [
         *HELLO,
         {
@@ -265,7 +316,7 @@ async def test_a_template_with_tools_and_a_mark(start, marked, say):
         ({"response_format": {"type": "json_object"}}, True),
     ],
 )
-async def test_what_the_engine_is_asked(start, say, fields, is_held):
+async def test_engine_requests_with_tools(start, say, fields, is_held):
     async with start(say("!"), max_model_len=4096) as front_end:
         message_of(await front_end.chat(tools=TOOLS, **fields))
         request = front_end.engine.requests.get_nowait()
@@ -324,7 +375,7 @@ def deep(levels: int) -> dict:
                 "tool_choice": "required",
                 "structured_outputs": {"regex": "a"},
             },
-            "structured_outputs",
+            "structured_outputs.regex",
         ),
     ],
 )
@@ -348,7 +399,7 @@ async def test_bad_calls_in_messages(start, say, arguments):
         assert response.json()["error"]["param"] == "messages"
 
 
-async def test_a_format_that_is_not_known(start, say, tmp_path, tokenizer):
+async def test_an_unknown_format(start, say, tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{{ tools }}{{ messages[0].content }}<tool_call><function="
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -384,17 +435,17 @@ def use_client(url: str) -> None:
         assert any(event.type == "tool_calls.function.arguments.done" for event in events)
 
 
-async def test_the_public_client(start, say):
+async def test_the_openai_client(start, say):
     async with start(say(TEXT), max_model_len=4096) as front_end:
         await asyncio.to_thread(use_client, front_end.url)
 
 
-async def test_a_length_limit_in_a_stream(start):
-    """The last chunk tells what was kept back."""
+async def test_the_length_limit_in_a_stream(start):
+    """What was held back is dropped: it is the start of a call."""
     async with start(accepts=True, max_model_len=2048) as front_end:
         fields = {"messages": HELLO, "tools": TOOLS}
         events = asyncio.create_task(front_end.events(PATH, **fields))
         request = await front_end.engine.requests.get()
         tokens = byte_level_tokenizer().encode('<tool_call>\n{"name": "n').ids
         front_end.engine.emit(request, tokens, finish=FinishReason.LENGTH)
-        assert accumulated(await events) == ('<tool_call>\n{"name": "n', [], "length")
+        assert accumulated(await events) == ("", [], "length")

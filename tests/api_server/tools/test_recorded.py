@@ -1,4 +1,4 @@
-"""Recorded outputs of every format: whole, cut at every character, cut at random."""
+"""Recorded outputs of every format: whole, split at every character, split at random."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import pytest
 
 from api_server.parsers.output import ContentText, ToolCallArguments
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from tests.api_server.tools.reading import NAMES, joined, read, recorded
+from tests.api_server.tools.parsing import NAMES, joined, read, recorded
 
 RECORDED = ("hermes", "llama3_json", "mistral", "pythonic")
 CASES = [
@@ -17,7 +17,7 @@ CASES = [
 ]
 
 
-def test_there_are_enough_of_each_format():
+def test_every_format_has_enough_recordings():
     assert {*RECORDED, "mistral_named"} == set(TOOL_CALL_FORMATS)
     for name in RECORDED:
         cases = recorded(name)
@@ -27,14 +27,14 @@ def test_there_are_enough_of_each_format():
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_whole(name, case):
+def test_whole_outputs(name, case):
     content, calls = joined(read(name, [case["text"]]))
     found = [{"name": called, "arguments": json.loads(text)} for called, text in calls]
     assert (content, found) == (case["content"], case["calls"])
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_cut_anywhere(name, case):
+def test_outputs_split_anywhere(name, case):
     text = case["text"]
     whole = joined(read(name, [text]))
     assert joined(read(name, text)) == whole
@@ -50,8 +50,8 @@ def test_cut_anywhere(name, case):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_cut_short_anywhere(name, case):
-    """Every returned call is valid, also if the output ends inside the next call."""
+def test_outputs_truncated_anywhere(name, case):
+    """Every returned call is valid, even if the output ends inside the next call."""
     text = case["text"]
     for end in range(len(text)):
         content, calls = joined(read(name, [text[:end]]))
@@ -63,8 +63,58 @@ def test_cut_short_anywhere(name, case):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_truncated_calls_are_dropped(name, in_pieces):
+    """Truncated anywhere, an output is the text before the calls and the complete calls."""
+    said = "" if name in ("llama3_json", "pythonic") else "It is <5 [sic]. "
+    expected = [
+        ("weather", {"city": "Paris", "days": [1, 2]}),
+        ("now", {}),
+        ("find", {"text": "]"}),
+    ]
+    rendered = [(called, json.dumps(arguments)) for called, arguments in expected]
+    text = said + TOOL_CALL_FORMATS[name].render_calls(rendered)
+    for end in range(len(text) + 1):
+        cut = text[:end]
+        content, calls = joined(read(name, cut if in_pieces else [cut], is_cut=True))
+        found = [(called, json.loads(arguments)) for called, arguments in calls]
+        assert found == expected[: len(found)]
+        if end > len(said):
+            assert content == said.rstrip()
+        else:
+            held = cut.removeprefix(content)
+            assert not held or text[len(content) :].startswith(held)
+            assert held.strip() in ("", "<", "[")
+        if end == len(text):
+            assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"answer": [1, 2], "name": "Ada"}'),
+        ("llama3_json", '{"name": "Ada", "age": 36}'),
+        ("llama3_json", '{"type": "invoice", "total": 5}'),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[nowhere, else]"),
+        ("hermes", "if a < b: return <b>[x]</b>"),
+        ("mistral", "[x] or [TOOL] for a[TO]"),
+        ("mistral_named", "[x] or [TOOL] for a[TO]"),
+    ],
+)
+def test_truncated_text_is_kept(name, text):
+    """At most the last few characters are dropped, which may have been the start of a call."""
+    for end in range(1, len(text) + 1):
+        content, calls = joined(read(name, text[:end], is_cut=True))
+        assert not calls
+        assert text.startswith(content)
+        assert end - len(content) <= 10
+    assert content == text
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_rendered_calls_are_parsed(name):
-    """Templates without tools receive earlier calls as this text."""
+    """Templates without tool support get earlier calls as this text."""
     calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]
     content, found = joined(read(name, [TOOL_CALL_FORMATS[name].render_calls(calls)]))
     assert content == ""
@@ -84,7 +134,7 @@ PIECES = {
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_random_text(name):
-    """No exception, valid calls, and the same result wherever the text is cut."""
+    """No exception, valid calls, and the same result for every split."""
     common = ["x", '"', "\\", "{}", '{"name": "now", "arguments": {}}', "é😀", "\x00", " ", ": "]
     for seed in range(400):
         draw = random.Random(seed)
@@ -97,8 +147,8 @@ def test_random_text(name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_content_is_not_held_back(name):
-    """Arguments are returned at once, other text as soon as it is known to be content."""
+def test_content_is_streamed_without_delay(name):
+    """Arguments are returned immediately, other text once it is known to be content."""
     long = "x" * 20_000
     reading = TOOL_CALL_FORMATS[name].render_calls([("run", json.dumps({"code": long}))])
     parts = read(name, reading)

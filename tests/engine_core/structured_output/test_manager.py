@@ -9,12 +9,14 @@ import msgspec
 import pytest
 
 from engine_core.request import RequestStatus
+from engine_core.structured_output.compiler import QUICK_THREADS
 from engine_core.structured_output.manager import CONTRADICTION
+from engine_core.structured_output.matchers import CompilerFailedError
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import FinishReason
 from proto.grammar import GrammarSource
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.grammar_engine import GrammarEngine
+from tests.fakes.grammar_engine import LIMIT_SECONDS, GatedSandbox, GrammarEngine, NoSandbox
 from tests.fakes.input_harness import InputProcessorHarness, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.paged_runner import undisturbed
@@ -108,6 +110,7 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
         assert output.error.kind == "invalid_request"
         assert output.error.param == "guided_regex"
         assert "unclosed group" in output.error.message
+        assert output.error.message.startswith("guided_regex: ")
     assert engine.outputs.accepted == []
     assert_nothing_is_left(engine)
 
@@ -120,6 +123,42 @@ def test_a_request_aborted_during_compilation_is_forgotten(engine):
     engine.step()
     engine.harness.scheduler.abort_request(2)
     engine.run()
+    assert_nothing_is_left(engine)
+
+
+def test_a_grammar_is_dropped_with_the_last_request_that_waits_for_it(tokenizer_folder):
+    sandbox = GatedSandbox()
+    engine = GrammarEngine(tokenizer_folder, sandbox)
+    for number in range(QUICK_THREADS):
+        engine.send_request(number, GrammarSource("regex", f"running{number}"), wait=False)
+        assert sandbox.entered.acquire(timeout=LIMIT_SECONDS)
+    unwanted = GrammarSource("regex", "unwanted")
+    engine.send_request(11, WORDS, wait=False)
+    engine.send_request(12, WORDS, n=2, wait=False)
+    engine.send_request(13, unwanted, n=2, wait=False)
+    engine.send_request(14, unwanted, wait=False)
+    for request_id, choice in ((11, None), (12, 0), (13, None), (14, None)):
+        engine.harness.scheduler.abort_request(request_id, choice)
+    sandbox.gate.release(QUICK_THREADS + 1)
+    for request_id in (*range(QUICK_THREADS), 12):
+        engine.wait_for_reply(request_id)
+    engine.run()
+    engine.close()
+    assert "unwanted" not in sandbox.names
+    assert PATTERN.fullmatch(text_of(engine.tokens(12, 1)))
+    assert_nothing_is_left(engine)
+
+
+def test_a_failure_of_the_host_is_an_internal_error(tokenizer_folder):
+    class Failing(NoSandbox):
+        def check(self, source, seconds):
+            raise CompilerFailedError("a process was killed")
+
+    engine = GrammarEngine(tokenizer_folder, Failing())
+    engine.send_request(1, WORDS)
+    engine.close()
+    ((_, output),) = engine.outputs.outputs
+    assert (output.error.kind, output.error.message) == ("internal", "a process was killed")
     assert_nothing_is_left(engine)
 
 
@@ -165,7 +204,7 @@ def test_a_preempted_choice_keeps_its_grammar_state(tokenizer_folder):
 
 
 def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
-    engine.send_request(1, WORDS)
+    engine.send_request(1, msgspec.structs.replace(WORDS, field="guided_regex"))
     engine.send_request(2, WORDS)
     engine.step()
     while not any(each.constrained_seq_ids for each in engine.harness.in_flight):
@@ -175,7 +214,8 @@ def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
     engine.receive(msgspec.structs.replace(result, sampled_token_ids=wrong))
     assert engine.reason(1) is FinishReason.ERROR
     (last,) = engine.harness.outputs[1, 0][-1:]
-    assert last.error.message == CONTRADICTION
+    assert last.error.message == f"guided_regex: {CONTRADICTION}"
+    assert last.error.param == "guided_regex"
     assert last.new_token_ids == []
     engine.run()
     assert PATTERN.fullmatch(text_of(engine.tokens(2)))
