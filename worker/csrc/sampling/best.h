@@ -16,17 +16,17 @@ constexpr float NEVER = -std::numeric_limits<float>::infinity();
 template <class T>
 TOKEND_INLINE float best_of_block(const T* x, int64_t size, float* sum) {
     constexpr int N = ROW_LANES;
-    F<N> best[4], odd[4] = {};
+    F<N> best[4], nonfinite[4] = {};
     each<4>([&](auto j) { best[j] = splat<N>(NEVER); });
     const auto take = [&](int j, F<N> part) {
         best[j] = maximum<N>(part, best[j]);
-        odd[j] += part == part ? F<N>{} : part;
+        nonfinite[j] += part == part ? F<N>{} : part;
     };
     int64_t at = 0;
     for (; at + 4 * N <= size; at += 4 * N) each<4>([&](auto j) { take(j, load<N>(x + at + j * N)); });
     for (; at + N <= size; at += N) take(0, load<N>(x + at));
     if (at < size) take(1, load_some<N>(x + at, size - at, NEVER));
-    *sum += sum_lanes<N>((odd[0] + odd[1]) + (odd[2] + odd[3]));
+    *sum += sum_lanes<N>((nonfinite[0] + nonfinite[1]) + (nonfinite[2] + nonfinite[3]));
     return max_lanes<N>(maximum<N>(maximum<N>(best[0], best[1]), maximum<N>(best[2], best[3])));
 }
 
@@ -55,7 +55,7 @@ struct Candidate {
         return score > other || (score == other && place <= other_place);
     }
 
-    void meet(float other, int64_t other_place) {
+    void consider(float other, int64_t other_place) {
         if (!beats(other, other_place)) *this = {other, other_place};
     }
 };
@@ -105,7 +105,7 @@ TOKEND_FLATTEN void meet_block(const T* x, int64_t size, int64_t from, const Tok
     });
     float sum = 0.0f;
     const float largest = best_of_block(block, count, &sum);
-    found.meet(largest, from + place_in_block(block, count, largest));
+    found.consider(largest, from + place_in_block(block, count, largest));
 }
 
 // The index of the largest element of a row of `size` numbers x after edits.
@@ -117,16 +117,16 @@ TOKEND_FLATTEN int64_t best_place_of_edited(const T* x, int64_t size, int64_t be
     Candidate found;
     if (edits.num_allowed >= 0) {
         const float* changed = changed_scores(x, size, edits);
-        for (int64_t i = 0; i < edits.num_allowed; i++) found.meet(changed[edits.allowed[i]], edits.allowed[i]);
+        for (int64_t i = 0; i < edits.num_allowed; i++) found.consider(changed[edits.allowed[i]], edits.allowed[i]);
         return found.place;
     }
     const float before = load<1>(x + best)[0];
     float after = before;
     each_changed(x, size, edits, [&](int64_t place, float score) {
-        found.meet(score, place);
+        found.consider(score, place);
         if (place == best) after = score;
     });
-    found.meet(after, best);
+    found.consider(after, best);
     if (after >= before) return found.place;
     for (size_t tried = 0; tried < maxima.size(); tried++) {
         const int64_t block = std::max_element(maxima.begin(), maxima.end()) - maxima.begin();
