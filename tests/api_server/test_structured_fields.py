@@ -26,6 +26,11 @@ def source_of(**fields) -> GrammarSource | None:
     ("fields", "kind", "source"),
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", ANY_OBJECT),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            TEXT,
+        ),
         ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
         ({"json_schema": SCHEMA}, "json_schema", TEXT),
         (
