@@ -162,7 +162,6 @@ class ViewCounters:
         self._prompt_balance = 0
 
     def add_flush(self, outputs: ClientOutputs, stats: SchedulerStats | None) -> None:
-        """Count the outputs and the statistics of one flush."""
         for client_outputs in outputs.values():
             for output in client_outputs:
                 number = len(output.new_token_ids)

@@ -211,7 +211,6 @@ class Request:
         self.crash_count = crash_count
 
     def _set_prompt(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
-        """Set everything that follows from prompt and parameters."""
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
@@ -312,7 +311,6 @@ class Request:
             self.num_cached_tokens = sibling.num_cached_tokens
 
     def __lt__(self, other: "Request") -> bool:
-        """Compare by priority, arrival, request id and choice."""
         return self.order < other.order
 
     def __hash__(self) -> int:

@@ -68,7 +68,6 @@ class LoadedModel:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the model is on a GPU."""
         return is_cuda(self.device)
 
     @property
@@ -83,7 +82,6 @@ class LoadedModel:
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
-        """Bytes of the weights by format."""
         return tuple(WeightFormatMemory(*item) for item in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
@@ -164,7 +162,6 @@ def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Devi
 
 
 def is_cuda(device: Device) -> bool:
-    """Return whether a device is a GPU."""
     return device.torch_device.type == "cuda"
 
 

@@ -209,5 +209,4 @@ def _json(value: Any, field: str) -> str:
 
 
 def _named(error: InvalidRequestError, field: str) -> InvalidRequestError:
-    """Return the error with the name of its field in front."""
     return InvalidRequestError(f"{field}: {error.message}", field)

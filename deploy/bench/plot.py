@@ -75,7 +75,6 @@ class LogScale:
         return [found[0], *inner, found[-1]]
 
     def position(self, value: float) -> float:
-        """Return the position of a value: 0 at the low end, 1 at the high end."""
         return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
 
@@ -83,7 +82,6 @@ Scale = LinearScale | LogScale
 
 
 def label(value: float) -> str:
-    """Format a value for an axis."""
     return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
 
 

@@ -49,7 +49,6 @@ class StartTimes:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure all servers, print the table and write the figures."""
     options = _parse(words)
     specs = _specs(options)
     with writable("--json", options.json) as files:

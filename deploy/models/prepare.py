@@ -42,7 +42,6 @@ class PrepareJob:
     final: str
 
     def to_arguments(self) -> list[str]:
-        """Return the arguments for the command line of this module."""
         return list(astuple(self))
 
     @classmethod

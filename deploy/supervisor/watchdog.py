@@ -54,7 +54,6 @@ class HungProcessRemoval:
 
     @property
     def done(self) -> bool:
-        """Whether the process has ended."""
         return self._process.has_ended()
 
     @property

@@ -120,7 +120,6 @@ class KVEventLog(PoolObserver):
         self._events: list[KVEvent] = []
 
     def pop_events(self) -> list[KVEvent]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -125,7 +125,6 @@ class LRUFreeQueue(FreeBlockQueue):
         return popped
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; blocks without any go to the end, in this order."""
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         last = prev_of[NULL_BLOCK]
         num_staying = 0

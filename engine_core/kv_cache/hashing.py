@@ -123,7 +123,6 @@ class GroupKeys:
         return list(block_hashes[(first + 1) * stride - 1 : end * stride : stride])
 
     def count(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks that have a hash."""
         return len(block_hashes) // self._stride
 
 

@@ -52,7 +52,6 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[st
 
 
 def _slices(num_blocks: int) -> Iterator[range]:
-    """Yield ranges of blocks, without the null block."""
     for first in range(1, num_blocks, SLICE):
         yield range(first, min(first + SLICE, num_blocks))
 

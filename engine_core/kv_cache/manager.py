@@ -315,7 +315,6 @@ class KVCacheManager:
         return [group.block_table(seq_id) for group in self.groups]
 
     def is_cached(self, block_hash: bytes) -> bool:
-        """Return whether a block with this content can be found."""
         return self.pool.index.get(block_hash) is not None
 
     def pop_prefix_cache_stats(self) -> tuple[int, int]:

@@ -106,7 +106,6 @@ class RetainedPrefixHeap:
         return None
 
     def lowest_key(self) -> float | None:
-        """Return the lowest key; None if the heap is empty."""
         pin = self.first()
         return None if pin is None else self._keys[pin.number]
 
@@ -171,7 +170,6 @@ class RetainedPrefixes:
         kv_cache.reclaimable = self
 
     def pop_changed(self) -> list[str]:
-        """Return the sessions that gained or lost a retained prefix since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
@@ -190,11 +188,9 @@ class RetainedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Number of retained blocks; a shared one counts once."""
         return len(self._pool.pinned.counts)
 
     def prefix_of(self, job: str) -> RetainedPrefix | None:
-        """Return the retained prefix of a session; None if it has none."""
         return self._retained_prefixes.get(job)
 
     def retain(
@@ -277,13 +273,11 @@ class RetainedPrefixes:
         self._release(pin, "next turn")
 
     def release_prefix(self, job: str, reason: str) -> None:
-        """Release the prefix of a session, if it has one."""
         pin = self._retained_prefixes.get(job)
         if pin is not None:
             self._release(pin, reason)
 
     def release_all(self, reason: str) -> None:
-        """Release all prefixes."""
         for pin in list(self._retained_prefixes.values()):
             self._release(pin, reason)
 
@@ -293,7 +287,6 @@ class RetainedPrefixes:
         return self._deadlines.lowest_key()
 
     def release_expired(self, now: float) -> None:
-        """Release the prefixes that have expired."""
         while (pin := self._deadlines.first_up_to(now)) is not None:
             self.num_expired += 1
             self._release(pin, EXPIRED)

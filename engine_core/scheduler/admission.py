@@ -45,7 +45,6 @@ class Pause:
 
     @property
     def mode(self) -> PauseMode | None:
-        """Mode of the pause; None without one."""
         return self._mode
 
     @property
@@ -54,7 +53,6 @@ class Pause:
         return self._mode == "freeze"
 
     def begin_pause(self, mode: PauseMode) -> None:
-        """Pause, or change the mode of the pause."""
         self._mode = mode
 
     def end_pause(self) -> None:
@@ -236,7 +234,6 @@ class AdmissionPass:
 
     @property
     def num_free_seqs(self) -> int:
-        """Number of requests that may run in addition."""
         return max(0, self._max_running - len(self._running))
 
     def admit_waiting(self, plan: StepPlan) -> None:

@@ -149,7 +149,6 @@ class CrashIsolation:
         return crashing
 
     def report_to(self, sink: CrashProgressSink) -> None:
-        """Report requests that begin to this sink from now on."""
         self._sink = sink
 
     def isolate_suspect(self) -> None:
@@ -173,7 +172,6 @@ class CrashIsolation:
         self._report_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
-        """Return running requests that may have crashed an engine, and their computed tokens."""
         if not self._records:
             return []
         return [

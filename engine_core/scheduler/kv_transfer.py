@@ -61,7 +61,6 @@ class UnconfirmedLoads:
         self._unconfirmed: dict[int, _UnconfirmedLoad] = {}
 
     def add_admitted(self, request: Request) -> None:
-        """Add a request that loads KV in the step that is being planned."""
         self._beginning.append(request)
 
     def set_step(self, step: int) -> None:
@@ -89,11 +88,9 @@ class UnconfirmedLoads:
         )
 
     def forget_request(self, seq_id: int) -> None:
-        """Forget a request that has ended or was rewound."""
         self._unconfirmed.pop(seq_id, None)
 
     def clear(self) -> None:
-        """Forget all: no step is in flight any more."""
         self._beginning.clear()
         self._unconfirmed.clear()
 
@@ -318,7 +315,6 @@ class KVTransferManager:
                 del self._rewound[seq_id]
 
     def confirm_loads(self, step: int) -> None:
-        """Make the KV findable that a step has loaded, after its result has arrived."""
         self._unconfirmed.confirm_loads(step)
         for seq_id, last in list(self.discard_until_step.items()):
             if last < step:
@@ -371,7 +367,6 @@ class KVTransferManager:
         return stats
 
     def pop_events(self) -> Iterable[KVEvent]:
-        """Return the connector's events since the last call."""
         return self.connector.take_events()
 
     # Ends
@@ -394,11 +389,9 @@ class KVTransferManager:
             self._left_loading[seq_id] = blocks
 
     def is_loaded(self, request: Request) -> bool:
-        """Return whether a waiting request was given KV from the connector."""
         return request.seq_id in self._loaded
 
     def loaded_requests(self) -> list[Request]:
-        """Return the waiting requests that were given KV from the connector."""
         return list(self._loaded.values())
 
     def discard_content(self, request: Request) -> None:
@@ -440,7 +433,6 @@ class KVTransferManager:
         return self.connector.reset_cache()
 
     def close(self) -> None:
-        """Close the connector."""
         self.connector.close()
 
     # Parts of the above
@@ -490,7 +482,6 @@ class KVTransferManager:
             request.num_external_tokens = num_external
 
     def _unblock_looked_up(self, request: Request) -> None:
-        """Unblock a request whose lookup the connector has completed."""
         if self._looked_up.pop(request.seq_id, None) is not None:
             self._unblock(request)
 

@@ -110,7 +110,6 @@ class RequestLifecycle:
         self._listeners = listeners
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue, where it waits until a step has room for it."""
         choices = self.choices.setdefault(request.request_id, {})
         assert request.choice not in choices, f"{request!r} is here already"
         choices[request.choice] = request

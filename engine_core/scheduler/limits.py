@@ -133,16 +133,13 @@ class QueueDrainRate:
         self._num_left = 0.0
 
     def on_first_waiting(self) -> None:
-        """Begin to count time: the queue is not empty any more."""
         self._since = self._clock()
 
     def on_empty(self) -> None:
-        """Stop to count time: the queue is empty."""
         self._seconds += self._clock() - self._since
         self._since = math.inf
 
     def on_request_left(self) -> None:
-        """Count a request that leaves the queue."""
         self._num_left += 1
         now = self._clock()
         self._seconds += now - self._since
@@ -183,7 +180,6 @@ class QueueLimits:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the prompts of waiting choices."""
         return self._all.num_tokens
 
     def check_message(self, message: EngineCoreRequest) -> None:

@@ -31,7 +31,6 @@ class ForcedTokens:
         self._replaced.add(request.seq_id)
 
     def forget_sequence(self, seq_id: int) -> None:
-        """Forget a sequence that has ended."""
         self._tokens.pop(seq_id, None)
         self._replaced.discard(seq_id)
 

@@ -227,7 +227,6 @@ class ResultPass:
         outputs.setdefault(request.client_index, []).append(error)
 
     def pop_num_corrupted(self) -> int:
-        """Return how many requests failed with non-finite logits since the last call."""
         number, self._num_corrupted = self._num_corrupted, 0
         return number
 

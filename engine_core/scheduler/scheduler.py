@@ -177,7 +177,6 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of waiting and running requests."""
         return len(self._lifecycle.requests)
 
     @property
@@ -209,12 +208,10 @@ class Scheduler:
 
     @property
     def worker_epoch(self) -> int:
-        """Epoch of the workers that compute the steps."""
         return self._output_builder.epoch
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """Mode of the pause; None without one."""
         return self._pause.mode
 
     def begin_worker_epoch(self, epoch: int) -> ClientOutputs:

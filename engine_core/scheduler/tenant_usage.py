@@ -92,7 +92,6 @@ class TenantUsage:
                     self._begin_decoding(request)
 
     def register_request(self, request: Request) -> None:
-        """Count a new request of its tenant."""
         account = self._accounts.get(request.tenant)
         if account is None:
             served = self._absent.pop(request.tenant, self._clock - self._credit)
@@ -143,7 +142,6 @@ class TenantUsage:
         return request.seq_id in self._decoding or request.seq_id in self.prefills
 
     def unregister_request(self, request: Request) -> None:
-        """Forget a request that has ended."""
         if self.is_running(request):
             self.end_running(request)
         account = self._accounts[request.tenant]

@@ -233,7 +233,6 @@ class PackedFormat:
         return KernelLinear([weight], None, torch.float32)
 
     def build_table(self, weights: list[PackedWeight], ends: Ends) -> EmbeddingTable:
-        """Return the embedding."""
         (table,) = weights
         self.memory[self.name] += 0 if ends.tied else table.nbytes
         return KernelTable(table, self._dtype)

@@ -133,7 +133,6 @@ class PartsBuilder:
         self._num_calls += 1
 
     def take_parts(self) -> Sequence[OutputPart]:
-        """Return the parts since the last call of this method."""
         parts, self._parts = self._parts, []
         return parts
 

@@ -66,7 +66,6 @@ def measured_table(num_jobs: int, measured: Sequence[SeedBaseline]) -> Table:
 
 
 def measured_line(measured: SeedBaseline) -> str:
-    """Return a line about the baseline of a seed."""
     return (
         f"seed {measured.seed}: capacity {measured.capacity_jobs_per_s:.3f} jobs/s, working set "
         f"{measured.working_set_blocks:,} blocks, mean job {measured.unpressed_job_s_mean:.1f} s"
@@ -74,7 +73,6 @@ def measured_line(measured: SeedBaseline) -> str:
 
 
 def cell_line(cell: GridCell) -> str:
-    """Return a line about a cell, without comparison."""
     failed = f", {cell.num_failed} jobs failed" if cell.num_failed else ""
     return (
         f"seed {cell.seed}, pool {cell.pool_percent} %, arrivals {cell.rate_percent} %, "
@@ -194,7 +192,6 @@ def _range(group: Sequence[GridCell], name: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure all cells, print the tables and write the figures."""
     options = _parse(words)
     grid = _grid(options)
     with writable("--json", options.json) as files:

@@ -121,7 +121,6 @@ class CPUOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Used fraction of the slots."""
         return len(self._policy) / self._num_slots
 
     def take_events(self) -> Iterable[OffloadingEvent]:

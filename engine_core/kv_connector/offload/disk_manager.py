@@ -235,7 +235,6 @@ class DiskOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Used fraction of the limit, including files of other models."""
         return (len(self._blocks) + self._other_bytes / self._set_bytes) / self._capacity
 
     @property

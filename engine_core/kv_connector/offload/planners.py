@@ -183,7 +183,6 @@ class LoadPlanner:
         tracked.next_at = (tracked.next_block + 1) * layout.size
 
     def pop_planned(self) -> list[InFlightJob]:
-        """Return the loads planned since the last call."""
         planned, self._planned = self._planned, []
         return planned
 
@@ -208,11 +207,9 @@ class LoadPlanner:
             self._unblock(request)
 
     def remove_request(self, seq_id: int) -> None:
-        """Stop tracking a finished request."""
         self._waiting.pop(seq_id, None)
 
     def on_worker_restart(self) -> None:
-        """Drop all loads; the workers are gone."""
         self._planned.clear()
         self._loading.clear()
         self.unblock_all()
@@ -322,12 +319,10 @@ class StorePlanner:
         return bool(self._planned)
 
     def pop_planned(self) -> list[InFlightJob]:
-        """Return the stores planned since the last call."""
         planned, self._planned = self._planned, []
         return planned
 
     def complete(self, job: InFlightJob) -> None:
-        """Finish a store that all ranks have reported."""
         cancelled = not (job.succeeded or job.has_failed)
         self._manager.complete_store(job.keys, success=job.succeeded, cancelled=cancelled)
 
@@ -340,7 +335,6 @@ class StorePlanner:
         self._manager.discard(list(dict.fromkeys(keys)))
 
     def on_worker_restart(self) -> None:
-        """Drop planned stores; the workers are gone."""
         self._planned.clear()
 
     def _touch(self, tracked: TrackedRequest, end: int) -> None:

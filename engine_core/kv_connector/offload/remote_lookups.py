@@ -72,7 +72,6 @@ class RemoteLookups:
 
     @property
     def connected(self) -> bool:
-        """Whether the server can be queried."""
         return self._connected
 
     def request(self, keys: Sequence[OffloadKey]) -> None:
@@ -86,7 +85,6 @@ class RemoteLookups:
         self._notify()
 
     def pop_results(self) -> list[LookupResult]:
-        """Return the lookup results since the last call."""
         with self._changed:
             results, self._results = self._results, []
         return results

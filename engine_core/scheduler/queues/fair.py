@@ -139,7 +139,6 @@ class FairQueue:
         return queue
 
     def _count_ready(self, tenant: int) -> None:
-        """Count one more ready request of a tenant."""
         self._num_ready += 1
         self._note_head(tenant)
 
@@ -152,7 +151,6 @@ class FairQueue:
             self._clean_up()
 
     def _count_removed(self, tenant: int) -> None:
-        """Count one request of a tenant less."""
         self._len -= 1
         if not len(self._queues[tenant]):
             del self._queues[tenant]
@@ -212,7 +210,6 @@ class FairSchedulingPolicy:
         return self.priority_key(request), self._usage.served(request.tenant)
 
     def served(self, tenant: int) -> float:
-        """Return the weighted tokens that a tenant was served."""
         return self._usage.served(tenant)
 
     def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
