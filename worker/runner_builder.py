@@ -45,7 +45,7 @@ class RunnerBuilder:
 
     fault_injector: replaces hidden states by NaN if a test asks for it. report: sends a message to
     the supervisor. step_tokens: token budget of a step, for which memory is kept beside the pool.
-    kv_cache_bytes: memory for the KV pool, the same for every engine, whatever is free later.
+    kv_cache_bytes: memory for the KV pool, the same for every engine of this worker.
     """
 
     def __init__(

@@ -253,4 +253,4 @@ def metrics_of(url: str, *names: str) -> list[float]:
     found = (
         re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names
     )
-    return [sum(map(float, each)) for each in found]
+    return [sum(map(float, samples)) for samples in found]

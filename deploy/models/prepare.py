@@ -1,4 +1,4 @@
-"""The process that prepares a model, and its messages to the process that has started it.
+"""The process that prepares a model, and its messages to its parent process.
 
 Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`. It prints lines of
 JSON, each a list [kind, text, fraction].
@@ -23,7 +23,7 @@ QUIET_LIBRARIES: Final = {
     "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables that keep libraries from printing, and from asking a hub about a model."""
+"""Environment variables that keep libraries from printing, and from requests to a model hub."""
 _PROGRESS_SECONDS: Final = 0.1
 """Minimum time between two lines about the same operation."""
 
@@ -50,7 +50,7 @@ class PrepareJob:
 
 
 class PrepareMessage(NamedTuple):
-    """kind: "progress", "error", or "other" for a line that some library has printed."""
+    """A line of the process. kind: "progress", "error", or "other" for output of a library."""
 
     kind: str
     text: str
@@ -84,7 +84,7 @@ class _ProgressPrinter:
 
 
 def prepare(job: PrepareJob, report: prepared_folder.ProgressCallback) -> None:
-    """Fill the target folder of a job; raises ModelError or OSError."""
+    """Fill the target folder; raises ModelError or OSError."""
     read = {"gguf": gguf_file.read, "folder": hf_folder.read}[job.kind]
     contents = read(job.source, report)
     prepared_folder.write(

@@ -87,7 +87,7 @@ class RetainedPrefixHeap:
         self._keys[pin.number] = key
         heappush(self._heap, (key, pin.number, pin))
         if len(self._heap) > 2 * len(self._keys) + _SLACK:
-            self._heap = [each for each in self._heap if self._is_valid(each)]
+            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapify(self._heap)
 
     def remove_prefix(self, pin: RetainedPrefix) -> None:

@@ -175,7 +175,7 @@ class TurnCounts:
         for index, each in enumerate((n, total, rest, squares, rest_squares, n * total - squares)):
             sums[index] += each
         if sums[0] > _MEMORY:
-            self._sums = [each / 2 for each in sums]
+            self._sums = [total / 2 for total in sums]
 
     @property
     def eta(self) -> float:

@@ -134,10 +134,10 @@ class WholeSequence:
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
         num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         needed = self._needed(request, num_missing, computed)
-        for each in self._running:
-            if each.is_prefilling:
-                num_missing = each.num_tokens - each.num_computed_tokens
-                needed += self._needed(each, num_missing, NOTHING_COMPUTED)
+        for other in self._running:
+            if other.is_prefilling:
+                num_missing = other.num_tokens - other.num_computed_tokens
+                needed += self._needed(other, num_missing, NOTHING_COMPUTED)
         return needed <= self._kv_cache.num_free_blocks
 
     def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:

@@ -226,9 +226,9 @@ class KVTransferManager:
         )
         for load in self._loads.values():
             needed += self._blocks_to_come(load.request)
-        for each in self._loaded.values():
-            if each.num_computed_tokens:  # it has not lost its blocks
-                needed += self._blocks_to_come(each)
+        for other in self._loaded.values():
+            if other.num_computed_tokens:  # it has not lost its blocks
+                needed += self._blocks_to_come(other)
         return needed <= kv_cache.num_free_blocks
 
     def begin_load(self, candidate: Candidate) -> None:

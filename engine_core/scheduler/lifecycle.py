@@ -162,7 +162,7 @@ class RequestLifecycle:
 
     def clear_running(self) -> None:
         """Remove requests that have ended from the running list."""
-        self._running[:] = [each for each in self._running if not each.is_finished]
+        self._running[:] = [request for request in self._running if not request.is_finished]
 
     def forget_ended(self, step: int) -> None:
         """Forget ended requests that no step after this one computes."""

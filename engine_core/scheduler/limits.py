@@ -329,7 +329,7 @@ class Deadlines:
     def _clean_up(self) -> None:
         """Rebuild the heap, in which a request has at most two entries."""
         if len(self._heap) > 4 * len(self._limited) + _SLACK:
-            self._heap = [each for each in self._heap if each[1] in self._limited]
+            self._heap = [entry for entry in self._heap if entry[1] in self._limited]
             heapify(self._heap)
 
 
@@ -409,8 +409,8 @@ class PrefillThrottle:
         known = self._decode_seconds
         if num_decoding in known:
             return known[num_decoding]
-        fewer = max((each for each in known if each < num_decoding), default=min(known))
-        more = min((each for each in known if each > num_decoding), default=max(known))
+        fewer = max((number for number in known if number < num_decoding), default=min(known))
+        more = min((number for number in known if number > num_decoding), default=max(known))
         if fewer >= more:  # nothing is known on one side
             return known[fewer]
         part = (num_decoding - fewer) / (more - fewer)

@@ -80,7 +80,9 @@ class TenantUsage:
     def most_served(self) -> float:
         """Return the maximum over tenants with running requests; minus infinity without any."""
         step = self._step
-        return max((each.served_by(step) for each in self._running.values()), default=-math.inf)
+        return max(
+            (account.served_by(step) for account in self._running.values()), default=-math.inf
+        )
 
     def begin_step(self) -> None:
         """Count a step; requests whose prompt is computed begin to decode."""

@@ -14,7 +14,7 @@ import torch
 from worker.kv_cache import Pages
 
 PADDING_SLOT: Final = -1
-"""Of a token that has no place: nothing is written that anybody reads."""
+"""The slot of a padding token, whose K and V are not written."""
 
 
 class KVStore(Protocol):

@@ -1,4 +1,4 @@
-"""Linear layers: x @ weight.T + bias, whatever the weight looks like in memory.
+"""Linear layers, x @ weight.T + bias, for all formats of the weight in memory.
 
     DenseLinear    rows of the weight as they are
     OneDnnLinear   float32 and bfloat16 on a CPU: reordered once into oneDNN's blocked layout

@@ -202,7 +202,7 @@ class RowEdits:
 
     @property
     def forbidden_always(self) -> list[int]:
-        """Tokens that bad words forbid whatever the outputs are."""
+        """Tokens that are bad words by themselves, which are always forbidden."""
         return self._bad_words.always
 
     def forbidden_after(self) -> list[tuple[int, int]]:

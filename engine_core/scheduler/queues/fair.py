@@ -127,7 +127,9 @@ class FairQueue:
         served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._queues}
         requests = [request for queue in self._queues.values() for request in queue]
         return iter(
-            sorted(requests, key=lambda each: (self._priority_key(each), served[each.tenant]))
+            sorted(
+                requests, key=lambda request: (self._priority_key(request), served[request.tenant])
+            )
         )
 
     def _queue_for(self, request: Request) -> RequestQueue:
