@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.result import ClientOutputs

@@ -387,11 +387,7 @@ def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, 
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench compare", description=__doc__)
     parser.add_argument(
         "--server",
         action="append",

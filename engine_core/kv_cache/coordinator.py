@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup, group_class
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
+from proto.scheduler_output import BlockIds
 
 
 def max_blocks_of_request(

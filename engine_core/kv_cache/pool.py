@@ -16,8 +16,7 @@ of three states:
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import EVICTION_POLICIES, FreeBlockQueue
+from engine_core.kv_cache.free_queue import EVICTION_POLICIES, NULL_BLOCK, FreeBlockQueue
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.prefix_index import PrefixIndex
 

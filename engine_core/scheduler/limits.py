@@ -96,31 +96,19 @@ class WaitingCounts:
         self.num_tokens += num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _QueueDemand:
-    """`num_new` requests or tokens in addition to `num_waiting`; `num_own`: of the same tenant.
+def _fits(limit: int, num_waiting: int, num_own: int, num_new: int, num_tenants: int) -> bool:
+    """Return whether a message is within the limit of the queue, or the share of its tenant.
 
-    limit: 0: none.
+        |<----------- limit ----------->|<- others up to their share ->|  at most 2 · limit
+
+    A tenant that has little in a full queue is accepted, so that one tenant cannot fill the queue
+    for all others. Numbers of requests or of tokens; num_own: waiting ones of the tenant.
     """
-
-    limit: int
-    num_waiting: int
-    num_own: int
-    num_new: int
-
-    def fits(self, num_tenants: int) -> bool:
-        """Return whether the demand is within the limit, or within the share of its tenant.
-
-            |<----------- limit ----------->|<- others up to their share ->|  at most 2 · limit
-
-        A tenant that has little in a full queue is accepted, so that one tenant cannot fill the
-        queue for all others.
-        """
-        if not self.limit or self.num_waiting + self.num_new <= self.limit:
-            return True
-        if self.num_own == self.num_waiting or self.num_waiting >= 2 * self.limit:
-            return False
-        return not self.num_own or self.num_own + self.num_new <= self.limit // num_tenants
+    if not limit or num_waiting + num_new <= limit:
+        return True
+    if num_own == num_waiting or num_waiting >= 2 * limit:
+        return False
+    return not num_own or num_own + num_new <= limit // num_tenants
 
 
 class QueueDrainRate:
@@ -191,18 +179,19 @@ class QueueLimits:
             return
         limits, total = self.limits, self._all
         own = self._by_tenant.get(message.tenant, WaitingCounts())
-        reqs = _QueueDemand(limits.num_requests, total.num_requests, own.num_requests, message.n)
         num_tokens = len(message.prompt_token_ids)
-        tokens = _QueueDemand(limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
         num_tenants = len(self._by_tenant.keys() | {message.tenant})
-        for demand, unit, field in (
+        reqs = (limits.num_requests, total.num_requests, own.num_requests, message.n)
+        tokens = (limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
+        for numbers, unit, field in (
             (reqs, "requests", "max_num_queued_reqs"),
             (tokens, "prompt tokens", "max_num_queued_tokens"),
         ):
-            if not demand.fits(num_tenants):
+            limit, num_waiting, num_own, num_new = numbers
+            if not _fits(limit, num_waiting, num_own, num_new, num_tenants):
                 error = QueueFullError(
-                    f"the queue is full: {demand.num_waiting} {unit} wait, this would add "
-                    f"{demand.num_new}, and {flag_name(field)} is {demand.limit}",
+                    f"the queue is full: {num_waiting} {unit} wait, this would add {num_new}, "
+                    f"and {flag_name(field)} is {limit}",
                     field,
                 )
                 error.retry_after_seconds = self.seconds_to_empty

@@ -31,7 +31,7 @@ from worker.attention.flashinfer_group import (
     SentOffsets,
     WrapperMaker,
 )
-from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
@@ -110,7 +110,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         accelerator: Accelerator,
         library: Library,
-        store: KVStore,
+        store: TritonStore,
         options: Options = DEFAULTS,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)

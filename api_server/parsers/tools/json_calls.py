@@ -129,15 +129,11 @@ class Mistral(ToolCallFormat):
         return f"{self.markers[0]} [{', '.join(objects)}]"
 
 
-class MistralNamed(ToolCallFormat):
-    """`[TOOL_CALLS]name[ARGS]{…}`, of newer Mistral models."""
+class MistralNamed(Mistral):
+    """`[TOOL_CALLS]name[ARGS]{…}`, of newer Mistral models; one parser reads both formats."""
 
     name = "mistral_named"
-    markers = Mistral.markers
     template_markers = (("[TOOL_CALLS]", _ARGUMENTS_MARKER),)
-
-    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
-        return JsonCallParser(JsonCallSyntax(self.markers[0], may_be_named=True), tool_names)
 
     def grammar(self, rules: CallRules) -> CallGrammar:
         opening, arguments = rules.marker(self.markers[0]), rules.marker(_ARGUMENTS_MARKER)

@@ -299,11 +299,7 @@ def add_grid(parser: BenchParser, defaults: Mapping[str, str]) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench agents", description=__doc__)
     add_grid(parser, {"jobs": "120", "seeds": "0", "pools": "50", "rates": "90"})
     parser.add_argument(
         "--tool-scale",

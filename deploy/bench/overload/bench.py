@@ -347,11 +347,7 @@ def _nonzero(url: str) -> list[str]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench overload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench overload", description=__doc__)
     parser.add_argument(
         "--max-num-seqs", type=int, default=16, help="batch size of the daemon (16)"
     )

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from operator import add
 from typing import Any
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.base import ManagerContext, create_manager
 from engine_core.kv_connector.offload.planners import LoadPlanner, StorePlanner
@@ -35,7 +34,7 @@ from proto.kv_connector import (
 )
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import BlockIds, SchedulerOutput
 from proto.sockets import EventFd
 from proto.stats import KVMediumStats
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
 from engine_core.kv_connector.offload.tracking import (
@@ -26,6 +26,7 @@ from engine_core.kv_connector.offload.tracking import (
 )
 from engine_core.request import Request
 from proto.kv_connector import DeviceBlocks, TransferJob
+from proto.scheduler_output import BlockIds
 
 _TOUCH_GROWTH: Final = 4
 """A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
