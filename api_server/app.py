@@ -22,6 +22,7 @@ from api_server.routes import (
     live_view,
     messages,
     responses,
+    responses_websocket,
     sessions,
     system,
     tokenizer,
@@ -38,6 +39,7 @@ def create_app(app_state: AppState) -> FastAPI:
     routers = [module.router for module in generating]
     routers += [
         sessions.router,
+        responses_websocket.router,
         responses.stored_router,
         tokenizer.router,
         system.router,

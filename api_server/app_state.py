@@ -96,7 +96,9 @@ class AppState:
         """Raise UnknownModelError unless `name` is served; None means the only model."""
         if name is not None and name != self.model_name:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
-            raise UnknownModelError(f"the model {shown} does not exist", "model")
+            raise UnknownModelError(
+                f"the model {shown} does not exist; available: {self.model_name}", "model"
+            )
 
     @property
     def reasoning_format(self) -> ReasoningFormat:

@@ -80,7 +80,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
             "message": public_message(error),
             "type": error.type,
             "param": error.param,
-            "code": error.status,
+            "code": error.code or error.status,
         }
     }
 

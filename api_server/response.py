@@ -78,7 +78,7 @@ class GenerationResponse(Response):
         stream, begin = self._stream, self._encoder.encode_start()
         writer = chunk_writer(scope)
         while not stream.disconnected:
-            events, is_last, error = self._next_events()
+            events, is_last, error = next_events(stream, self._encoder)
             if error is not None:
                 close_after_response(scope)
                 events += self._encoder.encode_error(error)
@@ -114,20 +114,6 @@ class GenerationResponse(Response):
             keep_alive.record_write()
         return True
 
-    def _next_events(self) -> tuple[str, bool, RequestError | None]:
-        """Return the pending events, whether they are the last, and the failure if it is one."""
-        stream = self._stream
-        try:
-            events = "".join([self._encoder.encode_delta(delta) for delta in stream.take_deltas()])
-            if stream.error is not None:
-                return events, True, stream.error
-            if stream.finished:
-                events += self._encoder.encode_end(stream.usage())
-            return events, stream.finished, None
-        except Exception:  # the status is sent: no other handler could report the error
-            logger.exception("%s: the response could not be encoded", stream.label)
-            return "", True, InternalRequestError("internal error")
-
     async def _send_json(self, send: Send) -> None:
         """Send the whole answer when it is finished; raises the stream's error."""
         stream = self._stream
@@ -145,6 +131,22 @@ class GenerationResponse(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def next_events(
+    stream: TokenStream, encoder: ResponseEncoder
+) -> tuple[str, bool, RequestError | None]:
+    """Return the pending events, whether they are the last, and the failure if it is one."""
+    try:
+        events = "".join([encoder.encode_delta(delta) for delta in stream.take_deltas()])
+        if stream.error is not None:
+            return events, True, stream.error
+        if stream.finished:
+            events += encoder.encode_end(stream.usage())
+        return events, stream.finished, None
+    except Exception:  # the status is sent: no other handler could report the error
+        logger.exception("%s: the response could not be encoded", stream.label)
+        return "", True, InternalRequestError("internal error")
 
 
 class KeepAlive:

@@ -6,7 +6,7 @@ from typing import Final
 
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError, shown
+from proto.errors import InvalidRequestError, context_length_error, shown
 from proto.logit_edits import LOGIT_EDIT_NUMBERS, LogitEdits
 from proto.sampling_params import SAMPLING_NUMBERS, RepetitionDetection, SamplingParams
 
@@ -55,10 +55,10 @@ def sampling_params(
             f"{max_tokens_field} must be at least 1, got {shown(wanted)}", max_tokens_field
         )
     elif wanted > max_output_tokens:
-        raise InvalidRequestError(
+        raise context_length_error(
+            max_model_len,
             f"{num_prompt_tokens} prompt tokens and {max_tokens_field} {shown(wanted)} make "
-            f"{shown(num_prompt_tokens + wanted)}; the maximum context length is "
-            f"{max_model_len} tokens",
+            f"{shown(num_prompt_tokens + wanted)}.",
             max_tokens_field,
         )
     numbers = {name: request.number(name) for name in SAMPLING_NUMBERS}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from api_server.engine.engine_client import EngineClient
-from api_server.errors import DrainingError, NotAvailableError
+from api_server.errors import DrainingError
 from api_server.protocol.completions import CompletionEncoder
+from api_server.protocol.encoder import event_data
 from api_server.request_stream import RequestStream, StreamNotifier
 from api_server.stream import TokenStream
 from proto.codec import changed
@@ -212,7 +213,7 @@ class Session:
             self.fail(stream.error)
             self._client.abort_request(self)
         stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-        for message in _messages("".join(events)):
+        for message in event_data("".join(events)):
             await send(message)
         stream.send_buffer.is_blocked = False
         return has_ended
@@ -259,20 +260,3 @@ class Session:
     def _finish(self) -> None:
         self.finished = True
         self.notifier.notify()
-
-
-def close_code(error: RequestError | None) -> int:
-    """Return the status code of a WebSocket's close frame (RFC 6455, 7.4.1, and IANA's list)."""
-    if error is None:
-        return 1000
-    if isinstance(error, NotAvailableError):
-        return 1012  # the service restarts
-    if isinstance(error, OverloadedError):
-        return 1013  # try again later
-    return 1008 if error.status < 500 else 1011
-
-
-def _messages(events: str) -> list[str]:
-    """Return the data of server-sent events, without [DONE]: the end of a WebSocket says so."""
-    data = [event.removeprefix("data: ") for event in events.split("\n\n")]
-    return [text for text in data if text not in ("", "[DONE]")]

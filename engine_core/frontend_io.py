@@ -35,7 +35,13 @@ from proto.engine_io import (
     ToEngine,
     TurnEnded,
 )
-from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
+from proto.errors import (
+    ErrorInfo,
+    ErrorKind,
+    InvalidRequestError,
+    QueueFullError,
+    RequestError,
+)
 from proto.view import Watch
 
 logger = logging.getLogger("tokend.frontend_io")
@@ -100,8 +106,9 @@ class InputProcessor:
                 self._output_dispatcher.add_accepted(client, request_id)
             else:
                 self._scheduler.abort_request(request_id)
-                output = _error_output(request_id, _invalid_request(error))
-                self._output_dispatcher.add_output(client, output)
+                self._output_dispatcher.add_output(
+                    client, _error_output(request_id, _error_info(error))
+                )
         return bool(compiled)
 
     def _process_request(self, client: int, message: EngineCoreRequest) -> None:
@@ -121,14 +128,14 @@ class InputProcessor:
                 self._refuse(client, message, repeated_crash_error(message.crash_count))
                 return
             self._scheduler.queue_limits.check_message(message)
-            is_accepted = self._admit_grammar(client, message)
+            is_accepted = self._admit_grammar(message)
             next_seq_id = self._scheduler.next_seq_id
             for request in choices_of(message, next_seq_id, client, self._kv_cache.hasher):
                 if message.resumable:
                     self._scheduler.sessions.open_session(request)
                 self._add_choice(request, message)
         except InvalidRequestError as error:
-            self._refuse(client, message, _invalid_request(error))
+            self._refuse(client, message, _error_info(error))
         except QueueFullError as error:
             self._refuse(client, message, _queue_full(error))
         except Exception:  # one bad request must not end the engine
@@ -141,10 +148,10 @@ class InputProcessor:
             if is_accepted:
                 self._output_dispatcher.add_accepted(client, message.request_id)
 
-    def _admit_grammar(self, client: int, message: EngineCoreRequest) -> bool:
+    def _admit_grammar(self, message: EngineCoreRequest) -> bool:
         """Return whether a request is accepted now, not after its grammar is compiled."""
         if self._structured_output is not None:
-            return self._structured_output.admit_request(client, message)
+            return self._structured_output.admit_request(message)
         if message.grammar is not None or message.thinking is not None:
             raise InvalidRequestError("structured output is not available")
         return True
@@ -186,7 +193,7 @@ class InputProcessor:
             validate_input(message, self._limits)
             outputs = sessions.add_input(message)
         except InvalidRequestError as error:
-            outputs = [sessions.fail_session(request_id, _invalid_request(error))]
+            outputs = [sessions.fail_session(request_id, _error_info(error))]
         except Exception:  # one bad input must not end the engine
             logger.exception("request %d could not take its input", request_id)
             outputs = [sessions.fail_session(request_id, INTERNAL_ERROR)]
@@ -340,5 +347,6 @@ def _queue_full(error: QueueFullError) -> ErrorInfo:
     return ErrorInfo("queue_full", error.message, error.param, retry_after_seconds=seconds)
 
 
-def _invalid_request(error: InvalidRequestError) -> ErrorInfo:
-    return ErrorInfo("invalid_request", error.message, error.param)
+def _error_info(error: RequestError) -> ErrorInfo:
+    kind: ErrorKind = "invalid_request" if isinstance(error, InvalidRequestError) else "internal"
+    return ErrorInfo(kind, error.message, error.param)

@@ -158,9 +158,8 @@ def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
     _check_forced_tokens(message, end_rules, "a grammar", grammar.field)
     if grammar.num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
-            f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed",
-            grammar.field,
-        )
+            f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
+        ).in_field(grammar.field)
 
 
 def _check_thinking(message: EngineCoreRequest) -> None:

@@ -209,7 +209,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 0.0
     """Seconds that a request may wait for its first step before a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
-    """Seconds without data after which a stream gets an SSE comment, for proxies; 0: never."""
+    """Seconds without data after which a stream gets an empty line, for proxies; 0: never."""
     reasoning_parser: ReasoningParserName = "auto"
     """Parser of reasoning content; auto: detected from the chat template."""
     stream_interval: int = 1

@@ -5,6 +5,7 @@
     ├── ModelError             a model folder or file cannot be used
     ├── RequestError           one request fails; carries the HTTP status
     │   ├── InvalidRequestError   400  names the parameter
+    │   │   └── ContextLengthError   400  prompt and output do not fit into the context
     │   ├── UnsupportedMediaError 415
     │   ├── AuthenticationError   401
     │   ├── ForbiddenError        403
@@ -24,7 +25,7 @@
 Between processes an error is sent as `ErrorInfo`.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import msgspec
 
@@ -79,12 +80,14 @@ class RequestError(TokendError):
     """Failure of one request.
 
     `message` is shown to the client, `param` names the offending field.
+    code: `code` of the error in OpenAI's format; "" for the HTTP status.
     retry_after_seconds: value of the Retry-After header; 0 for none.
     cause: label in the metric of aborted requests; "" if it is not counted there.
     """
 
     status = 500
     type = "InternalServerError"
+    code = ""
     cause = ""
     retry_after_seconds = 0
 
@@ -97,6 +100,28 @@ class RequestError(TokendError):
 class InvalidRequestError(RequestError):
     status = 400
     type = "BadRequestError"
+
+    def in_field(self, field: str) -> Self:
+        """Return the error as one of a field, whose name the message then begins with."""
+        return type(self)(f"{field}: {self.message}", field)
+
+
+class ContextLengthError(InvalidRequestError):
+    """The context is too short for prompt and output; `context_length_error` makes it."""
+
+    code = "context_length_exceeded"
+
+
+def context_length_error(max_model_len: int, problem: str, param: str) -> ContextLengthError:
+    """Return the error with the words by which LiteLLM, LangChain and agents recognise it.
+
+    max_model_len: most tokens of prompt and output together. problem: a sentence about the request.
+    """
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens of prompt and output "
+        f"together. {problem}",
+        param,
+    )
 
 
 class AuthenticationError(RequestError):

@@ -28,7 +28,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     trigger: the grammar applies after the first occurrence of this text, and the text before is
         free; empty: it applies from the start.
     trigger_token_id: the same for a token, which may have no text.
-    field: name of the request field, for errors.
+    field: path of the request field, for errors.
     """
 
     kind: GrammarKind
@@ -36,7 +36,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     compact: bool = False
     trigger: str = ""
     trigger_token_id: int | None = None
-    field: str = "structured_outputs"
+    field: str = "grammar"
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +62,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
             _check_choices(decoded(self.source))
 
 
-FREE_TEXT: Final = GrammarSource("free", "anything")
+FREE_TEXT: Final = GrammarSource("free", "anything", field="thinking_token_budget")
 """For a request with a reasoning budget and no grammar for the answer."""
 
 

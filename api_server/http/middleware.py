@@ -99,7 +99,10 @@ class OriginMiddleware:
 
 
 class DrainMiddleware:
-    """Count requests and WebSockets in flight; answer 503 to new ones while draining."""
+    """Count requests in flight; answer 503 to new requests and WebSockets while draining.
+
+    The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -111,6 +114,8 @@ class DrainMiddleware:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._app(scope, receive, send)
         else:
             with app_state.in_flight, app_state.metrics.in_flight:
                 await self._app(scope, receive, send)

@@ -16,6 +16,7 @@ from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from api_server.protocol.responses.compaction import CompactionRequest
 from api_server.protocol.responses.request import ResponsesRequest
 from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import admin
@@ -108,6 +109,15 @@ CHAT_COMPLETION: Final = an_object(
     },
     {"kv_transfer_params": an_object({})},
 )
+RESPONSE_USAGE: Final = an_object(
+    {
+        "input_tokens": INTEGER,
+        "input_tokens_details": an_object({"cached_tokens": INTEGER}),
+        "output_tokens": INTEGER,
+        "output_tokens_details": an_object({"reasoning_tokens": INTEGER}),
+        "total_tokens": INTEGER,
+    }
+)
 RESPONSE: Final = an_object(
     {
         "id": STRING,
@@ -117,19 +127,18 @@ RESPONSE: Final = an_object(
         "model": STRING,
         "output": a_list(an_object({"type": STRING, "id": STRING})),
         "tools": a_list(an_object({})),
-        "usage": or_null(
-            an_object(
-                {
-                    "input_tokens": INTEGER,
-                    "input_tokens_details": an_object({"cached_tokens": INTEGER}),
-                    "output_tokens": INTEGER,
-                    "output_tokens_details": an_object({"reasoning_tokens": INTEGER}),
-                    "total_tokens": INTEGER,
-                }
-            )
-        ),
+        "usage": or_null(RESPONSE_USAGE),
         "error": or_null(an_object({"code": STRING, "message": STRING})),
         "incomplete_details": or_null(an_object({"reason": STRING})),
+    }
+)
+COMPACTION: Final = an_object(
+    {
+        "id": STRING,
+        "object": one_of("response.compaction"),
+        "created_at": INTEGER,
+        "output": a_list(an_object({"type": STRING, "id": STRING})),
+        "usage": RESPONSE_USAGE,
     }
 )
 INPUT_ITEMS: Final = an_object(
@@ -244,6 +253,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         (ResponsesRequest,),
         _json_response(an_object({"object": STRING, "input_tokens": INTEGER})),
     ),
+    ("/v1/responses/compact", "post"): Operation((CompactionRequest,), _json_response(COMPACTION)),
     ("/v1/responses/{response_id}/input_items", "get"): Operation(
         responses=_json_response(INPUT_ITEMS),
         query={"limit": INTEGER, "order": one_of("asc", "desc"), "after": STRING},
@@ -279,7 +289,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/admin/drain", "post"): Operation(responses=_json_response(_STATUS), status=202),
     ("/pause", "post"): Operation(
         responses=_json_response(_STATUS),
-        query={"mode": one_of("wait", "keep"), "clear_cache": one_of("false", "0")},
+        query={"mode": one_of(*admin.PAUSES), "clear_cache": one_of("false", "0")},
     ),
     ("/resume", "post"): Operation(responses=_json_response(_STATUS)),
     ("/is_paused", "get"): Operation(responses=_json_response(an_object({"is_paused": BOOLEAN}))),

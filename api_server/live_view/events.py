@@ -128,7 +128,3 @@ def rate(number: int, seconds: float) -> float:
 
 def _event(name: bytes, data: bytes) -> bytes:
     return b"event: " + name + b"\ndata: " + data + b"\n\n"
-
-
-KEEP_ALIVE: Final = b": keep-alive\n\n"
-"""A comment, which clients skip, for a stream without events."""

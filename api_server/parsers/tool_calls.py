@@ -140,9 +140,9 @@ def _parameters_schema(tool: FunctionTool, ignored: IgnoredFields) -> Mapping[st
         check_schema(tool.parameters)
         schema, removed = rewrite_schema(tool.parameters)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{field}: {error.message}", field) from None
+        raise error.in_field(field) from None
     for keyword in removed:
-        ignored.add(f"{field}: {keyword}")
+        ignored.add(f"{field}.{keyword}")
     return {} if isinstance(schema, bool) else schema
 
 
@@ -183,14 +183,20 @@ def _calls_or_schema(
             text_grammar.field,
         )
     answer = f"answer: {json_rule(decoded(text_grammar.source))}"
-    return _grammar_source(["start: calls | answer", answer], grammar, rules)
+    field = _strict_field(rules) if any(tool.strict for tool in rules.tools) else text_grammar.field
+    return _grammar_source(["start: calls | answer", answer], grammar, rules, field=field)
 
 
 def _grammar_source(
-    start_rules: list[str], grammar: CallGrammar, rules: CallRules, *, trigger: str = ""
+    start_rules: list[str],
+    grammar: CallGrammar,
+    rules: CallRules,
+    *,
+    trigger: str = "",
+    field: str = "",
 ) -> GrammarSource:
-    (first, *others) = rules.tools
-    field = "tools" if others else f"{first.field}.function.parameters"
+    """field: path of the field that errors name; by default that of the strict tools."""
+    field = field or _strict_field(rules)
     source = GrammarSource(
         "grammar",
         "\n".join([*start_rules, *grammar.rules]),
@@ -201,8 +207,14 @@ def _grammar_source(
     try:
         source.validate()
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{field}: {error.message}", field) from None
+        raise error.in_field(field) from None
     return source
+
+
+def _strict_field(rules: CallRules) -> str:
+    """Return the path of the only schema that calls have to keep to, or of all tools."""
+    strict = [tool.field for tool in rules.tools if tool.strict]
+    return f"{strict[0]}.function.parameters" if len(strict) == 1 else "tools"
 
 
 # Tools as text, for a chat template without tools.

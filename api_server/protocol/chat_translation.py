@@ -9,7 +9,13 @@ from proto.errors import InvalidRequestError, RequestError
 
 
 class ChatTranslation:
-    """A request of another API, to be answered as a chat completion."""
+    """A request of another API, to be answered as a chat completion.
+
+    ignored: collects names of ignored fields.
+    """
+
+    def __init__(self, ignored: IgnoredFields) -> None:
+        self._ignored = ignored
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         """Return the request as a chat completion.
@@ -19,9 +25,24 @@ class ChatTranslation:
         """
         raise NotImplementedError
 
+    def client_path(self, path: str) -> str:
+        """Return the path in the client's request of a field of the chat completion."""
+        raise NotImplementedError
+
+    def client_message(self, message: str) -> str:
+        """Return an error message about the chat completion in the terms of the client's API."""
+        raise NotImplementedError
+
     def translate_error(self, error: RequestError) -> RequestError:
         """Return an error about the chat completion with the field names of the client's API."""
-        raise NotImplementedError
+        if not isinstance(error, InvalidRequestError):
+            return error
+        path = None if error.param is None else self.client_path(error.param)
+        return type(error)(self.client_message(error.message), path)
+
+    def translate_ignored(self) -> None:
+        """Give ignored fields of the chat completion their names in the client's API."""
+        self._ignored.rename(self.client_path)
 
 
 def split_fields(

@@ -19,8 +19,11 @@ from api_server.text.logprobs import TokenNames, prompt_logprobs
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
-KEEP_ALIVE_COMMENT: Final = ": keep-alive\n\n"
-"""Clients skip lines that start with a colon (HTML standard, server-sent events)."""
+KEEP_ALIVE: Final = "\n\n"
+"""Empty lines: an event without fields, which parsers skip (HTML standard, server-sent events).
+
+Not a comment, which some clients join with the next event. Two newlines, because some clients split
+the stream at them: a single one would become part of the next event."""
 json_string: Final = json.encoder.encode_basestring_ascii
 
 
@@ -34,7 +37,7 @@ class ResponseEncoder(Protocol):
 
     @property
     def keep_alive(self) -> str:
-        """The event that keeps a silent connection open."""
+        """What keeps a silent connection open; it stands between two events."""
         ...
 
     def encode_start(self) -> str:
@@ -104,7 +107,7 @@ class ResponseOptions:
 class OpenAIStreamEncoder:
     """Start, end and error of the streams of completions and chat: they end with [DONE]."""
 
-    keep_alive = KEEP_ALIVE_COMMENT
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, options: ResponseOptions, chunk_object: str) -> None:
         self._options = options
@@ -159,6 +162,12 @@ def text_chunk_parts(chunk: dict[str, Any], last_fields: str) -> tuple[tuple[str
 def sse_event(body: dict[str, Any]) -> str:
     """Return a server-sent event without a name."""
     return f"data: {json.dumps(body)}\n\n"
+
+
+def event_data(events: str) -> list[str]:
+    """Return the data of server-sent events without [DONE], as the messages of a WebSocket."""
+    data = [line[6:] for line in events.split("\n") if line.startswith("data: ")]
+    return [text for text in data if text != "[DONE]"]
 
 
 def with_usage(

@@ -5,7 +5,7 @@ effect. A field that no API defines is ignored and named in a header of the resp
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError, ValidationInfo
@@ -15,7 +15,7 @@ from proto.errors import InvalidRequestError, shown
 MAX_NAMES: Final = 16
 MAX_NAME_CHARACTERS: Final = 64
 IGNORED_HEADER: Final = b"x-tokend-ignored"
-_UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.-]")
+_UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 def media_placeholder(kind: str) -> str:
@@ -43,6 +43,10 @@ class IgnoredFields:
             self._names[name] = None
         else:
             self._num_more += 1
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Replace each name by its new name."""
+        self._names = dict.fromkeys(map(new_name, self._names))
 
     def __str__(self) -> str:
         """Return the names, separated by commas; "" for none."""

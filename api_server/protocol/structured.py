@@ -120,7 +120,7 @@ class StructuredFields(BaseModel):
             try:
                 source.validate()
             except InvalidRequestError as error:
-                raise _named(error, source.field) from None
+                raise error.in_field(source.field) from None
         return found[0] if found else None
 
     def _from_format(self, reader: "_SourceReader") -> list[GrammarSource]:
@@ -143,7 +143,8 @@ class StructuredFields(BaseModel):
             f"{field}.", given.json_, given.regex, given.choice, given.grammar, compact=compact
         )
         if given.json_object:
-            found.append(reader.json_schema(field, {"type": "object"}, compact=compact))
+            field_path = f"{field}.json_object"
+            found.append(reader.json_schema(field_path, {"type": "object"}, compact=compact))
         if len(found) != 1 or given.json_object is False:
             raise InvalidRequestError(
                 "structured_outputs takes one of json, regex, choice, grammar, json_object (true)",
@@ -170,22 +171,19 @@ class _SourceReader:
     ) -> list[GrammarSource]:
         """Return a source for each value that is not None.
 
-        prefix: of the fields' names; errors name a nested field by its parent. compact: JSON
-        without optional whitespace.
+        prefix: of the fields' names. compact: JSON without optional whitespace.
         """
-        parent = prefix.partition(".")[0] if "." in prefix else ""
         found = []
         if json is not None:
-            found.append(self.json_schema(parent or f"{prefix}json", json, compact=compact))
+            found.append(self.json_schema(f"{prefix}json", json, compact=compact))
         if choice is not None:
-            field = parent or f"{prefix}choice"
+            field = f"{prefix}choice"
             found.append(GrammarSource("choice", _json(choice, field), field=field))
         if regex is not None:
-            field = parent or f"{prefix}regex"
-            found.append(GrammarSource("regex", ecmascript_regex(regex), field=field))
+            source = ecmascript_regex(regex)
+            found.append(GrammarSource("regex", source, field=f"{prefix}regex"))
         if grammar is not None:
-            field = parent or f"{prefix}grammar"
-            found.append(GrammarSource("grammar", grammar, field=field))
+            found.append(GrammarSource("grammar", grammar, field=f"{prefix}grammar"))
         return found
 
     def json_schema(self, field: str, schema: Any, *, compact: bool = False) -> GrammarSource:
@@ -195,9 +193,9 @@ class _SourceReader:
             GrammarSource("json_schema", text).validate()
             rewritten, removed = rewrite_schema(decoded(text))
         except InvalidRequestError as error:
-            raise _named(error, field) from None
+            raise error.in_field(field) from None
         for keyword in removed:
-            self._ignored.add(f"{field}: {keyword}")
+            self._ignored.add(f"{field}.{keyword}")
         return GrammarSource("json_schema", _json(rewritten, field), compact, field=field)
 
 
@@ -205,8 +203,4 @@ def _json(value: Any, field: str) -> str:
     try:
         return encoded(value)
     except InvalidRequestError as error:
-        raise _named(error, field) from None
-
-
-def _named(error: InvalidRequestError, field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {error.message}", field)
+        raise error.in_field(field) from None

@@ -28,7 +28,7 @@ router = APIRouter(dependencies=[Depends(check_operator)])
 MAX_ABORTED_IDS: Final = 1024
 MAX_ID_CHARACTERS: Final = 160
 
-_PAUSES: Final[dict[str, tuple[PauseMode, bool]]] = {
+PAUSES: Final[dict[str, tuple[PauseMode, bool]]] = {
     "abort": ("finish_running", True),
     "wait": ("finish_running", False),
     "keep": ("freeze", False),
@@ -63,7 +63,7 @@ async def pause(request: Request) -> Response:
     mode=wait: running requests continue, others wait. mode=keep: nothing is computed. mode=abort:
     unfinished requests end with their output so far and finish reason abort; new ones wait.
     """
-    mode, ends_unfinished = _query_value(request, "mode", _PAUSES, "wait")
+    mode, ends_unfinished = _query_value(request, "mode", PAUSES, "wait")
     if _query_value(request, "clear_cache", _BOOLEANS, "false"):
         raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
     await app_state_of(request).client.call_admin(

@@ -126,18 +126,17 @@ async def with_merged_roles_fallback(
     """
     chat = translation.chat_request()
     try:
-        return await make(chat)
+        made = await make(chat)
     except InvalidRequestError as error:
-        if not is_template_error(error):
+        merged = translation.chat_request(merge_roles=True) if is_template_error(error) else chat
+        if merged == chat:
             raise translation.translate_error(error) from None
-        refusal = error
-    merged = translation.chat_request(merge_roles=True)
-    if merged == chat:
-        raise translation.translate_error(refusal)
-    try:
-        return await make(merged)
-    except InvalidRequestError as error:
-        raise translation.translate_error(error) from None
+        try:
+            made = await make(merged)
+        except InvalidRequestError as second_error:
+            raise translation.translate_error(second_error) from None
+    translation.translate_ignored()
+    return made
 
 
 async def count_tokens(

@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 from api_server.app_state import AppState
 from api_server.http.http_protocol import close_after_response
 from api_server.http.tenants import key_name_of, reader_of, tenant_of
-from api_server.live_view.events import KEEP_ALIVE, SubscriberScope
+from api_server.live_view.events import SubscriberScope
 from api_server.live_view.publisher import Subscriber
 from api_server.page.files import PageFile
+from api_server.protocol.encoder import KEEP_ALIVE
 from api_server.response import EVENT_STREAM_HEADERS
 from api_server.routes.common import app_state_of, has_operators_key
 from proto.errors import ForbiddenError
@@ -87,7 +88,7 @@ class LiveViewResponse(Response):
         subscriber = self._subscriber
         silence_seconds = self._app_state.config.sse_keep_alive or None
         while True:
-            events = await subscriber.drain_events(silence_seconds) or KEEP_ALIVE
+            events = await subscriber.drain_events(silence_seconds) or KEEP_ALIVE.encode()
             if subscriber.finished:
                 close_after_response(scope)
             body = {

@@ -1,4 +1,6 @@
-"""/v1/responses: create, get, cancel and delete a response of OpenAI's Responses API; count tokens.
+"""/v1/responses: OpenAI's Responses API.
+
+Create, get, cancel and delete a response, count the tokens of a request, compact a conversation.
 
 A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
 may run in the background, be cancelled, and be stored (field `store`).
@@ -6,6 +8,9 @@ may run in the background, be cancelled, and be stored (field `store`).
 
 import asyncio
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -17,6 +22,11 @@ from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.compaction import (
+    CompactionEncoder,
+    parse_compaction,
+    summary_conversation,
+)
 from api_server.protocol.responses.encoder import ResponsesEncoder
 from api_server.protocol.responses.input import MAX_ITEMS, Item, listed_item, with_id
 from api_server.protocol.responses.request import (
@@ -49,11 +59,53 @@ MAX_PAGE_ITEMS: Final = 100
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    app_state = app_state_of(request)
-    owner = _owner(request)
-    ignored = IgnoredFields()
+    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = _conversation(app_state, owner, body)
+    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    response = await prepare_response(app_state, request, body, passed, items, ignored)
+    await response.submit(None if body.background else request)
+    turn, encoder = response.turn, response.encoder
+    if body.background:
+        return _continue_in_background(app_state, turn, encoder)
+    return turn.builder.response(turn.stream, encoder)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedResponse:
+    """A response whose engine request is built. items: of the conversation before it."""
+
+    turn: ChatTurn
+    encoder: ResponsesEncoder
+    translation: ResponsesTranslation
+    items: list[Item]
+
+    @property
+    def stream(self) -> TokenStream:
+        return self.turn.stream
+
+    async def submit(self, request: Request | None) -> None:
+        """Send the engine request, as `TokenStream.submit`, with errors in the client's terms."""
+        try:
+            await self.stream.submit(request)
+        except InvalidRequestError as error:
+            raise self.translation.translate_error(error) from None
+
+
+async def prepare_response(
+    app_state: AppState,
+    connection: HTTPConnection,
+    body: ResponsesRequest,
+    passed: dict[str, Any],
+    items: list[Item],
+    ignored: IgnoredFields,
+    make_encoder: Callable[..., ResponsesEncoder] = ResponsesEncoder,
+) -> PreparedResponse:
+    """Build the engine request of a response. It can be cancelled until its stream is closed.
+
+    passed: fields for the chat. items: of the conversation. make_encoder: the class of the encoder.
+    Raises InvalidRequestError.
+    """
+    owner = owner_of(connection)
     stores = _stores_response(app_state, body, items)
     names = app_state.chat_template.facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
@@ -65,36 +117,27 @@ async def create_response(request: Request) -> Response:
             id_prefix=ID_PREFIX,
             tenant=owner[0],
             key_name=owner[1],
-            trace_headers=trace_headers_of(request),
+            trace_headers=trace_headers_of(connection),
             ignored=ignored,
             reserves_context=True,
         )
 
     turn = await with_merged_roles_fallback(translation, build)
     record = ResponseRecord(app_state.responses, owner, items) if stores else None
-    parser = turn.choice_parsers[0]
-    encoder = ResponsesEncoder(turn.options, body, parser, translation, record)
+    parser, response_id = turn.choice_parsers[0], turn.options.id
+    encoder = make_encoder(turn.options, body, parser, translation, record)
     running = RunningResponse(turn.stream, encoder, record)
-    app_state.responses.add_running(owner, turn.options.id, running)
-    turn.stream.cleanup.callback(
-        app_state.responses.remove_running, owner, turn.options.id, running
-    )
-    try:
-        await turn.stream.submit(None if body.background else request)
-    except InvalidRequestError as error:
-        raise translation.translate_error(error) from None
-    if body.background:
-        return _continue_in_background(app_state, turn, encoder)
-    return turn.builder.response(turn.stream, encoder)
+    app_state.responses.add_running(owner, response_id, running)
+    turn.stream.cleanup.callback(app_state.responses.remove_running, owner, response_id, running)
+    return PreparedResponse(turn, encoder, translation, items)
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
-    app_state = app_state_of(request)
-    ignored = IgnoredFields()
+    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = _conversation(app_state, _owner(request), body)
+    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
     names = app_state.chat_template.facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
@@ -105,6 +148,22 @@ async def count_input_tokens(request: Request) -> Response:
     response = JSONResponse({"object": "response.input_tokens", "input_tokens": number})
     response.raw_headers += ignored.headers()
     return response
+
+
+@router.post("/v1/responses/compact")
+async def compact_conversation(request: Request) -> Response:
+    """Return a window of items that replaces a conversation; the model writes its summary."""
+    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
+    max_model_len = app_state.client.engine.max_model_len
+    fields = await read_fields(request, ignored)
+    body, passed = parse_compaction(fields, max_model_len, ignored)
+    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
+    response = await prepare_response(
+        app_state, request, body, passed, summary_conversation(items), ignored, encoder
+    )
+    await response.submit(request)
+    return response.turn.builder.response(response.stream, response.encoder)
 
 
 def _continue_in_background(
@@ -136,18 +195,29 @@ async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> 
         stream.close()
 
 
-def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
-    """Return the items of the conversation before the response; raises InvalidRequestError."""
-    items: list[Item] = []
-    if body.previous_response_id is not None:
-        found = app_state.responses.find_stored(owner, body.previous_response_id)
-        if found is None:
-            raise InvalidRequestError(
-                "previous_response_id: there is no such response; those with store are kept, in "
-                "memory and for a limited time",
-                "previous_response_id",
-            )
-        items += found.items
+class PreviousResponseError(InvalidRequestError):
+    """There is no response with the `previous_response_id` of a request."""
+
+    code = "previous_response_not_found"
+
+
+def previous_items(app_state: AppState, owner: Owner, response_id: str | None) -> list[Item]:
+    """Return the items of a stored response and its conversation; none for None."""
+    if response_id is None:
+        return []
+    found = app_state.responses.find_stored(owner, response_id)
+    if found is None:
+        raise PreviousResponseError(
+            "previous_response_id: there is no such response; those with store are kept, in "
+            "memory and for a limited time",
+            "previous_response_id",
+        )
+    return found.items
+
+
+def conversation(body: ResponsesRequest, previous: list[Item]) -> list[Item]:
+    """Return the previous items and those of a request; raises InvalidRequestError."""
+    items = list(previous)
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
@@ -156,6 +226,8 @@ def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> 
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
         )
+    if not items and body.instructions is None:
+        raise InvalidRequestError("input must not be empty", "input")
     return items
 
 
@@ -201,7 +273,7 @@ stored_router = APIRouter()
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
-    responses, owner = app_state_of(request).responses, _owner(request)
+    responses, owner = app_state_of(request).responses, owner_of(request)
     running = responses.find_running(owner, response_id)
     if running is not None and running.record is not None:
         return running.snapshot()
@@ -214,7 +286,7 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
 @stored_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
     """Return a page of the conversation before a response, the newest item first by default."""
-    responses, owner = app_state_of(request).responses, _owner(request)
+    responses, owner = app_state_of(request).responses, owner_of(request)
     running = responses.find_running(owner, response_id)
     stored = responses.find_stored(owner, response_id)
     if running is not None and running.record is not None:
@@ -254,7 +326,7 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
 @stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     """Cancel a running response; a finished one does not change."""
-    responses, owner = app_state_of(request).responses, _owner(request)
+    responses, owner = app_state_of(request).responses, owner_of(request)
     running = responses.find_running(owner, response_id)
     if running is not None:
         return running.cancel()
@@ -266,12 +338,12 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    if not app_state_of(request).responses.delete_stored(_owner(request), response_id):
+    if not app_state_of(request).responses.delete_stored(owner_of(request), response_id):
         raise _unknown(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
-def _owner(request: HTTPConnection) -> Owner:
+def owner_of(request: HTTPConnection) -> Owner:
     tenant_by = app_state_of(request).config.tenant_by
     return tenant_of(request, tenant_by), key_name_of(request)
 

@@ -19,9 +19,9 @@ from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from api_server.app_state import AppState
-from api_server.errors import SlowUploadError, error_body, error_response
+from api_server.errors import SlowUploadError, error_body
 from api_server.http.http_protocol import HEADER_SECONDS
-from api_server.http.tenants import key_name_of, tenant_of
+from api_server.http.tenants import key_name_of
 from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.completions import (
     DEFAULT_MAX_TOKENS,
@@ -31,13 +31,24 @@ from api_server.protocol.completions import (
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.request_builder import EndpointOptions, RequestBuilder
-from api_server.routes.common import add_header_fields, app_state_of, decode_json
+from api_server.routes.common import add_header_fields, app_state_of
+from api_server.routes.websocket import (
+    accept_websocket,
+    close_code,
+    decode_message,
+    receive_text,
+)
 from api_server.sampling import logit_edits
-from api_server.session import Session, Turn, close_code
+from api_server.session import Session, Turn
 from api_server.text.prompts import num_prompts
 from api_server.tracing import trace_headers_of
 from proto.codec import changed
-from proto.errors import InternalRequestError, InvalidRequestError, RequestError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    RequestError,
+    context_length_error,
+)
 from proto.sampling_params import SamplingParams
 
 logger = logging.getLogger("tokend.api")
@@ -69,14 +80,10 @@ be part of the next turn's prompt."""
 @router.websocket("/v1/sessions")
 async def create_session(websocket: WebSocket) -> None:
     app_state = app_state_of(websocket)
-    try:
-        tenant = tenant_of(websocket, app_state.config.tenant_by)
-        _ = app_state.client.engine
-    except RequestError as error:
-        await websocket.send_denial_response(error_response(error))
-        return
-    await websocket.accept()
-    await SessionConnection(websocket, app_state, tenant).run()
+    with app_state.in_flight, app_state.metrics.in_flight:
+        tenant = await accept_websocket(websocket, app_state)
+        if tenant is not None:
+            await SessionConnection(websocket, app_state, tenant).run()
 
 
 class SessionConnection:
@@ -137,14 +144,10 @@ class SessionConnection:
 
     async def _read_message(self) -> None:
         """Process a message; one that is invalid gets an error, and the session goes on."""
-        message = await self._websocket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message["code"])
+        text = await receive_text(self._websocket)
         event_id = None
         try:
-            fields = decode_json((message.get("text") or "").encode(), "message")
-            if not isinstance(fields, dict):
-                raise InvalidRequestError("a message must be a JSON object")
+            fields = decode_message(text)
             event_id = fields.pop("event_id", None)
             kind = fields.pop("type", None)
             if kind == "end":
@@ -221,23 +224,22 @@ class SessionConnection:
     ) -> SamplingParams:
         """Return the parameters with a default `max_tokens` that the context leaves.
 
-        Raises InvalidRequestError if it leaves too few.
+        Raises ContextLengthError if it leaves too few.
         """
         max_model_len = self._app_state.client.engine.max_model_len
         num_tokens = self._session.num_tokens + len(token_ids)
         left = max_model_len - num_tokens
         if left < 1:
-            raise InvalidRequestError(
-                f"the session would have {num_tokens} tokens; the maximum context length is "
-                f"{max_model_len} tokens",
-                "prompt",
+            raise context_length_error(
+                max_model_len, f"The session would have {num_tokens} tokens.", "prompt"
             )
         if body.requested_max_tokens is None:
             return changed(params, max_tokens=min(params.max_tokens, left))
         if body.requested_max_tokens > left:
-            raise InvalidRequestError(
+            raise context_length_error(
+                max_model_len,
                 f"{num_tokens} tokens of the session and max_tokens {body.requested_max_tokens} "
-                f"are more than the maximum context length of {max_model_len} tokens",
+                f"make {num_tokens + body.requested_max_tokens}.",
                 "max_tokens",
             )
         return params

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from api_server.text.tokenizer import NO_TRUNCATION, ModelTokenizer, Truncation
-from proto.errors import InvalidRequestError, shown
+from proto.errors import ContextLengthError, InvalidRequestError, context_length_error, shown
 
 MAX_PROMPTS: Final = 1024
 MAX_NORMALIZATION_RATIO: Final = 4
@@ -97,10 +97,7 @@ class PromptReader:
         A prompt that will be truncated may have any length.
         """
         if self.truncation.max_tokens is None and number > self._max_characters:
-            raise self._invalid(
-                f"the prompt of {number} characters is longer than the maximum context "
-                f"length of {self.max_model_len} tokens can be"
-            )
+            raise self._too_long(f"The prompt of {number} characters has more.")
 
     def _id_prompt(self, ids: Any) -> Prompt:
         """Return a prompt of token ids. Checks the length before it looks at the ids."""
@@ -126,10 +123,10 @@ class PromptReader:
         if not ids:
             raise self._invalid("prompt must not be empty")
         if len(ids) >= self.max_model_len:
-            raise self._invalid(
-                f"the prompt has {len(ids)} tokens, the maximum context length is "
-                f"{self.max_model_len} tokens of prompt and output together"
-            )
+            raise self._too_long(f"The prompt has {len(ids)} tokens.")
+
+    def _too_long(self, problem: str) -> ContextLengthError:
+        return context_length_error(self.max_model_len, problem, self.field)
 
     def _invalid(self, message: str) -> InvalidRequestError:
         return InvalidRequestError(message, self.field)

@@ -33,16 +33,15 @@ from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
 from engine_core.structured_output.matchers import (
     FreeMatcher,
-    GrammarError,
     MaskRow,
     Matcher,
     ThinkingMatcher,
     mask_words,
 )
-from engine_core.structured_output.sandbox import COMPILE_SECONDS, GrammarSandbox, SandboxSetup
+from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import EngineCoreRequest
-from proto.errors import ErrorInfo
+from proto.errors import ErrorInfo, RequestError
 from proto.grammar import FREE_TEXT, GrammarSource
 from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
@@ -55,7 +54,6 @@ logger = logging.getLogger("tokend.grammars")
 
 MAX_THREADS: Final = 8
 """Threads of llguidance that share the masks of a step."""
-FIELD: Final = "structured_outputs"
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
 UNUSABLE: Final = "the grammar cannot be used"
 
@@ -64,12 +62,14 @@ UNUSABLE: Final = "the grammar cannot be used"
 class _ConstrainedRow:
     """One choice and its matcher.
 
+    field: path of the request field that its grammar comes from.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
     """
 
     request: Request
     matcher: Matcher
+    field: str
     num_free: int = 0
     num_consumed: int = 0
 
@@ -136,8 +136,10 @@ class StructuredOutputManager:
         self._compiler = compiler
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
-        self._requests_by_source: dict[GrammarSource, list[tuple[int, int]]] = {}
-        self._blocked: dict[int, tuple[Request, ThinkingRule | None]] = {}  # by seq_id
+        self._blocked: dict[int, GrammarSource] = {}  # by seq_id
+        self._blocked_by_source: dict[
+            GrammarSource, dict[int, tuple[Request, ThinkingRule | None]]
+        ] = {}  # the same choices, by source and seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
         self._last_masked_step = 0
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
@@ -158,7 +160,7 @@ class StructuredOutputManager:
 
     # Requests that come in.
 
-    def admit_request(self, client: int, message: EngineCoreRequest) -> bool:
+    def admit_request(self, message: EngineCoreRequest) -> bool:
         """Return whether a request can be accepted now; else `pop_compiled_requests` returns it.
 
         Raises GrammarError if its grammar is known to be unusable.
@@ -166,11 +168,9 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return True
-        compiled = self._compiler.request_grammar(source)
-        if isinstance(compiled, GrammarError):
+        compiled = self._compiler.request_grammar(source, message.tenant)
+        if isinstance(compiled, RequestError):
             raise compiled
-        if compiled is None:
-            self._requests_by_source.setdefault(source, []).append((client, message.request_id))
         return compiled is not None
 
     def add_choice(self, request: Request, message: EngineCoreRequest) -> None:
@@ -178,43 +178,47 @@ class StructuredOutputManager:
         source = _source_of(message)
         if source is None:
             return
-        self._blocked[request.seq_id] = request, message.thinking
-        compiled = self._compiler.request_grammar(source)
-        if compiled is not None and not isinstance(compiled, GrammarError):
-            self._unblock_request(request.request_id, compiled)
+        compiled = self._compiler.request_grammar(source, message.tenant)
+        if compiled is None:
+            self._blocked[request.seq_id] = source
+            choices = self._blocked_by_source.setdefault(source, {})
+            choices[request.seq_id] = request, message.thinking
+        elif not isinstance(compiled, RequestError):
+            row = self._constrained_row(request, compiled, message.thinking, source.field)
+            self._rows[request.seq_id] = row
 
-    def pop_compiled_requests(self) -> list[tuple[int, int, GrammarError | None]]:
+    def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
 
         A request is (client, request id, error); the error is None for a valid grammar.
         """
-        requests = []
+        requests: dict[tuple[int, int], RequestError | None] = {}
         for source, compiled in self._compiler.pop_compiled():
-            error = compiled if isinstance(compiled, GrammarError) else None
-            for client, request_id in self._requests_by_source.pop(source, []):
-                requests.append((client, request_id, error))
-                if not isinstance(compiled, GrammarError):
-                    self._unblock_request(request_id, compiled)
-        return requests
-
-    def _unblock_request(self, request_id: int, compiled: Matcher) -> None:
-        """Give every choice of a request a matcher of its own, and unblock it."""
-        for request, rule in list(self._blocked.values()):
-            if request.request_id == request_id:
-                del self._blocked[request.seq_id]
-                self._rows[request.seq_id] = self._constrained_row(request, compiled.copy(), rule)
-                self._unblock(request)
+            error = compiled if isinstance(compiled, RequestError) else None
+            for seq_id, (request, rule) in self._blocked_by_source.pop(source, {}).items():
+                requests[request.client_index, request.request_id] = error
+                if not isinstance(compiled, RequestError):
+                    del self._blocked[seq_id]
+                    self._rows[seq_id] = self._constrained_row(
+                        request, compiled, rule, source.field
+                    )
+                    self._unblock(request)
+        return [(*request, error) for request, error in requests.items()]
 
     def _constrained_row(
-        self, request: Request, matcher: Matcher, rule: ThinkingRule | None
+        self, request: Request, compiled: Matcher, rule: ThinkingRule | None, field_path: str
     ) -> _ConstrainedRow:
-        """If only a reasoning budget applies, no mask is needed before it can be used up."""
+        """Give a choice a matcher of its own.
+
+        If only a reasoning budget applies, no mask is needed before it can be used up.
+        """
+        matcher = compiled.copy()
         if rule is None:
-            return _ConstrainedRow(request, matcher)
+            return _ConstrainedRow(request, matcher, field_path)
         num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
         eos_token_ids = request.sampling_params.eos_token_ids
         thinking = ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
-        return _ConstrainedRow(request, thinking, num_free)
+        return _ConstrainedRow(request, thinking, field_path, num_free)
 
     # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
 
@@ -229,8 +233,15 @@ class StructuredOutputManager:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
-        self._blocked.pop(request.seq_id, None)
         self._rows.pop(request.seq_id, None)
+        source = self._blocked.pop(request.seq_id, None)
+        if source is None:
+            return
+        choices = self._blocked_by_source.get(source, {})
+        choices.pop(request.seq_id, None)
+        if not choices:
+            self._blocked_by_source.pop(source, None)
+            self._compiler.withdraw_grammar(source)
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Return the constrained sequences that sample in a step and may need a mask.
@@ -297,8 +308,10 @@ class StructuredOutputManager:
             mask = masks.rows.get(seq_id)
             if error is None and mask is not None and not _allows(mask, token_ids):
                 error = CONTRADICTION
-            if error is not None:
-                errors[seq_id] = ErrorInfo("invalid_request", error or UNUSABLE, FIELD)
+            row = self._rows.get(seq_id)
+            if error is not None and row is not None:
+                message = f"{row.field}: {error or UNUSABLE}"
+                errors[seq_id] = ErrorInfo("invalid_request", message, row.field)
         return errors
 
     def _mask_job(self, output: SchedulerOutput) -> MaskJob:
@@ -338,11 +351,9 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
         return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids, num_threads)
 
     event_fd = EventFd()
-    setup = SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids, COMPILE_SECONDS)
+    sandbox = GrammarSandbox(SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids))
     cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
-    compiler = GrammarCompiler(
-        make_backend, GrammarSandbox(setup), cache, event_fd, eager=boot.incarnation == 0
-    )
+    compiler = GrammarCompiler(make_backend, sandbox, cache, event_fd, eager=boot.incarnation == 0)
     return StructuredOutputManager(compiler, event_fd)
 
 

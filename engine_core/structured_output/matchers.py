@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from proto.errors import InvalidRequestError
+from proto.errors import InternalRequestError, InvalidRequestError
 from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ def mask_words(vocab_size: int) -> int:
 
 class GrammarError(InvalidRequestError):
     """A grammar that is invalid or too expensive to compile; the message is sent to the client."""
+
+
+class GrammarTimeoutError(GrammarError):
+    """A grammar that needs more processor time to compile than it was given."""
+
+
+class CompilerFailedError(InternalRequestError):
+    """A grammar was not compiled because of the host, not because of itself; never cached."""
 
 
 class Matcher(Protocol):

@@ -1,158 +1,250 @@
-"""Compiles each grammar in a separate process first, because compiling may crash or hang.
+"""Compiles each grammar in a process of its own first, because compiling may crash or hang.
 
-    engine    SandboxSetup   GrammarSource   GrammarSource …
-    sandbox   "ready"        ""              "the grammar cannot be used: …"
+    engine          ── CompileTask, a socket ──▶  fork server  ── fork ──▶  child: compile
+       ▲                                                │ if it was killed     │
+       └────────────────── CompileResult ◀──────────────┴──────────────────────┘
 
 A short grammar can make the compiler recurse until the stack is full, or work for hours, and a
-thread cannot be stopped from outside. Here an alarm ends the sandbox process, and the engine goes
-on. `GrammarSandbox` is the engine's side; `main` runs in the process, which ends when its standard
-input is closed.
+thread cannot be stopped from outside. The fork server has loaded the vocabulary, so a child costs
+a few milliseconds, several compile at a time, and one that dies leaves the others alone. A timer
+of processor time ends a child, so a grammar that is refused on a busy host is refused on an idle
+one too. `GrammarSandbox` is the engine's side; `main` runs in the fork server, which ends with
+the engine.
 """
 
+import contextlib
+import os
 import resource
+import select
 import signal
-import struct
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
 from engine_core.structured_output.backend import LLGuidanceBackend
-from engine_core.structured_output.matchers import GrammarError
+from engine_core.structured_output.matchers import (
+    CompilerFailedError,
+    GrammarError,
+    GrammarTimeoutError,
+)
 from proto.codec import MessageDecoder, encode
 from proto.errors import ModelError
-from proto.grammar import GrammarSource
+from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from proto.process import set_title
 
 MODULE: Final = "engine_core.structured_output.sandbox"
-COMPILE_SECONDS: Final = 2
-"""Time limit of one grammar in the sandbox; the engine then needs about the same time."""
+HANG_SECONDS: Final = 30.0
+"""Time without a result after which the fork server and its children are killed; long enough for
+the processor time of a grammar on an overloaded host."""
+START_SECONDS: Final = 60.0
+"""Time after which a fork server that has not started is killed."""
 MAX_MEMORY: Final = 2 << 30
-"""Bytes of address space of the sandbox, most of which it never touches."""
+"""Bytes of address space of a child, most of which it never touches."""
+_MAX_FRAME: Final = MAX_GRAMMAR_BYTES + (64 << 10)
 _READY: Final = b"ready"
-_LENGTH: Final = struct.Struct("<I")
 
 
 class SandboxSetup(msgspec.Struct, array_like=True, frozen=True):
-    """What a sandbox process needs to start. seconds: time limit of one grammar.
-
-    tokenizer_json: path.
-    """
+    """What a fork server needs to start. tokenizer_json: path."""
 
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    seconds: int
+
+
+class CompileTask(msgspec.Struct, array_like=True, frozen=True):
+    """A grammar to compile. seconds: processor time."""
+
+    source: GrammarSource
+    seconds: float
+
+
+class CompileResult(msgspec.Struct, array_like=True, frozen=True):
+    """error: why the grammar cannot be used; empty if it can. signal: that killed the child."""
+
+    error: str = ""
+    signal: int = 0
 
 
 class GrammarSandbox:
-    """Compiles grammars in a process, which starts with the first one and after each crash.
+    """Compiles grammars in children of a fork server, which starts with the first grammar.
 
-    Not thread-safe.
+    Thread-safe. hang_seconds: time without a result after which the fork server is killed.
     """
 
-    def __init__(self, setup: SandboxSetup) -> None:
+    def __init__(self, setup: SandboxSetup, hang_seconds: float = HANG_SECONDS) -> None:
         self._setup = setup
+        self._hang_seconds = hang_seconds
+        self._decoder: MessageDecoder[CompileResult] = MessageDecoder(CompileResult)
+        self._lock = threading.Lock()  # guards the three below
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
 
-    def check(self, source: GrammarSource) -> None:
-        """Compile a grammar within a few seconds.
+    def check(self, source: GrammarSource, seconds: float) -> None:
+        """Compile a grammar within this processor time.
 
-        Raises GrammarError if that fails or takes too much time or memory, ModelError if the
-        process does not start.
+        Raises GrammarTimeoutError if it takes longer, GrammarError if it fails or takes too much
+        memory, CompilerFailedError if there is no result, ModelError if no process starts.
         """
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            _write_frame(process.stdin, encode(source))
-            error = _read_frame(process.stdout)
-        except (EOFError, OSError):
-            self.close()
-            raise GrammarError(
-                "the grammar cannot be used: it takes too much time or memory to compile"
-            ) from None
-        if error:
-            raise GrammarError(error.decode())
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                process = self._send_task(CompileTask(source, seconds), theirs)
+            ours.settimeout(self._hang_seconds)
+            try:
+                frame = ours.recv(_MAX_FRAME)
+            except OSError:  # TimeoutError is one
+                frame = b""
+        if not frame:
+            self._kill_server(process)
+        result = self._decoder.decode(frame) if frame else CompileResult(signal=signal.SIGKILL)
+        if result.signal == signal.SIGPROF:
+            raise GrammarTimeoutError(
+                f"the grammar cannot be used: compiling it takes more than {seconds:g} seconds"
+            )
+        if result.signal == signal.SIGKILL:  # by us, or by a host that is short of memory
+            raise CompilerFailedError("the grammar was not compiled: a process hung or was killed")
+        if result.signal:
+            raise GrammarError("the grammar cannot be used: compiling it takes too much memory")
+        if result.error:
+            raise GrammarError(result.error)
 
     def close(self) -> None:
-        """Kill the process, if there is one."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        """Kill the processes; threads in `check` get an error."""
+        with self._lock:
+            self._is_closed = True
+            self._end_server()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._process = process
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _send_task(self, task: CompileTask, client: socket.socket) -> subprocess.Popen[bytes]:
+        """Send a task to the fork server, which is returned; start one if there is none."""
+        with self._lock:
+            if self._is_closed:
+                raise CompilerFailedError("the grammar was not compiled: the engine ends")
+            process, control = self._process, self._control
+            if process is None or control is None or process.poll() is not None:
+                self._end_server()
+                process, control = self._start_server()
+            with contextlib.suppress(OSError):  # it died just now: `client` gets no result
+                socket.send_fds(control, [encode(task)], [client.fileno()])
+            return process
+
+    def _start_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,  # its children are killed with it
+            )
+        self._control = control
+        control.settimeout(START_SECONDS)
         try:
-            _write_frame(process.stdin, encode(self._setup))
-            ready = _read_frame(process.stdout) == _READY
-        except (EOFError, OSError):
-            ready = False
-        if not ready:
-            self.close()
+            control.send(encode(self._setup))
+            is_ready = control.recv(_MAX_FRAME) == _READY
+        except OSError:
+            is_ready = False
+        if not is_ready:
+            self._end_server()
             raise ModelError("the sandbox for grammars does not start")
-        return process
+        return self._process, control
+
+    def _kill_server(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a fork server that hangs, unless another thread has done so."""
+        with self._lock:
+            if self._process is process:
+                self._end_server()
+
+    def _end_server(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+        self._process = self._control = None
 
 
-def _write_frame(stream: IO[bytes], frame: bytes) -> None:
-    """Write the length of a frame, then the frame."""
-    stream.write(_LENGTH.pack(len(frame)) + frame)
-    stream.flush()
+class ForkServer:
+    """Forks a child for every grammar, and reports the children that were killed.
 
+    control: the engine's socket, by which tasks arrive, each with a socket for its result.
+    """
 
-def _read_frame(stream: IO[bytes]) -> bytes:
-    """Read the next frame; raises EOFError if the stream ends before its end."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    (length,) = _LENGTH.unpack(head)
-    frame = stream.read(length)
-    if len(frame) < length:
-        raise EOFError
-    return frame
+    def __init__(self, control: socket.socket, backend: LLGuidanceBackend) -> None:
+        self._control = control
+        self._backend = backend
+        self._decoder: MessageDecoder[CompileTask] = MessageDecoder(CompileTask)
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: pid, its client
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+
+    def run(self) -> None:
+        """Serve until the engine closes its socket."""
+        while True:
+            for descriptor, _ in self._poller.poll():
+                if descriptor in self._children:
+                    self._reap_child(descriptor)
+                    continue
+                frame, descriptors, _, _ = socket.recv_fds(self._control, _MAX_FRAME, 1)
+                if not frame:
+                    return
+                self._fork_child(frame, socket.socket(fileno=descriptors[0]))
+
+    def _fork_child(self, frame: bytes, client: socket.socket) -> None:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            self._control.close()
+            try:
+                self._compile(self._decoder.decode(frame), client)
+                status = 0
+            finally:
+                os._exit(status)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid, client
+        self._poller.register(pidfd, select.POLLIN)
+
+    def _reap_child(self, pidfd: int) -> None:
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        pid, client = self._children.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with client, contextlib.suppress(OSError):  # the engine waits no more
+            if os.WIFSIGNALED(status):
+                client.send(encode(CompileResult(signal=os.WTERMSIG(status))))
+
+    def _compile(self, task: CompileTask, client: socket.socket) -> None:
+        """Compile a grammar in the child."""
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)
+        try:
+            error = self._backend.explore(self._backend.compile(task.source))
+        except GrammarError as refused:
+            error = refused.message
+        except Exception as failed:
+            error = f"the grammar cannot be used: {type(failed).__name__}"
+        text = error.encode(errors="backslashreplace").decode()
+        client.send(encode(CompileResult(text)))
 
 
 def main() -> None:
-    """Compile grammars from standard input, one after the other."""
+    """Run the fork server; its standard input is the engine's socket."""
     set_title("tokend grammar sandbox")
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    setup = MessageDecoder[SandboxSetup](SandboxSetup).decode(_read_frame(stdin))
+    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    setup = MessageDecoder[SandboxSetup](SandboxSetup).decode(control.recv(_MAX_FRAME))
     backend = LLGuidanceBackend(Path(setup.tokenizer_json), setup.vocab_size, setup.eos_token_ids)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    decoder: MessageDecoder[GrammarSource] = MessageDecoder(GrammarSource)
-    _write_frame(stdout, _READY)
-    while True:
-        try:
-            source = decoder.decode(_read_frame(stdin))
-        except EOFError:
-            return
-        signal.alarm(setup.seconds)
-        _write_frame(stdout, _compile_error(backend, source))
-        signal.alarm(0)
-
-
-def _compile_error(backend: LLGuidanceBackend, source: GrammarSource) -> bytes:
-    """Return why a grammar cannot be compiled; empty if it can."""
-    try:
-        found = backend.explore(backend.compile(source))
-    except GrammarError as error:
-        found = error.message
-    except Exception as error:
-        found = f"the grammar cannot be used: {type(error).__name__}"
-    return found.encode(errors="backslashreplace")
+    control.send(_READY)
+    ForkServer(control, backend).run()
+    os.killpg(0, signal.SIGKILL)  # the children too
 
 
 if __name__ == "__main__":

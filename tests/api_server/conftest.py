@@ -16,6 +16,8 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from api_server.app import create_app
 from api_server.app_state import AppState
@@ -28,8 +30,7 @@ from proto.lifecycle import ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
 from tests.fakes import boots
-from tests.fakes.fake_engine import FakeEngine, Script
-from tests.fakes.fake_supervisor import FakeSupervisor
+from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, said the old man to the sea.",
@@ -172,6 +173,31 @@ async def concurrently(check: Callable[[Any], Awaitable[None]], cases: Iterable[
             await check(case)
 
     await asyncio.gather(*(check_next() for _ in range(8)))
+
+
+@contextlib.asynccontextmanager
+async def websocket(
+    front_end: FrontEnd, path: str, **headers: str
+) -> AsyncIterator[ClientConnection]:
+    """A WebSocket whose client sends no pings."""
+    url = front_end.url.replace("http", "ws", 1) + path
+    async with connect(url, additional_headers=headers, ping_interval=None) as client:
+        yield client
+
+
+async def message(client: ClientConnection) -> Any:
+    """The next message, decoded."""
+    async with asyncio.timeout(10):
+        return json.loads(await client.recv())
+
+
+async def closed(client: ClientConnection) -> int:
+    """The code with which the server closes."""
+    with pytest.raises(ConnectionClosed) as caught:
+        async with asyncio.timeout(10):
+            await client.recv()
+    assert caught.value.rcvd is not None
+    return caught.value.rcvd.code
 
 
 async def samples(front_end: FrontEnd) -> dict[str, float]:

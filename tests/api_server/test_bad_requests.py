@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.api_server.conftest import concurrently
 
 JSON = {"content-type": "application/json"}
@@ -230,7 +232,8 @@ async def expect_error(front_end, path: str, content: bytes, status: int) -> dic
     assert response.status_code == status, (content[:200], response.text)
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
+    too_long = error["message"].startswith("This model's maximum context length is ")
+    assert error["code"] == ("context_length_exceeded" if too_long else status)
     assert error["message"]
     return error
 
@@ -323,3 +326,42 @@ async def test_neutral_and_ignored_fields(start, say):
             assert response.json()["error"]["param"] == next(iter(fields))
         response = await front_end.chat(top_logprobs=2)
         assert response.json()["error"]["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PATH, {"prompt": "x" * 99_999}, "prompt"),
+        (PATH, {"prompt": [5] * 300}, "prompt"),
+        (PATH, {"prompt": "hi", "max_tokens": 999}, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 999},
+            "max_tokens",
+        ),
+        ("/v1/responses", {"input": "🦊" * 300}, "input"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 999}, "max_output_tokens"),
+    ],
+)
+async def test_a_context_that_is_too_long_is_recognised(start, path, fields, param):
+    """LiteLLM looks for these words, LangChain for this code."""
+    async with start() as front_end:
+        response = await front_end.http.post(path, json=fields)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 256 tokens")
+        assert error["param"] == param
+
+
+async def test_an_unknown_model_lists_those_there_are(start):
+    async with start() as front_end:
+        for response in (
+            await front_end.complete(model="other"),
+            await front_end.chat(model="other"),
+            await front_end.http.post("/v1/responses", json={"model": "other", "input": "hi"}),
+            await front_end.http.get("/v1/models/other"),
+        ):
+            assert response.status_code == 404
+            message = "the model other does not exist; available: toy"
+            assert response.json()["error"]["message"] == message

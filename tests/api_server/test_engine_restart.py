@@ -137,7 +137,7 @@ async def test_crashes_are_counted_until_there_is_a_token_and_then_only_alone(st
             counts.append(request.crash_count)
         assert counts == [1, 2, 3, 3, 3], "it is not said that it was computed alone"
         for count in (4, 5):
-            front_end.engine.say_alone(request)
+            front_end.engine.send_running_alone(request)
             entry = front_end.app_state.client._open[request.request_id]
             while not entry.alone:
                 await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_who_got_further_than_where_the_last_engine_died_is_not_blamed(sta
         counts = []
         for computed, under_way in [(0, 0), (0, 16), (15, 31), (30, 40), (40, 50), (49, 60)]:
             if under_way:
-                front_end.engine.say_progress(request, computed, under_way)
+                front_end.engine.send_progress(request, computed, under_way)
                 while entry._num_tokens_under_way != under_way:
                     await asyncio.sleep(0)
             engine, request = await restart(front_end)
@@ -178,7 +178,7 @@ async def test_who_only_waited_is_not_blamed_from_the_second_death_on(start):
         counts = []
         for num_begun in (0, 1, 1, 0):
             if num_begun:
-                front_end.engine.say_progress(guilty, 0, 0)
+                front_end.engine.send_progress(guilty, 0, 0)
                 entry = front_end.app_state.client._open[guilty.request_id]
                 while not entry.started:
                     await asyncio.sleep(0)

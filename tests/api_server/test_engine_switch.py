@@ -140,15 +140,15 @@ async def test_who_watches_sees_the_engine_that_is_asked_now(case, model):
         assert (await stream.next())[0] == "hello"
         assert await old.watches.get() == Watch(1, True)
         new = await case.side_by_side(2, model)
-        new.show(view(epoch=2, step=20))
-        old.show(view(epoch=1, step=10))
+        new.send_view(view(epoch=2, step=20))
+        old.send_view(view(epoch=1, step=10))
         assert (await stream.next())[1]["step"] == 10
         assert new.watches.empty()
         await case.switch(2)
         assert await old.watches.get() == Watch(1, False)
         assert await new.watches.get() == Watch(2, True)
-        old.show(view(epoch=1, step=11))
-        new.show(view(epoch=2, step=21))
+        old.send_view(view(epoch=1, step=11))
+        new.send_view(view(epoch=2, step=21))
         kind, notice = await stream.next()
         assert (kind, notice["kind"]) == ("notice", "reload")
         assert (await stream.next())[1]["step"] == 21

@@ -1,12 +1,14 @@
 """A stream without news says so from time to time, between events and never within one."""
 
 import asyncio
+import contextlib
 import json
 
+import httpx
 import openai
 import pytest
 
-from api_server.protocol.encoder import KEEP_ALIVE_COMMENT as COMMENT
+from api_server.protocol.encoder import KEEP_ALIVE
 from api_server.request_stream import StreamNotifier
 from api_server.response import KeepAlive
 from proto.config import FrontEndConfig
@@ -20,7 +22,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_comments_stand_between_events(start, tokenizer, path):
+async def test_empty_lines_stand_between_events(start, tokenizer, path):
     ids = tokenizer.encode("the quick fox").ids
     async with start(accepts=True, config=OFTEN) as front_end:
         body = {**BODIES[path], "stream": True, "max_tokens": len(ids), "logprobs": 1}
@@ -31,12 +33,12 @@ async def test_comments_stand_between_events(start, tokenizer, path):
             request = await front_end.engine.requests.get()
             async for piece in response.aiter_text():
                 text += piece
-                if text.count(COMMENT) > place and place < len(ids):
+                if piece.endswith(KEEP_ALIVE) and not piece.strip() and place < len(ids):
                     last = FinishReason.LENGTH if place + 1 == len(ids) else None
                     front_end.engine.emit(request, [ids[place]], finish=last)
-                    place = text.count(COMMENT)
+                    place += 1
         parts = text.removesuffix("\n\n").split("\n\n")
-        events = [part for part in parts if part != COMMENT.strip()]
+        events = [part for part in parts if part]
         assert len(parts) - len(events) >= len(ids)
         assert events[-1] == "data: [DONE]"
         shown = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events[:-1]]
@@ -49,25 +51,64 @@ async def test_an_answer_that_is_sent_as_a_whole_has_none(start):
         answer = asyncio.create_task(front_end.complete(max_tokens=1))
         request = await front_end.engine.requests.get()
         notifier = StreamNotifier()
-        KeepAlive(0.1, notifier, COMMENT)
+        KeepAlive(0.1, notifier, KEEP_ALIVE)
         await notifier.wait()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"
 
 
-async def test_the_openai_client_takes_no_notice(start):
+async def openai_client(url: str) -> str:
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    stream = await client.completions.create(model="toy", prompt="hello", max_tokens=2, stream=True)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def benchmark_client(url: str) -> str:
+    """Reads as vLLM's `bench serve` does: each piece of the body is stripped before it is added to
+    those before, and ends an event if it is whole JSON; it knows comments only as whole events."""
+    text = buffer = ""
+    body = {"prompt": "hello", "max_tokens": 2, "stream": True}
+    async with (
+        httpx.AsyncClient(verify=False) as http,
+        http.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        async for piece in response.aiter_text():
+            buffer += piece.strip()
+            *events, buffer = buffer.split("\n\n")
+            with contextlib.suppress(ValueError):
+                json.loads(buffer.removeprefix("data: "))
+                events, buffer = [*events, buffer], ""
+            for event in events:
+                if not event.startswith(":") and event != "data: [DONE]":
+                    text += json.loads(event.removeprefix("data: "))["choices"][0]["text"]
+    assert buffer in ("", "data: [DONE]")
+    return text
+
+
+async def splitting_client(url: str) -> str:
+    """Splits at empty lines, skips empty parts, and takes any other for an event with data."""
+    body = {"prompt": "hello", "max_tokens": 2, "stream": True}
+    async with httpx.AsyncClient(verify=False) as http:
+        response = await http.post(f"{url}/v1/completions", json=body)
+    *events, done = [part for part in response.text.split("\n\n") if part]
+    assert done == "data: [DONE]"
+    assert all(event.startswith("data: ") for event in events)
+    return "".join([json.loads(event[6:])["choices"][0]["text"] for event in events])
+
+
+@pytest.mark.parametrize("read", [openai_client, benchmark_client, splitting_client])
+async def test_clients_take_no_notice(start, tokenizer, read):
+    """Silence before the first token and between two tokens."""
+    ids = tokenizer.encode("the quick").ids[:2]
     async with start(accepts=True, config=OFTEN) as front_end:
-        client = openai.AsyncOpenAI(base_url=f"{front_end.url}/v1", api_key="x", max_retries=0)
-        stream = await client.completions.create(
-            model="toy", prompt="hello", max_tokens=1, stream=True
-        )
+        answer = asyncio.create_task(read(front_end.url))
         request = await front_end.engine.requests.get()
-        notifier = StreamNotifier()
-        KeepAlive(0.1, notifier, COMMENT)
-        await notifier.wait()
-        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
-        (chunk,) = [chunk async for chunk in stream]
-        assert chunk.choices[0].finish_reason == "length"
+        for token_id, finish in zip(ids, (None, FinishReason.LENGTH), strict=True):
+            notifier = StreamNotifier()
+            KeepAlive(0.1, notifier, KEEP_ALIVE)
+            await notifier.wait()
+            front_end.engine.emit(request, [token_id], finish=finish)
+        assert await answer == tokenizer.decode(ids)
 
 
 async def test_while_an_engine_is_restarted_a_stream_shows_that_it_lives(start):
@@ -77,7 +118,7 @@ async def test_while_an_engine_is_restarted_a_stream_shows_that_it_lives(start):
             await front_end.engine.requests.get()
             engine = await front_end.lose_engine()
             lines = response.aiter_lines()
-            assert await anext(lines) == COMMENT.strip()
+            assert not await anext(lines)
             engine.announce()
             engine.emit(await engine.requests.get(), [40, 41], finish=FinishReason.LENGTH)
             rest = [line async for line in lines]
@@ -88,7 +129,7 @@ async def test_whoever_speaks_is_not_silent():
     """The one timer of a stream looks again when the silence since the last word is over."""
     loop = asyncio.get_running_loop()
     notifier = StreamNotifier()
-    keep_alive = KeepAlive(3600.0, notifier, COMMENT)
+    keep_alive = KeepAlive(3600.0, notifier, KEEP_ALIVE)
     first = keep_alive._timer
     keep_alive._last_write = loop.time() - 3599.0
     keep_alive.record_write()
@@ -98,7 +139,7 @@ async def test_whoever_speaks_is_not_silent():
     keep_alive._last_write -= 3601.0
     keep_alive._check_silence()
     await asyncio.wait_for(notifier.wait(), 5)
-    assert keep_alive.due_event() == COMMENT
+    assert keep_alive.due_event() == KEEP_ALIVE
     keep_alive.record_write()
     assert keep_alive.due_event() == ""
     first.cancel()
@@ -108,6 +149,6 @@ async def test_whoever_speaks_is_not_silent():
 
 async def test_none_where_none_are_wanted(monkeypatch):
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None, raising=False)
-    keep_alive = KeepAlive(0.0, StreamNotifier(), COMMENT)
+    keep_alive = KeepAlive(0.0, StreamNotifier(), KEEP_ALIVE)
     assert keep_alive.due_event() == ""
     keep_alive.close()

@@ -502,7 +502,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
         found = response.json()
         assert found["error"]["type"] == kind
         if status == 400:
-            assert found["error"]["message"] == "output_config: no"
+            assert found["error"]["message"] == "output_format: no"
 
 
 async def test_draining_is_an_overload(start):

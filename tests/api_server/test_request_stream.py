@@ -10,7 +10,7 @@ from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
-from tests.fakes.fake_engine import made_up_logprobs
+from tests.fakes.fake_engine import fake_logprobs
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_a_gap_is_an_error(make):
 
 def test_repeated_logprobs_are_dropped_with_their_tokens(make):
     stream = make()
-    stream.process_output(output([40], 0, logprobs=made_up_logprobs([40], 1)), 101.0)
-    stream.process_output(output([40, 41], 0, logprobs=made_up_logprobs([40, 41], 1)), 102.0)
+    stream.process_output(output([40], 0, logprobs=fake_logprobs([40], 1)), 101.0)
+    stream.process_output(output([40, 41], 0, logprobs=fake_logprobs([40, 41], 1)), 102.0)
     assert [token.token_id for token in stream.choices[0].take_delta().tokens] == [40, 41]
 
 
@@ -85,7 +85,7 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     ids = tokenizer.encode("abcde zz").ids
     assert len(ids) > 5
     stream = make(stop=["de"])
-    engine_goes_on = stream.process_output(output(ids, 0, logprobs=made_up_logprobs(ids, 0)), 101.0)
+    engine_goes_on = stream.process_output(output(ids, 0, logprobs=fake_logprobs(ids, 0)), 101.0)
     delta = stream.choices[0].take_delta()
     assert engine_goes_on
     assert delta.text == "abc"

@@ -274,7 +274,8 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
                 request, ErrorInfo("invalid_request", "response_format: no", "response_format")
             )
             found = (await asking).json()["error"]
-            assert (found["message"], found["param"], found["code"]) == ("text: no", "text", 400)
+            assert (found["message"], found["code"]) == ("text.format: no", 400)
+            assert found["param"] == "text.format"
 
 
 @pytest.mark.parametrize(
@@ -299,6 +300,11 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input", "output"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": "21"}]},
+            "input",
+            "input[0].call_id",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens 5000"),
         ({"temperature": -1}, "temperature", "temperature"),
@@ -313,11 +319,11 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, None, "obfuscation"),
         ({"stream_options": {}}, "stream_options", "needs stream"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, None, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}},
-            "text",
-            "text",
+            "text.format",
+            "text.format.name must match",
         ),
         ({"background": True, "store": False}, "background", "store"),
         ({"background": True, "store": True, "stream": True}, "background", "stream"),

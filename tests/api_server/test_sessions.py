@@ -1,12 +1,11 @@
 """The WebSocket at /v1/sessions, with the client of the `websockets` package."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 
 from api_server import session as sessions
 from api_server.http import http_protocol
@@ -14,13 +13,11 @@ from api_server.routes import sessions as route
 from proto.config import FrontEndConfig
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
+from tests.api_server.conftest import closed, message, websocket
 
 
-@contextlib.asynccontextmanager
-async def opened(front_end, **headers):
-    url = front_end.url.replace("http", "ws", 1) + "/v1/sessions"
-    async with connect(url, additional_headers=headers, ping_interval=None) as client:
-        yield client
+def opened(front_end, **headers):
+    return websocket(front_end, "/v1/sessions", **headers)
 
 
 async def give(client, prompt, **fields):
@@ -31,21 +28,8 @@ async def end(client):
     await client.send(json.dumps({"type": "end"}))
 
 
-async def message(client):
-    async with asyncio.timeout(10):
-        return json.loads(await client.recv())
-
-
 async def error_of(client):
     return (await message(client))["error"]
-
-
-async def closed(client):
-    """The code with which the server closes."""
-    with pytest.raises(ConnectionClosed) as caught:
-        async with asyncio.timeout(10):
-            await client.recv()
-    return caught.value.rcvd.code
 
 
 async def test_each_input_is_a_turn_and_the_end_closes(start):
@@ -161,9 +145,11 @@ async def test_the_context_limits_all_turns_together(start):
         await give(client, [5] * 9, max_tokens=2)
         await front_end.engine.requests.get()
         await give(client, [6] * 9, max_tokens=3)
-        assert (await error_of(client))["param"] == "max_tokens"
+        first = await error_of(client)
         await give(client, [6] * 12)
-        assert (await error_of(client))["param"] == "prompt"
+        second = await error_of(client)
+        assert [first["param"], second["param"]] == ["max_tokens", "prompt"]
+        assert first["code"] == second["code"] == "context_length_exceeded"
         await give(client, [6] * 9, max_tokens=None)
         assert (await front_end.engine.inputs.get()).sampling_params.max_tokens == 2
 

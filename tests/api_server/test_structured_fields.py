@@ -1,5 +1,6 @@
 """The forms in which clients ask for structured output, and what the engine gets of each."""
 
+import asyncio
 import json
 
 import pytest
@@ -7,11 +8,12 @@ import pytest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.structured import ANY_OBJECT
-from proto.errors import InvalidRequestError
+from proto.errors import ErrorInfo, InvalidRequestError
 from proto.grammar import GrammarSource
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = json.dumps(SCHEMA)
+USER = [{"role": "user", "content": "hello"}]
 
 
 def source_of(**fields) -> GrammarSource | None:
@@ -24,6 +26,8 @@ def source_of(**fields) -> GrammarSource | None:
     ("fields", "kind", "source"),
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", ANY_OBJECT),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"json_schema": SCHEMA}, "json_schema", TEXT),
         (
             {
                 "response_format": {
@@ -49,7 +53,9 @@ def source_of(**fields) -> GrammarSource | None:
 def test_forms(fields, kind, source):
     found = source_of(**fields)
     assert found is not None
-    assert (found.kind, found.source, found.field) == (kind, source, next(iter(fields)))
+    (name, value) = next(iter(fields.items()))
+    path = f"{name}.{next(iter(value))}" if name == "structured_outputs" else name
+    assert (found.kind, found.source, found.field) == (kind, source, path)
 
 
 def test_what_nobody_defines_is_ignored_by_name():
@@ -81,13 +87,21 @@ def test_free_text_and_compact_json():
     [
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "one of"),
-        ({"structured_outputs": {"json": ""}}, "structured_outputs", "empty"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
-        ({"structured_outputs": {"json": [1]}}, "structured_outputs", "object"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "empty"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "object"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
-        ({"structured_outputs": {"regex": "x" * 1_000_000}}, "structured_outputs", "1000000 bytes"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
-        ({"structured_outputs": {"choice": ["a"] * 70_000}}, "structured_outputs", "65536 bytes"),
+        (
+            {"structured_outputs": {"regex": "x" * 1_000_000}},
+            "structured_outputs.regex",
+            "1000000 bytes",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        (
+            {"structured_outputs": {"choice": ["a"] * 70_000}},
+            "structured_outputs.choice",
+            "65536 bytes",
+        ),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "whitespace"),
@@ -127,6 +141,73 @@ def test_a_schema_a_thousand_levels_deep_is_refused():
     for deep in (schema, '{"items":' * 1000 + "{}" + "}" * 1000):
         with pytest.raises(InvalidRequestError, match="nested"):
             source_of(structured_outputs={"json": deep})
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": UNIQUE, "strict": True}}
+FORMAT = {"type": "json_schema", "schema": UNIQUE}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (CHAT, {"response_format": {"type": "json_object", "schema": UNIQUE}}, "response_format"),
+        (CHAT, {"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json"),
+        (CHAT, {"guided_json": UNIQUE}, "guided_json"),
+        (CHAT, {"json_schema": UNIQUE}, "json_schema"),
+        (
+            CHAT,
+            {"tools": [CHAT_TOOL], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        (RESPONSES, {"text": {"format": FORMAT | {"name": "x"}}}, "text.format"),
+        (RESPONSES, {"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json"),
+        (
+            RESPONSES,
+            {"tools": [CHAT_TOOL["function"] | {"type": "function"}], "tool_choice": "required"},
+            "tools[0].parameters",
+        ),
+        (MESSAGES, {"output_config": {"format": FORMAT}}, "output_config.format"),
+        (MESSAGES, {"output_format": FORMAT}, "output_format"),
+        (
+            MESSAGES,
+            {"tools": [{"name": "f", "input_schema": UNIQUE}], "tool_choice": {"type": "any"}},
+            "tools.0.input_schema",
+        ),
+    ],
+)
+async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields, field):
+    """Errors are found here, or by the engine before and after the answer has begun."""
+    conversation = {"input": "x"} if path == RESPONSES else {"messages": USER}
+    body = {"model": "toy", "max_tokens": 20, **conversation, **fields}
+    if path == RESPONSES:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    async with start(accepts=True, max_model_len=4096) as front_end:
+        asking = asyncio.create_task(front_end.http.post(path, json=body))
+        request = await front_end.engine.requests.get()
+        source = request.grammar
+        assert source is not None
+        refusal = ErrorInfo("invalid_request", f"{source.field}: too large", source.field)
+        front_end.engine.refuse(request, refusal)
+        response = await asking
+        assert response.status_code == 400
+        found = response.json()["error"]
+        assert found["message"] == f"{field}: too large"
+        assert found.get("param", field) == field
+
+        wrong = json.loads(json.dumps(body).replace('"uniqueItems": true', '"items": 3'))
+        found = (await front_end.http.post(path, json=wrong)).json()["error"]
+        assert found["message"].startswith(f"{field}: ")
+        assert found.get("param", field) == field
+
+        async with front_end.http.stream("POST", path, json=body | {"stream": True}) as response:
+            request = await front_end.engine.requests.get()
+            assert response.headers["x-tokend-ignored"] == f"{field}.uniqueItems"
+            front_end.engine.emit(request, [5])
+            front_end.engine.refuse(request, refusal)
+            text = (await response.aread()).decode()
+        assert f"{field}: too large" in text
 
 
 async def test_a_grammar_reaches_the_engine_and_its_refusal_is_a_400(start, say):

@@ -1,4 +1,4 @@
-"""What docs/architecture.md and docs/internals name exists."""
+"""Files and functions named in docs/architecture.md and docs/internals exist."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ REFERENCE = re.compile(
 
 
 def names_in(path: Path) -> set[str]:
-    """Names of all functions, methods and classes of a module."""
+    """Return the names of all functions, methods and classes of a module."""
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return {
         node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, definitions)
@@ -36,7 +36,7 @@ def test_files_and_functions_of_a_page_exist(page: Path) -> None:
     assert missing(page.read_text()) == []
 
 
-def test_a_missing_function_is_found() -> None:
+def test_the_check_finds_missing_names() -> None:
     assert missing("`proto/codec.py:nothing`, `proto/none.py`") == [
         "proto/codec.py:nothing",
         "proto/none.py",

@@ -35,11 +35,11 @@ LAZILY = {
 }
 FOLDERS = sorted(ALWAYS)
 FOREIGN = ROOT / "tests" / "benchmarks" / "peers"
-"""Programs run by the interpreters of other environments, with what is installed there."""
+"""Programs that run in other virtual environments, with the packages installed there."""
 
 
 def imports_of(tree: ast.Module) -> list[tuple[str, int, bool]]:
-    """(top-level package, line, inside a function) of every import."""
+    """Return (top-level package, line, inside a function) of every import."""
     found = []
 
     def visit(node: ast.AST, in_function: bool) -> None:
@@ -73,14 +73,14 @@ def test_folder_imports_only_what_the_table_allows(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files, f"{folder}/ has no Python files"
     broken = [
-        each
+        violation
         for path in files
-        for each in violations(folder, path.relative_to(ROOT), path.read_text())
+        for violation in violations(folder, path.relative_to(ROOT), path.read_text())
     ]
     assert broken == []
 
 
-def test_the_check_sees_a_forbidden_import() -> None:
+def test_the_check_finds_forbidden_imports() -> None:
     source = "import json\nimport torch\ndef f():\n    import gguf\n    import transformers\n"
     assert violations("engine_core", Path("x.py"), source) == [
         "x.py:2 imports torch",
@@ -90,7 +90,7 @@ def test_the_check_sees_a_forbidden_import() -> None:
     assert violations("deploy", Path("x.py"), "import gguf") == ["x.py:1 imports gguf"]
 
 
-def test_programs_for_other_environments_have_nothing_to_do_with_ours() -> None:
+def test_programs_for_other_environments_share_no_imports_with_the_product() -> None:
     programs = sorted(FOREIGN.glob("*.py"))
     assert programs
     for path in programs:
@@ -104,7 +104,7 @@ def test_programs_for_other_environments_have_nothing_to_do_with_ours() -> None:
     assert users == []
 
 
-def test_proto_is_ours() -> None:
+def test_proto_is_imported_from_this_repository() -> None:
     import proto
 
     assert Path(proto.__file__).parent == ROOT / "proto"

@@ -1,7 +1,7 @@
-"""Nothing that arrives from outside is turned into code: no pickle, here or in what we call.
+"""External input is never deserialised into code: neither tokend nor its dependencies unpickle it.
 
-Our own sources are searched for every way in; the packages that touch what arrives are
-searched for pickle, so that a version which brings it in anew is noticed.
+The sources of tokend are searched for all unsafe calls; the packages that handle external input
+are searched for pickle, so that a version that introduces it fails here.
 """
 
 import ast
@@ -14,7 +14,7 @@ import pytest
 from tests.architecture.test_imports import FOLDERS, FOREIGN, ROOT, imports_of
 
 UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-WAYS_IN = {
+UNSAFE_CALLS = {
     "send_pyobj",  # zmq
     "recv_pyobj",
     "torch.load",
@@ -34,7 +34,7 @@ UNSAFE_SWITCHES = {"allow_pickle", "trust_remote_code"}
 KNOWN = {
     "gguf": set(),
     "httptools": set(),
-    "jinja2": {"bccache.py"},  # compiled templates in files, which we do not keep
+    "jinja2": {"bccache.py"},  # a cache of compiled templates, unused here
     "msgspec": set(),
     "numpy": {"_core/_methods.py", "lib/_format_impl.py", "lib/_npyio_impl.py"},  # np.load, dump
     "prometheus_client": set(),
@@ -42,21 +42,21 @@ KNOWN = {
     "setproctitle": set(),
     "starlette": set(),
     "tokenizers": set(),
-    "uvicorn": {"supervisors/multiprocess.py"},  # its own worker processes, which we do not use
+    "uvicorn": {"supervisors/multiprocess.py"},  # its worker processes, unused here
     "yaml": set(),
     "zmq": {"eventloop/zmqstream.py", "sugar/socket.py"},  # send_pyobj and recv_pyobj
 }
-"""Files of the packages on the way of requests, settings and weights that import a pickle."""
+"""Files that import pickle in the packages that handle requests, settings or weights."""
 
 
-def ways_in(source: str) -> list[str]:
-    """What a module calls or imports that can turn bytes into code."""
+def unsafe_calls_in(source: str) -> list[str]:
+    """Return the calls and imports of a module that can turn bytes into code."""
     tree = ast.parse(source)
     found = [name for name, _, _ in imports_of(tree) if name in UNPICKLERS | {"multiprocessing"}]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called in WAYS_IN or called.rsplit(".", 1)[-1] in ("send_pyobj", "recv_pyobj"):
+            if called in UNSAFE_CALLS or called.rsplit(".", 1)[-1] in ("send_pyobj", "recv_pyobj"):
                 found.append(called)
             for keyword in node.keywords:
                 off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
@@ -65,12 +65,12 @@ def ways_in(source: str) -> list[str]:
     return found
 
 
-def test_none_of_ours_opens_a_way_in() -> None:
+def test_no_source_file_deserialises_code() -> None:
     broken = {
         str(path.relative_to(ROOT)): found
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        if FOREIGN not in path.parents and (found := ways_in(path.read_text()))
+        if FOREIGN not in path.parents and (found := unsafe_calls_in(path.read_text()))
     }
     assert broken == {}
 
@@ -88,14 +88,14 @@ def test_none_of_ours_opens_a_way_in() -> None:
         "eval(text)",
     ],
 )
-def test_the_search_sees_a_way_in(source: str) -> None:
-    assert ways_in(source)
-    assert ways_in("re.compile('x'); load(path, allow_pickle=False)") == []
+def test_the_check_finds_unsafe_calls(source: str) -> None:
+    assert unsafe_calls_in(source)
+    assert unsafe_calls_in("re.compile('x'); load(path, allow_pickle=False)") == []
 
 
 @pytest.mark.parametrize("package", sorted(KNOWN))
-def test_packages_on_the_way_unpickle_only_where_we_know(package: str) -> None:
-    """A new file here needs a look: can anything from outside reach it?"""
+def test_dependencies_import_pickle_only_in_known_files(package: str) -> None:
+    """For a new file, check whether external input can reach it before adding it to the list."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None

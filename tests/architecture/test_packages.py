@@ -1,4 +1,4 @@
-"""What is installed."""
+"""Packages that setuptools installs."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ print(json.dumps(setuptools.find_namespace_packages(sys.argv[1], **json.loads(sy
 """
 
 
-def test_folders_that_a_build_makes_are_no_packages(tmp_path):
-    """They are listed before the build, and a build removes those of the one before."""
+def test_build_output_folders_are_not_packages(tmp_path):
+    """setuptools lists packages before the build, which then deletes older build output."""
     for folder in ("engine_core/kv_cache", "engine_core/compiled_modules/0123abcd/engine_core"):
         (tmp_path / folder).mkdir(parents=True)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     rules = json.dumps(settings["packages"]["find"])
-    command = [sys.executable, "-c", FIND, str(tmp_path), rules]  # it replaces parts of Python
+    command = [sys.executable, "-c", FIND, str(tmp_path), rules]  # setuptools patches distutils
     found = json.loads(subprocess.check_output(command))
     assert sorted(found) == ["engine_core", "engine_core.kv_cache"]

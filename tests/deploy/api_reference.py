@@ -85,7 +85,7 @@ def _texts(model: type[BaseModel]) -> dict[str, str]:
     }
     for base in model.__mro__[: model.__mro__.index(BaseModel)]:
         if base is SamplingNumbers:
-            continue  # made from the table of proto/sampling_params.py
+            continue  # generated from the table in proto/sampling_params.py
         (body,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):

@@ -8,7 +8,7 @@ from tests.fakes.supervised import FakeDaemon, Start
 
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts daemons: choices as of `fake_daemon.py`, and variables of the environment."""
+    """Start daemons with the arguments of `fake_daemon.py` and environment variables."""
     daemons = []
 
     def begin(*choices: str, run_parent: Path | None = None, **variables: str) -> FakeDaemon:
@@ -23,7 +23,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture
 def begin(start: Start) -> Start:
-    """A daemon that is ready."""
+    """Start a daemon and wait until it is ready."""
 
     def ready(*choices: str) -> FakeDaemon:
         daemon = start(*choices)

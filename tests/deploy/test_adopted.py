@@ -1,4 +1,4 @@
-"""Reaping orphans, each case in a process of its own: it takes every child that is not named."""
+"""Reaping adopted orphans, in separate processes, since it reaps all children not named."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_all_that_is_not_ours_is_reaped() -> None:
+def test_unknown_children_are_reaped() -> None:
     run("""
 strangers = [ended(1), ended(2)]
 running = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -38,7 +38,7 @@ running.wait()
 """)
 
 
-def test_the_exit_status_of_ours_is_left_to_whoever_started_it() -> None:
+def test_the_exit_status_of_known_children_is_left_to_their_parent_code() -> None:
     run("""
 ours = ended(7)
 reap_adopted({ours.pid})
@@ -50,5 +50,5 @@ assert not in_process_table(stranger.pid)
 """)
 
 
-def test_without_children_there_is_nothing_to_do() -> None:
+def test_reaping_without_children_does_nothing() -> None:
     run("reap_adopted(set())")

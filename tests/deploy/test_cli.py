@@ -1,4 +1,4 @@
-"""The command: exit statuses, one line for each error, nothing heavy where it is not needed."""
+"""The command line: exit statuses, one line for each error, no heavy imports in small commands."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tokend 0.")
 
 
-def test_faults_are_refused_unless_they_are_allowed(
+def test_fault_injection_needs_its_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEND_FAULTS", "worker:kill@20")
@@ -57,7 +57,7 @@ def test_models_are_listed(
         (["version", "please"], "tokend version takes no arguments"),
     ],
 )
-def test_what_the_user_must_change_is_one_line_and_status_2(
+def test_usage_errors_are_one_line_and_status_2(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == 2
@@ -75,7 +75,7 @@ def test_what_the_user_must_change_is_one_line_and_status_2(
         ["--config", "FILE", "--max-num-seqs", "0"],
     ],
 )
-def test_errors_are_json_if_the_log_is(
+def test_errors_are_json_with_log_format_json(
     words: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -99,18 +99,18 @@ def test_errors_are_json_if_the_log_is(
     ],
 )
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_every_command_has_a_help(
+def test_every_command_has_help(
     command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = cli.main([*command.split(), flag])
-    except SystemExit as exit:  # argparse
+    except SystemExit as exit:  # raised by argparse
         status = exit.code
     assert status == 0
     assert f"usage: tokend {command}" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_there(
+def test_an_unknown_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_there(
     assert "smollm2-135m-instruct" in line
 
 
-def test_a_port_that_is_taken_is_told_before_anything_loads(
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_told_before_anything_loads(
     assert f"--port {port} is in use on 127.0.0.1" in line
 
 
-def test_a_host_that_is_none_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", "192.0.2.1", "--port", "0"]) == 2
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
 
@@ -149,8 +149,8 @@ def test_small_commands_import_nothing_heavy(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
-def test_who_reads_no_further_is_no_error() -> None:
-    """As `tokend serve --help | head -1` does."""
+def test_a_closed_stdout_is_not_an_error() -> None:
+    """For example `tokend serve --help | head -1`."""
     script = "import sys; from deploy import cli; sys.exit(cli.main(['serve', '--help']))"
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""Images, compose file, dashboard and Deployment say what the daemon does."""
+"""Container images, compose file, dashboards and Kubernetes manifest match the daemon."""
 
 import json
 import re
@@ -23,18 +23,18 @@ DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 PORT = FrontEndConfig().port
 LONGEST_END = ReliabilityConfig().shutdown_timeout + ON_REQUEST.until_kill
-"""Seconds from SIGTERM until the last process is gone."""
+"""Longest time in seconds from SIGTERM until the last process ends."""
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix)
 class TestDockerfile:
-    def test_the_supervisor_is_process_1_and_not_root(self, path: Path) -> None:
+    def test_the_supervisor_is_process_1_without_root(self, path: Path) -> None:
         final = path.read_text().rsplit("\nFROM ", 1)[1]
         assert 'ENTRYPOINT ["tokend"]' in final
         assert "\nUSER tokend\n" in final
         assert "tini" not in path.read_text()
 
-    def test_the_health_check_asks_an_open_path(self, path: Path) -> None:
+    def test_the_health_check_uses_a_path_without_key(self, path: Path) -> None:
         found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/[\w/]+)'", path.read_text())
         assert found is not None
         assert int(found[1]) == PORT
@@ -42,8 +42,8 @@ class TestDockerfile:
         assert found[2] in OPEN_PATHS
 
 
-def test_the_image_for_gpus_has_kernels_and_what_compiles_them() -> None:
-    """Prebuilt ones of FlashInfer, for every head that there are any for; Triton's at first use."""
+def test_the_gpu_image_has_prebuilt_kernels_and_a_compiler() -> None:
+    """FlashInfer's kernels are prebuilt for every head size; Triton compiles later."""
     stages = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().split("\nFROM ")
     build, final = stages[-2:]
     installed = set(re.search(r"apt-get install (.*)", final)[1].split())  # type: ignore[index]
@@ -60,7 +60,7 @@ def test_the_image_for_gpus_has_kernels_and_what_compiles_them() -> None:
     assert f"mv {options.folder}/{PACKAGE} /opt/tokend/lib/python3*/site-packages" in build
 
 
-def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
+def test_the_build_context_contains_only_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     needed = {name.removesuffix("*") for name in packages}
@@ -72,7 +72,7 @@ def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
 
 
 def shown() -> str:
-    """What a daemon shows under /metrics."""
+    """Return the text of /metrics."""
     metrics = Metrics("model", MetricSheet.of_one())
     http = metrics.register_http_metrics(completions.router.routes)
     http.record_response({"path": "/v1/completions", "method": "POST"}, 200, 0.1)
@@ -80,12 +80,12 @@ def shown() -> str:
 
 
 def exposed() -> set[str]:
-    """The names of all samples that a daemon shows."""
+    """Return the names of all samples in /metrics."""
     return set(re.findall(r"^([a-z0-9_:]+)[{ ]", shown(), re.MULTILINE))
 
 
 def labels(name: str) -> set[str]:
-    """Of a metric, by the name of its samples."""
+    """Return the labels of a sample."""
     found = re.search(rf"^{name}{{(.*)}} ", shown(), re.MULTILINE)
     return set(re.findall(r'(\w+)="', found[1])) if found is not None else set()
 
@@ -93,23 +93,25 @@ def labels(name: str) -> set[str]:
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_the_dashboard_shows_metrics_that_exist(path: Path) -> None:
     dashboard = json.loads(path.read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked += [
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [
         each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
     ]
-    names = {name for expr in asked for name in re.findall(r"\b(?:\w+:|process_|http_)\w+", expr)}
+    names = {
+        name for expr in expressions for name in re.findall(r"\b(?:\w+:|process_|http_)\w+", expr)
+    }
     assert len(names) >= 20
     assert names <= exposed()
     own = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exposed() if "tokend:" in name}
     assert own <= {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
-    for expr in asked:
+    for expr in expressions:
         name, by = re.search(r"\w*:\w+|http_\w+", expr), re.search(r"by \((\w+)\)", expr)
         assert by is None or (name is not None and by[1] in labels(name[0]))
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
 
 
-def test_compose_mounts_what_is_there_and_waits_for_the_end() -> None:
+def test_compose_mounts_existing_files_and_outlasts_the_shutdown() -> None:
     services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     assert (ROOT / services["tokend"]["build"]["dockerfile"]).is_file()
     assert services["tokend"]["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
@@ -127,13 +129,13 @@ def test_compose_mounts_what_is_there_and_waits_for_the_end() -> None:
     assert job["static_configs"][0]["targets"] == [f"tokend:{PORT}"]
 
 
-def test_compose_does_not_start_a_daemon_for_ever_that_cannot() -> None:
-    """A wrong setting is status 2, and compose has nothing to tell it from a crash but a number."""
+def test_compose_limits_restarts() -> None:
+    """Compose cannot tell a configuration error from a crash, so it limits restarts."""
     services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     assert re.fullmatch(r"on-failure:[1-9]", services["tokend"]["restart"])
 
 
-def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
+def test_the_deployment_probes_paths_without_key_and_outlasts_the_shutdown() -> None:
     documents = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/tokend.yaml").read_text()))
     deployment = next(each for each in documents if each["kind"] == "Deployment")
     pod = deployment["spec"]["template"]["spec"]
@@ -147,7 +149,9 @@ def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
     limits = (
         container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"]
     )
-    assert limits > 1.5 * ReliabilityConfig().step_timeout, "what heals itself is given time to"
+    assert limits > 1.5 * ReliabilityConfig().step_timeout, (
+        "the daemon has time to recover by itself"
+    )
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]

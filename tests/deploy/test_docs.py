@@ -1,4 +1,4 @@
-"""The documents say what the command line does."""
+"""Tables and figures of the documentation match the code."""
 
 import re
 from pathlib import Path
@@ -50,17 +50,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_settings_is_current() -> None:
-    """To renew it: python -c 'from deploy.flags import markdown_table as t; print(t())'."""
+    """To update it: python -c 'from deploy.flags import markdown_table as t; print(t())'."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert markdown_table() in text
 
 
 def test_the_tables_of_request_fields_are_current() -> None:
-    """To renew them: `print(markdown())` of tests.deploy.api_reference; they end the page."""
+    """To update them: `print(markdown())` of tests.deploy.api_reference, at the end of the page."""
     assert markdown() in (ROOT / "docs" / "api.md").read_text()
 
 
-def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
+def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
     helps = {flag.name: field_helps()[flag.field] for flag in all_flags()}
     rows = re.findall(r"^\| `(--[a-z-]+)` \| (.+?) \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(rows) >= 10
@@ -123,12 +123,12 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
         ),
     ],
 )
-def test_the_limits_are_those_of_the_code(what: str, limit: str) -> None:
+def test_documented_limits_equal_the_code(what: str, limit: str) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert f"| {what} | {limit} | " in text
 
 
-def test_the_defaults_of_the_queue_are_those_of_the_code() -> None:
+def test_documented_queue_defaults_equal_the_code() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     times = DEFAULT_QUEUED_PER_RUNNING
     for flag, fewest in (("reqs", MIN_DEFAULT_REQUESTS), ("tokens", MIN_DEFAULT_TOKENS)):

@@ -1,4 +1,4 @@
-"""When a drain is over: without processes, on a fake clock."""
+"""The end of a drain, without processes and on a fake clock."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ def test_a_drain_waits_for_the_report_of_every_front_end() -> None:
 def test_open_requests_are_reported_once_and_awaited() -> None:
     case = Case()
     case.note(0, 3)
-    assert case.notices.lines == [], "the other one has not said anything"
+    assert case.notices.lines == [], "the other front end has not reported yet"
     case.note(1, 1)
     assert case.notices.lines == [
         "4 requests in flight may finish within 30 s, new ones are refused; "
@@ -56,7 +56,7 @@ def test_open_requests_are_reported_once_and_awaited() -> None:
     assert len(case.notices.lines) == 1
 
 
-def test_a_drain_is_done_when_its_time_is_up() -> None:
+def test_a_drain_ends_at_its_timeout() -> None:
     case = Case()
     case.note(0, 1)
     case.now += 29.0

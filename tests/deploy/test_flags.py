@@ -1,4 +1,4 @@
-"""Flags are the config Structs: every field, every way to give it, every way to get it wrong."""
+"""Flags generated from the config Structs: valid and invalid values, files, environment."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def all_fields() -> set[str]:
 def test_every_field_has_a_flag_and_help() -> None:
     by_field = {flag.field: flag for flag in flags.all_flags()}
     assert set(by_field) == all_fields()
-    assert len(flags.all_flags()) == len(by_field), "a name is in two sections"
+    assert len(flags.all_flags()) == len(by_field), "a field name is in two sections"
     helps = flags.field_helps()
     text = flags.render()
     for field, flag in by_field.items():
@@ -37,8 +37,8 @@ def test_every_field_has_a_flag_and_help() -> None:
         assert f"  {flag.name}" in text
 
 
-def test_the_promised_names_exist() -> None:
-    promised = """
+def test_documented_flags_exist() -> None:
+    documented = """
         --host --port --api-key --served-model-name --tokenizer --dtype --max-model-len --seed
         --block-size --num-gpu-blocks-override --kv-cache-memory --kv-cache-dtype
         --enable-prefix-caching --max-num-seqs --max-num-batched-tokens
@@ -49,14 +49,14 @@ def test_the_promised_names_exist() -> None:
         --resume-admission-below --preempt-above
         --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs
     """
-    assert set(promised.split()) <= {flag.name for flag in flags.all_flags()}
+    assert set(documented.split()) <= {flag.name for flag in flags.all_flags()}
 
 
-def test_no_words_give_the_defaults() -> None:
+def test_no_arguments_give_the_defaults() -> None:
     assert built() == ServeConfig()
 
 
-def test_words_of_every_kind() -> None:
+def test_arguments_of_every_type() -> None:
     given = built(
         "my-model",
         "--port=0",
@@ -131,11 +131,11 @@ def test_fractions(text: str, number: float) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(words: list[str], expected: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(words: list[str], expected: str) -> None:
     assert expected in refusal(*words)
 
 
-def test_the_names_suggested_for_flags_of_others_exist() -> None:
+def test_flags_suggested_for_those_of_other_servers_exist() -> None:
     known = {name for flag in flags.all_flags() for name in (flag.name, flag.negation)}
     for meant in flags._OF_OTHERS.values():
         assert not meant.startswith("-") or meant.split()[0] in known, meant
@@ -143,7 +143,7 @@ def test_the_names_suggested_for_flags_of_others_exist() -> None:
     assert not own & set(flags._OF_OTHERS)
 
 
-def test_help_is_asked_for_anywhere() -> None:
+def test_help_is_recognised_at_any_position() -> None:
     assert flags.parse(["model", "--port", "1", "--help"]).help
 
 
@@ -153,7 +153,7 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_gives_flags_and_the_command_line_beats_it(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "model: from-file\nmax-num-seqs: 9\nport: 1234\nkv-cache-memory: 2G\n"
@@ -171,7 +171,7 @@ def test_a_file_gives_flags_and_the_command_line_beats_it(tmp_path: Path) -> Non
     assert given.model.dtype == "float32"
 
 
-def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert built("--config", write(tmp_path, "# nothing\n")) == ServeConfig()
 
 
@@ -194,29 +194,29 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
         ("port: [\n", "--config"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
     path = write(tmp_path, text)
     message = refusal("--config", path)
     assert expected in message
     assert message.startswith(f"--config {path}: ")
 
 
-def test_an_impossible_value_is_named_with_where_it_came_from(tmp_path: Path) -> None:
+def test_an_invalid_value_is_named_with_its_source(tmp_path: Path) -> None:
     path = write(tmp_path, "max-num-seqs: 0\n")
     assert refusal("--config", path).startswith(f"--config {path}: --max-num-seqs must be")
     assert refusal("--config", path, "--max-num-seqs", "-1").startswith("--max-num-seqs must be")
 
 
-def test_flag_and_file_beat_the_environment(tmp_path: Path) -> None:
-    environment = {"api_key": "around"}
+def test_flags_and_file_override_the_environment(tmp_path: Path) -> None:
+    environment = {"api_key": "environment"}
 
     def key(*words: str) -> str | None:
         return flags.build(flags.parse(words), environment).frontend.api_key
 
-    path = write(tmp_path, "api-key: filed\n")
-    assert key() == "around"
-    assert key("--config", path) == "filed"
-    assert key("--config", path, "--api-key", "said") == "said"
+    path = write(tmp_path, "api-key: file\n")
+    assert key() == "environment"
+    assert key("--config", path) == "file"
+    assert key("--config", path, "--api-key", "flag") == "flag"
     with pytest.raises(ConfigError, match="TOKEND_API_KEY"):
         flags.build(flags.parse([]), {"api_key": ""})
 
@@ -240,7 +240,7 @@ def test_secrets_are_not_shown(words: list[str], shown: list[str]) -> None:
     assert flags.without_secrets(words) == shown
 
 
-def test_a_key_of_the_wrong_kind_is_not_repeated(tmp_path: Path) -> None:
+def test_an_api_key_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "tokend.yaml"
     path.write_text("api-key: 123456\n")
     message = refusal("--config", str(path))

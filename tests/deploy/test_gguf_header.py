@@ -1,4 +1,4 @@
-"""A GGUF header says what gguf's own reader says, and one that lies costs nothing."""
+"""The GGUF header reader agrees with the gguf package; invalid headers fail fast."""
 
 import json
 import struct
@@ -28,7 +28,7 @@ HUGE = (1 << 31, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
 NESTED = struct.pack("<IQ", ARRAY, 1) * 10_000
 
 
-def test_it_reads_what_gguf_reads(tmp_path: Path) -> None:
+def test_headers_equal_those_of_the_gguf_package(tmp_path: Path) -> None:
     from gguf import GGUFReader, GGUFValueType
 
     path = tmp_path / "tiny.gguf"
@@ -52,7 +52,7 @@ def test_it_reads_what_gguf_reads(tmp_path: Path) -> None:
     ]
 
 
-def test_every_kind_of_value(tmp_path: Path) -> None:
+def test_every_type_of_value(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").write_bytes(small_file())
     header = gguf_header.read(str(tmp_path / "small.gguf"))
     assert header.values["tokenizer.ggml.tokens"] == ["a", "b"]
@@ -83,7 +83,7 @@ LIES = {
 
 
 def refused(path: Path, read: object) -> None:
-    """In no time and without memory."""
+    """Return the error of reading a header; assert that it takes little time and memory."""
     assert callable(read)
     start = time.monotonic()
     tracemalloc.start()
@@ -98,7 +98,7 @@ def refused(path: Path, read: object) -> None:
 
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("what", LIES)
-def test_a_length_that_is_a_lie(tmp_path: Path, what: str, number: int) -> None:
+def test_a_wrong_length_is_refused(tmp_path: Path, what: str, number: int) -> None:
     path = tmp_path / "lie.gguf"
     path.write_bytes(LIES[what](number))
     refused(path, lambda: gguf_header.read(str(path)))
@@ -121,14 +121,14 @@ def test_a_length_that_is_a_lie(tmp_path: Path, what: str, number: int) -> None:
     ],
     ids=lambda content: f"{len(content)} bytes",
 )
-def test_a_header_that_makes_no_sense(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_header_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(content)
     refused(path, lambda: gguf_header.read(str(path)))
 
 
 @pytest.mark.parametrize("number", HUGE)
-def test_a_safetensors_length_that_is_a_lie(tmp_path: Path, number: int) -> None:
+def test_a_wrong_safetensors_length_is_refused(tmp_path: Path, number: int) -> None:
     path = tmp_path / "lie.safetensors"
     for content in (
         struct.pack("<Q", number & ((1 << 64) - 1)) + b"{}",

@@ -1,4 +1,4 @@
-"""What SIGHUP means."""
+"""The effect of SIGHUP."""
 
 import signal
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from deploy.supervisor.signals import HangupPolicy
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    """The tests themselves may run under nohup."""
+def restore_sighup() -> Iterator[None]:
+    """Restore the handler of SIGHUP; the tests may run under nohup."""
     before = signal.getsignal(signal.SIGHUP)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -1,4 +1,4 @@
-"""What a service manager hears: the protocol over a real socket, the times on a fake clock."""
+"""systemd notifications: the protocol over a real socket, times on a fake clock."""
 
 import io
 import os
@@ -17,7 +17,7 @@ LIMIT_SECONDS = 10.0
 
 
 class Manager:
-    """The other end: `address` is what NOTIFY_SOCKET says."""
+    """The service manager. address: the value of NOTIFY_SOCKET."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -25,11 +25,11 @@ class Manager:
         self._socket.settimeout(LIMIT_SECONDS)
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
 
-    def hears(self) -> list[str]:
-        """The assignments of the next message."""
+    def receive(self) -> list[str]:
+        """Return the assignments of the next message."""
         return self._socket.recv(4096).decode().split("\n")
 
-    def hears_no_more(self) -> bool:
+    def is_silent(self) -> bool:
         self._socket.setblocking(False)
         try:
             self._socket.recv(4096)
@@ -59,28 +59,28 @@ class FakeClock:
         return self.now
 
 
-def test_the_life_of_a_daemon(manager: Manager) -> None:
+def test_starting_ready_reloading_and_stopping(manager: Manager) -> None:
     notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address})
     notifier.report_starting("loading\nREADY=1")
-    assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
+    assert manager.receive() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
     notifier.report_ready("serving")
-    assert manager.hears() == ["READY=1", "STATUS=serving"]
+    assert manager.receive() == ["READY=1", "STATUS=serving"]
     notifier.report_reloading()
-    reloading, clock, more_time, status = manager.hears()
+    reloading, clock, more_time, status = manager.receive()
     assert (reloading, status) == ("RELOADING=1", "STATUS=reloading")
     microseconds = int(clock.removeprefix("MONOTONIC_USEC="))
     assert abs(microseconds / 1e6 - time.clock_gettime(time.CLOCK_MONOTONIC)) < LIMIT_SECONDS
     assert more_time == "EXTEND_TIMEOUT_USEC=300000000"
     notifier.report_reloaded()
-    assert manager.hears() == ["READY=1", "STATUS=serving"]
+    assert manager.receive() == ["READY=1", "STATUS=serving"]
     notifier.report_stopping(34.0)
-    assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
+    assert manager.receive() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
     notifier.send_heartbeat(True)
-    assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
+    assert manager.is_silent(), "no heartbeat without WATCHDOG_USEC"
     assert notifier.seconds_to_next_heartbeat() is None
 
 
-def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
+def test_heartbeats_are_sent_every_half_period(manager: Manager) -> None:
     clock = FakeClock()
     variables = {
         "NOTIFY_SOCKET": manager.address,
@@ -90,37 +90,39 @@ def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
     notifier = SystemdNotifier(variables, clock)
     assert notifier.seconds_to_next_heartbeat() == 0.0
     notifier.send_heartbeat(True)
-    assert manager.hears() == ["WATCHDOG=1"]
+    assert manager.receive() == ["WATCHDOG=1"]
     clock.now += 5.0
     notifier.send_heartbeat(True)
-    assert manager.hears_no_more()
+    assert manager.is_silent()
     assert notifier.seconds_to_next_heartbeat() == pytest.approx(10.0)
     clock.now += 10.0
     notifier.send_heartbeat(True)
-    assert manager.hears() == ["WATCHDOG=1"]
+    assert manager.receive() == ["WATCHDOG=1"]
 
 
 @pytest.mark.parametrize(
     "watchdog",
     [{"WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}, {"WATCHDOG_USEC": "soon"}, {}],
 )
-def test_a_heartbeat_that_is_not_asked_of_us(manager: Manager, watchdog: dict[str, str]) -> None:
+def test_no_heartbeat_for_another_process_or_an_invalid_period(
+    manager: Manager, watchdog: dict[str, str]
+) -> None:
     notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address, **watchdog})
     notifier.send_heartbeat(True)
-    assert manager.hears_no_more()
+    assert manager.is_silent()
     assert notifier.seconds_to_next_heartbeat() is None
 
 
-def test_of_a_daemon_that_cannot_mend_itself_the_manager_hears_nothing(manager: Manager) -> None:
+def test_no_heartbeat_from_a_daemon_that_cannot_recover(manager: Manager) -> None:
     clock = FakeClock()
-    told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "30000000"}
-    notifier = SystemdNotifier(told, clock)
+    variables = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "30000000"}
+    notifier = SystemdNotifier(variables, clock)
     notifier.send_heartbeat(False)
-    assert manager.hears_no_more()
+    assert manager.is_silent()
     assert notifier.seconds_to_next_heartbeat() == pytest.approx(15.0), "or the loop would spin"
     clock.now += 15.0
     notifier.send_heartbeat(True)
-    assert manager.hears() == ["WATCHDOG=1"]
+    assert manager.receive() == ["WATCHDOG=1"]
 
 
 @pytest.mark.parametrize("address", [None, "", "vsock:2:1234", "notify"])
@@ -136,29 +138,29 @@ def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     assert notifier.seconds_to_next_heartbeat() is None
 
 
-def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_manager_socket_is_ignored(tmp_path: Path) -> None:
     notifier = SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")})
     notifier.report_ready("serving")
     notifier.report_stopping(1.0)
 
 
-def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:
+def test_progress_is_forwarded_at_most_once_a_second(tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
     clock, shown = FakeClock(), io.StringIO()
     notifier = SystemdNotifier({"NOTIFY_SOCKET": manager.address}, clock)
     display = Display(shown, notifier)
     for fraction in (0.0, 0.1, 0.2):
         display.progress("loading", fraction, "worker 0")
-    assert manager.hears()[-1] == "STATUS=worker 0: loading 0%"
-    assert manager.hears_no_more()
+    assert manager.receive()[-1] == "STATUS=worker 0: loading 0%"
+    assert manager.is_silent()
     clock.now += 1.0
     display.progress("loading", 0.35, "worker 0")
-    assert manager.hears()[-1] == "STATUS=worker 0: loading 35%"
+    assert manager.receive()[-1] == "STATUS=worker 0: loading 35%"
     display.progress("warming up")
-    assert manager.hears()[-1] == "STATUS=tokend: warming up"
+    assert manager.receive()[-1] == "STATUS=tokend: warming up"
     display.notice("mind the gap")
     display.close()
-    assert manager.hears_no_more()
+    assert manager.is_silent()
     assert shown.getvalue().splitlines() == [
         "worker 0: loading …",
         "tokend: warming up …",
@@ -167,9 +169,9 @@ def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_children_do_not_inherit_the_line_to_the_manager() -> None:
-    told = {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2"}
-    around = HostEnvironment.of({**told, "PATH": "/bin"})
+def test_child_processes_do_not_inherit_the_notify_variables() -> None:
+    notify = {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2"}
+    around = HostEnvironment.of({**notify, "PATH": "/bin"})
     assert around.variables == {"PATH": "/bin"}
-    assert around.service_manager == told
+    assert around.service_manager == notify
     assert HostEnvironment.of({}).service_manager == {}

@@ -50,34 +50,34 @@ class FakeChild:
         return process_name(self.role, 0)
 
     def request_shutdown(self) -> None:
-        self.got.append("asked")
+        self.got.append("shutdown")
 
     def send_signal(self, number: signal.Signals) -> None:
         self.got.append(number.name)
 
 
 class TestShutdownSequence:
-    def test_asks_then_insists_then_forces(self) -> None:
+    def test_shutdown_then_sigterm_then_sigkill(self) -> None:
         now = [100.0]
         child = FakeChild()
         shutdown = ShutdownSequence([child], ShutdownLimits(2.0, 4.0), lambda: now[0])
         shutdown.send_due_signals()
-        assert child.got == ["asked"]
+        assert child.got == ["shutdown"]
         assert shutdown.seconds_to_next_signal() == pytest.approx(2.0)
         now[0] = 102.0
         shutdown.send_due_signals()
-        assert child.got == ["asked", "SIGTERM"]
+        assert child.got == ["shutdown", "SIGTERM"]
         assert shutdown.seconds_to_next_signal() == pytest.approx(2.0)
         now[0] = 105.0
         shutdown.send_due_signals()
-        assert child.got == ["asked", "SIGTERM", "SIGKILL"]
+        assert child.got == ["shutdown", "SIGTERM", "SIGKILL"]
         assert shutdown.seconds_to_next_signal() is None
 
-    def test_force_skips_the_steps(self) -> None:
+    def test_kill_all_skips_the_steps(self) -> None:
         child = FakeChild()
         shutdown = ShutdownSequence([child], ShutdownLimits(2.0, 4.0), lambda: 0.0)
         shutdown.kill_all()
-        assert child.got == ["asked", "SIGKILL"]
+        assert child.got == ["shutdown", "SIGKILL"]
         assert shutdown.seconds_to_next_signal() is None
 
     def test_knows_which_ends_it_caused(self) -> None:
@@ -91,17 +91,17 @@ class TestShutdownSequence:
 
 
 class TestExitReport:
-    def test_a_signal_is_the_cause_of_errors(self) -> None:
+    def test_a_signal_takes_precedence_over_errors(self) -> None:
         killed = FakeChild("worker", exit_status=-9)
         gave_up = FakeChild("engine_core", fatal_error=describe(RuntimeError("worker is gone")))
         assert exit_report.first_cause([gave_up, killed]) is killed
 
-    def test_a_word_is_the_cause_of_silence(self) -> None:
+    def test_an_error_takes_precedence_over_an_exit_without_message(self) -> None:
         silent = FakeChild("worker", exit_status=1)
         failed = FakeChild("engine_core", exit_status=1, fatal_error=describe(ValueError("x")))
         assert exit_report.first_cause([silent, failed]) is failed
 
-    def test_among_equals_the_nearest_to_the_device(self) -> None:
+    def test_ties_go_to_the_process_nearest_to_the_device(self) -> None:
         each = [FakeChild(role, exit_status=-9) for role in ("api_server", "engine_core", "worker")]
         assert exit_report.first_cause(each).role == "worker"
 
@@ -119,7 +119,7 @@ class TestExitReport:
         assert exit_report.describe_exit(FakeChild(exit_status=-40)) == "was killed by signal 40"
 
     @pytest.mark.parametrize("error", [ModelError("no such rope"), ConfigError("no such rope")])
-    def test_errors_that_the_user_can_mend(self, error: Exception) -> None:
+    def test_errors_for_the_user_to_fix(self, error: Exception) -> None:
         assert exit_report.user_error(describe(error)) == "no such rope"
 
     def test_other_errors(self) -> None:
@@ -155,7 +155,9 @@ class TestReady:
         )
 
     @pytest.mark.parametrize("log_format", ["text", "json"])
-    def test_the_message_names_what_clients_need_and_no_key(self, log_format: LogFormat) -> None:
+    def test_the_ready_message_has_what_clients_need_and_no_key(
+        self, log_format: LogFormat
+    ) -> None:
         config = ServeConfig(
             model=ModelConfig(served_model_name="it's mine"),
             frontend=FrontEndConfig(api_key="hush", log_level="debug", log_format=log_format),
@@ -210,7 +212,7 @@ class TestEnvironment:
         shared = child_environment({}, "worker", DeviceConfig(), num_workers=2)
         assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
 
-    def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(self) -> None:
+    def test_idle_threads_spin_briefly_by_default(self) -> None:
         def openmp(variables: dict[str, str]) -> dict[str, str]:
             given = child_environment(variables, "worker", DeviceConfig())
             hidden = {"OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES"}
@@ -220,7 +222,9 @@ class TestEnvironment:
         assert openmp({"GOMP_SPINCOUNT": "0"}) == {"GOMP_SPINCOUNT": "0"}
         assert openmp({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
 
-    def test_threads_are_bound_where_each_has_a_core(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_threads_are_bound_if_there_are_enough_cores(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def places(variables: dict[str, str], device: DeviceConfig) -> str | None:
             return child_environment(variables, "worker", device).get("OMP_PLACES")
 
@@ -237,7 +241,7 @@ class TestEnvironment:
             assert places(user, DeviceConfig(cpu_threads=cores)) is None
 
     @pytest.mark.parametrize("role", ["engine_core", "api_server"])
-    def test_others_need_none(self, role: Role) -> None:
+    def test_other_processes_have_one_thread(self, role: Role) -> None:
         given = child_environment({"PATH": "/bin"}, role, DeviceConfig())
         assert given == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -245,10 +249,10 @@ class TestEnvironment:
         assert HostEnvironment.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"
         assert HostEnvironment.of({}).cache.endswith("/.cache/tokend")
 
-    def test_the_key_is_taken_and_not_inherited(self) -> None:
-        around = HostEnvironment.of({"TOKEND_API_KEY": "hush", "PATH": "/bin"})
-        assert around.settings == {"api_key": "hush"}
-        assert around.variables == {"PATH": "/bin"}
+    def test_api_keys_are_removed_from_the_inherited_environment(self) -> None:
+        environment = HostEnvironment.of({"TOKEND_API_KEY": "hush", "PATH": "/bin"})
+        assert environment.settings == {"api_key": "hush"}
+        assert environment.variables == {"PATH": "/bin"}
         assert HostEnvironment.of({}).settings == {}
         both = HostEnvironment.of({"TOKEND_API_KEY": "a", "TOKEND_ADMIN_API_KEY": "b"})
         assert both.settings == {"api_key": "a", "admin_api_key": "b"}
@@ -261,7 +265,7 @@ class TestListening:
             port = int(url_of(listener).removeprefix("http://127.0.0.1:"))
             socket.create_connection(("127.0.0.1", port)).close()
 
-    def test_everywhere_is_reached_at_home(self) -> None:
+    def test_the_url_of_all_interfaces_is_the_loopback_address(self) -> None:
         with listen("0.0.0.0", 0) as listener:
             assert url_of(listener).startswith("http://127.0.0.1:")
 
@@ -276,7 +280,7 @@ class TestListening:
             listen("no-such-host.invalid", 0)
 
 
-def test_signals_are_something_to_read() -> None:
+def test_signals_are_received_as_messages() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with SignalInbox([signal.SIGUSR1]) as inbox:
         assert inbox.receive() == []
@@ -288,7 +292,7 @@ def test_signals_are_something_to_read() -> None:
 
 
 class TestDisplay:
-    def test_a_line_when_something_else_begins(self) -> None:
+    def test_one_line_for_each_phase(self) -> None:
         stream = io.StringIO()
         display = open_display(stream)
         assert isinstance(display, Display)
@@ -300,7 +304,7 @@ class TestDisplay:
         lines = stream.getvalue().splitlines()
         assert lines == ["worker 0: loading …", "worker 0: warming up …", "tokend: mind the gap"]
 
-    def test_lines_for_programs(self) -> None:
+    def test_json_lines(self) -> None:
         stream = io.StringIO()
         display = open_display(stream, "json")
         display.progress("loading", 0.5, "worker 0")
@@ -311,7 +315,7 @@ class TestDisplay:
             ("tokend", "mind the gap"),
         ]
 
-    def test_a_terminal_keeps_notices_only(self) -> None:
+    def test_a_terminal_keeps_only_notices(self) -> None:
         class Terminal(io.StringIO):
             def isatty(self) -> bool:
                 return True
@@ -325,8 +329,8 @@ class TestDisplay:
         assert "mind [the] gap" in stream.getvalue()
 
 
-def test_a_line_of_the_log_is_one_write() -> None:
-    """The stream is shared with other processes, whose lines must not come in between."""
+def test_a_log_line_is_one_write() -> None:
+    """Other processes write to the same stream, and lines must not be interleaved."""
 
     class Writes(StringIO):
         def __init__(self) -> None:

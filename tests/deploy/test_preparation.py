@@ -1,4 +1,4 @@
-"""The model is prepared once more, by a process that may do anything."""
+"""The process that prepares the model for a reload, and its failures."""
 
 import os
 import select
@@ -15,7 +15,7 @@ LIMIT_MILLISECONDS = 20_000
 
 
 def ended(script: str, *arguments: str) -> PreparationProcess:
-    """One that has ended, as its descriptor says."""
+    """Run a script as the preparation; return it after its end."""
     preparation = PreparationProcess([sys.executable, "-c", script, *arguments], os.environ)
     poll = select.poll()
     poll.register(preparation.fileno(), select.POLLIN)
@@ -39,15 +39,15 @@ def test_the_manifest_is_the_result() -> None:
         ("", "preparing the model printed no manifest: .*"),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_line(script: str, reason: str) -> None:
+def test_failures_are_reported_in_one_line(script: str, reason: str) -> None:
     preparation = ended(script)
     with pytest.raises(ModelError, match=rf"\A{reason}\Z"):
         preparation.result()
     preparation.close()
 
 
-def test_one_that_is_not_needed_any_more_ends_at_once() -> None:
-    """Also where it has started something that goes on."""
+def test_close_ends_a_running_preparation_at_once() -> None:
+    """Even if the preparation has started a process that continues."""
     script = "import subprocess, time; subprocess.Popen(['sleep', '2']); time.sleep(60)"
     preparation = PreparationProcess([sys.executable, "-c", script], os.environ)
     before = set(os.listdir("/proc/self/fd"))
@@ -56,7 +56,7 @@ def test_one_that_is_not_needed_any_more_ends_at_once() -> None:
     assert len(before - set(os.listdir("/proc/self/fd"))) >= 3
 
 
-def test_a_command_that_is_not_there_leaves_nothing_open() -> None:
+def test_a_missing_command_leaves_no_open_descriptors() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="nowhere"):
         PreparationProcess(["/nowhere/tokend"], os.environ)

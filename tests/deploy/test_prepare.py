@@ -1,4 +1,4 @@
-"""Preparing models: what the folder holds, when the work is done, what is refused."""
+"""Preparing models: content of the folder, when it is redone, and refused models."""
 
 import contextlib
 import json
@@ -25,20 +25,20 @@ from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, wr
 
 
 class Recorder:
-    """A reporter that remembers."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
 
     def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
-        self.heard.append(what)
+        self.calls.append(what)
 
     def notice(self, message: str, process: str = "tokend") -> None:
-        self.heard.append(message)
+        self.calls.append(message)
 
 
 def silent(what: str, fraction: float | None) -> None:
-    """Hears nothing."""
+    """A reporter that ignores its calls."""
 
 
 def prepare_silently(source: store.ModelSource, target: str, final: str, *_: object) -> None:
@@ -70,7 +70,7 @@ def stored(index: TensorIndex, name: str, dtype: Any) -> np.ndarray:
 def test_a_gguf_file(
     tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prepared here: the import of transformers is shared with other tests of this process."""
+    """Prepared in this process, which shares the import of transformers with other tests."""
     monkeypatch.setattr(store, "_run_preparation", prepare_silently)
     path = tmp_path / "tiny.gguf"
     weights = write_gguf(
@@ -105,7 +105,7 @@ def test_a_gguf_file(
 
 @pytest.mark.parametrize(("layers", "query_scalar"), [(18, 16), (62, 8)])
 def test_a_gguf_file_of_gemma3(tmp_path: Path, layers: int, query_scalar: int) -> None:
-    """What the file leaves out is in the configuration; scaling is for full attention."""
+    """Missing values have defaults; RoPE scaling applies to full attention only."""
     write_gguf(
         tmp_path / "tiny.gguf",
         architecture="gemma3",
@@ -151,22 +151,22 @@ def test_a_hugging_face_folder(tmp_path: Path, around: HostEnvironment, shards: 
     np.testing.assert_array_equal(stored(index, "model.norm.weight", np.float16), np.ones(32))
 
 
-def test_the_same_weights_have_the_same_digest_in_shards_or_not(
-    tmp_path: Path, around: HostEnvironment
-) -> None:
+def test_the_digest_does_not_depend_on_shards(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "one", shards=1)
     write_folder(tmp_path / "two", shards=2)
     one, two = (prepare(tmp_path / name, around) for name in ("one", "two"))
     assert one.weights_sha256 == two.weights_sha256
 
 
-def test_generation_config_decides_the_end_tokens(tmp_path: Path, around: HostEnvironment) -> None:
+def test_generation_config_overrides_the_end_tokens(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
     write_folder(tmp_path / "mine")
     (tmp_path / "mine/generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3, 5]}))
     assert prepare(tmp_path / "mine", around).eos_token_ids == (5, 3)
 
 
-def test_a_template_file_goes_before_the_tokenizer_configuration(
+def test_a_template_file_takes_precedence_over_the_tokenizer_config(
     tmp_path: Path, around: HostEnvironment
 ) -> None:
     write_folder(tmp_path / "mine")
@@ -175,17 +175,17 @@ def test_a_template_file_goes_before_the_tokenizer_configuration(
     assert Path(model.folder, "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_a_second_start_does_nothing_again(tmp_path: Path, around: HostEnvironment) -> None:
+def test_a_second_start_reuses_the_prepared_model(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     first = prepare(tmp_path / "mine", around)
     made = Path(first.folder, "manifest.json").stat().st_mtime_ns
     again = Recorder()
     assert store.prepared_model(str(tmp_path / "mine"), around, again) == first
-    assert again.heard == []
+    assert again.calls == []
     assert Path(first.folder, "manifest.json").stat().st_mtime_ns == made
 
 
-def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: HostEnvironment) -> None:
+def test_a_changed_source_is_prepared_again(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     first = prepare(tmp_path / "mine", around)
     write_folder(tmp_path / "mine", config={"max_position_embeddings": 32})
@@ -194,7 +194,9 @@ def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: HostEnvironme
     assert second.max_position == 32
 
 
-def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: HostEnvironment) -> None:
+def test_remains_of_a_killed_preparation_are_removed(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
     write_folder(tmp_path / "mine")
     folder = Path(prepare(tmp_path / "mine", around).folder)
     (folder / "manifest.json").unlink()
@@ -205,7 +207,7 @@ def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: HostEnviron
     assert not left_over.exists()
 
 
-def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: HostEnvironment) -> None:
+def test_concurrent_starts_prepare_once(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     recorders = [Recorder() for _ in range(4)]
     with ThreadPoolExecutor(len(recorders)) as pool:
@@ -215,10 +217,12 @@ def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: HostEnviro
             )
         )
     assert len({model.folder for model in models}) == 1
-    assert sum(1 for each in recorders if each.heard) == 1
+    assert sum(1 for each in recorders if each.calls) == 1
 
 
-def test_a_prepared_start_imports_nothing_heavy(tmp_path: Path, around: HostEnvironment) -> None:
+def test_a_start_from_a_prepared_model_has_no_heavy_imports(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
     write_folder(tmp_path / "mine")
     prepare(tmp_path / "mine", around)
     script = (
@@ -246,7 +250,9 @@ def refusal(path: Path, around: HostEnvironment) -> str:
     return str(caught.value)
 
 
-def test_errors_cross_the_preparing_process(tmp_path: Path, around: HostEnvironment) -> None:
+def test_errors_of_the_preparing_process_are_raised_in_the_parent(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
     (tmp_path / "text.gguf").write_text("Once upon a time")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf", around)
     (tmp_path / "empty").mkdir()
@@ -260,7 +266,7 @@ def gguf_refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("length", [4, 20, 500, 4000, -10])
-def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
+def test_a_truncated_gguf_file_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:length])
@@ -268,7 +274,7 @@ def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_gguf_file_that_is_in_one_piece_may_say_so(tmp_path: Path, count: int) -> None:
+def test_a_gguf_file_with_a_split_count_of_one_is_accepted(tmp_path: Path, count: int) -> None:
     write_gguf(tmp_path / "tiny.gguf", extra={"split.count": count})
     assert gguf_file.read(str(tmp_path / "tiny.gguf"), silent).tensors.tensors
 
@@ -286,7 +292,7 @@ def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
         ("split.count", 2, "split over several files"),
     ],
 )
-def test_a_gguf_setting_that_would_be_lost_is_refused(
+def test_an_unsupported_gguf_setting_is_refused(
     tmp_path: Path, key: str, value: Any, expected: str
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", extra={key: value})
@@ -299,7 +305,7 @@ def folder_refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_safetensors_file_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -308,7 +314,7 @@ def test_a_safetensors_file_that_is_cut_short(tmp_path: Path) -> None:
     assert "truncated" in folder_refusal(tmp_path)
 
 
-def test_a_safetensors_header_that_lies(tmp_path: Path) -> None:
+def test_an_inconsistent_safetensors_header_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     header = json.dumps({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(8)
@@ -323,7 +329,9 @@ def test_a_safetensors_header_that_lies(tmp_path: Path) -> None:
         ("model.safetensors", "has no .safetensors weights"),
     ],
 )
-def test_a_folder_that_lacks_a_file(tmp_path: Path, missing: str, expected: str) -> None:
+def test_a_folder_without_a_required_file_is_refused(
+    tmp_path: Path, missing: str, expected: str
+) -> None:
     write_folder(tmp_path)
     (tmp_path / missing).unlink()
     assert expected in folder_refusal(tmp_path)
@@ -340,9 +348,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "BertModel"])
-def test_another_architecture_is_reported_before_anything_else(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_an_unsupported_architecture_is_reported_first(tmp_path: Path, architecture: str) -> None:
     """The folder has neither weights nor a tokenizer."""
     config = {"architectures": [architecture], **AUTO_MAP}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -352,7 +358,7 @@ def test_another_architecture_is_reported_before_anything_else(
     )
 
 
-def test_another_architecture_of_a_gguf_file_is_reported_before_its_keys(tmp_path: Path) -> None:
+def test_an_unsupported_gguf_architecture_is_reported_before_its_keys(tmp_path: Path) -> None:
     extra = {"phi3.attention.sliding_window": 16}
     write_gguf(tmp_path / "tiny.gguf", architecture="phi3", tokenizer=False, extra=extra)
     assert gguf_refusal(tmp_path / "tiny.gguf") == (
@@ -371,10 +377,12 @@ def located(model: str | Path, around: HostEnvironment) -> store.ModelSource:
     return store.locate(str(model), around, Recorder())
 
 
-def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path, around: HostEnvironment) -> None:
+def test_a_folder_with_one_gguf_file_loads_that_file(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")  # many folders of GGUF files have one
+    (folder / "config.json").write_text("{}")  # common in folders of GGUF files
     write_gguf(folder / "tiny.gguf")
     source = located(folder, around)
     assert (source.name, source.path) == ("mine", str(folder / "tiny.gguf"))
@@ -387,7 +395,7 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path, around: HostEn
 @pytest.mark.parametrize(
     ("link", "name"), [("given.gguf", "given"), ("given", "given"), ("v1.5", "v1.5")]
 )
-def test_a_link_is_named_by_the_path_that_was_given(
+def test_a_symlinked_model_is_named_by_the_given_path(
     tmp_path: Path, around: HostEnvironment, link: str, name: str
 ) -> None:
     write_gguf(tmp_path / "0123abcd")
@@ -406,7 +414,7 @@ def write_hub_cache(cache: Path, name: str) -> Path:
     return snapshot
 
 
-def test_a_model_of_the_hub_comes_from_the_local_cache(
+def test_a_hub_model_is_loaded_from_the_local_cache(
     tmp_path: Path, around: HostEnvironment
 ) -> None:
     with pytest.raises(ModelError, match=r"download it with: hf download org/tiny$"):
@@ -414,7 +422,7 @@ def test_a_model_of_the_hub_comes_from_the_local_cache(
     with pytest.raises(ModelError, match=r"org/tiny-GGUF --include '\*Q4_K_M\.gguf'$"):
         located("org/tiny-GGUF", around)
     snapshot = write_hub_cache(Path(around.hugging_face_cache), "org/tiny")
-    (snapshot / "config.json").write_text("{}")  # as a program that reads only this leaves it
+    (snapshot / "config.json").write_text("{}")  # a partial snapshot
     with pytest.raises(ModelError, match="hf download org/tiny"):
         located("org/tiny", around)
     write_folder(snapshot)
@@ -430,7 +438,7 @@ def test_a_model_of_the_hub_comes_from_the_local_cache(
         ({"HF_HOME": "/hf", "HF_HUB_CACHE": "/models"}, "/models"),
     ],
 )
-def test_the_hugging_face_cache_is_where_its_library_has_it(
+def test_the_cache_folder_equals_that_of_huggingface_hub(
     variables: dict[str, str], expected: str
 ) -> None:
     assert HostEnvironment.of(variables).hugging_face_cache == expected
@@ -449,7 +457,7 @@ def test_a_full_disk_is_reported_with_the_numbers(
         prepare(Path("gemma3-270m"), around)
 
 
-def test_an_index_may_not_point_out_of_the_folder(tmp_path: Path) -> None:
+def test_an_index_must_not_point_outside_the_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "mine", shards=2)
     (tmp_path / "other.safetensors").write_bytes(b"")
     (tmp_path / "mine/model.safetensors.index.json").write_text(
@@ -474,7 +482,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path, in_config: bool) -> None:
 
 
 def test_code_beside_a_gguf_file_is_not_run(tmp_path: Path) -> None:
-    """transformers looks at the tokenizer's settings in the folder of the file, too."""
+    """transformers also reads the tokenizer settings in the folder of the file."""
     traces = tmp_path / "traces"
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
@@ -486,7 +494,7 @@ def test_code_beside_a_gguf_file_is_not_run(tmp_path: Path) -> None:
 
 
 class Burst:
-    """Unpickling it would leave a trace."""
+    """Creates a file when unpickled."""
 
     def __init__(self, traces: Path) -> None:
         self._traces = traces
@@ -527,7 +535,7 @@ def test_pickled_weights_are_refused_by_name(
         ),
     ],
 )
-def test_settings_of_a_wrong_kind_are_refused(
+def test_settings_of_a_wrong_type_are_refused(
     tmp_path: Path, around: HostEnvironment, file: str, wrong: dict[str, Any]
 ) -> None:
     write_folder(tmp_path / "mine")
@@ -539,7 +547,7 @@ def test_settings_of_a_wrong_kind_are_refused(
 
 @pytest.mark.suite("daemons")
 def test_the_default_model(around: HostEnvironment) -> None:
-    """Downloads it into a cache of the test's own."""
+    """The model is downloaded into a temporary cache."""
     model = store.prepared_model("smollm2-135m-instruct", around, Recorder())
     assert model.name == "smollm2-135m-instruct"
     assert (model.architecture, model.vocab_size) == ("LlamaForCausalLM", 49152)
@@ -548,4 +556,4 @@ def test_the_default_model(around: HostEnvironment) -> None:
     assert len(index_of(model).tensors) == 272
     again = Recorder()
     assert store.prepared_model("smollm2-135m-instruct", around, again) == model
-    assert again.heard == []
+    assert again.calls == []

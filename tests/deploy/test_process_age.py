@@ -1,4 +1,4 @@
-"""A process is as old as the kernel says."""
+"""Process age and start phases, from the kernel's start time."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from proto.lifecycle import PhaseClock
 
 
 def test_the_age_counts_from_the_command() -> None:
-    """A hundredth of a second is what the kernel tells it by; and Python took some of it."""
+    """The kernel's resolution is 10 ms; Python's own start takes part of the age."""
     before = time.monotonic()
     code = "from deploy.supervisor.processes import process_age; print(process_age())"
     age = float(subprocess.check_output([sys.executable, "-c", code]))
@@ -17,7 +17,7 @@ def test_the_age_counts_from_the_command() -> None:
     assert process_age() > age
 
 
-def test_phases_are_one_after_the_other() -> None:
+def test_phases_are_consecutive() -> None:
     begun = time.monotonic() - 2.0
     clock = PhaseClock(begun)
     clock.end("first")

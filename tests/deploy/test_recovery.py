@@ -1,4 +1,4 @@
-"""Who is started again, when, and how often: without processes."""
+"""Restarts: which processes, when and how often, without real processes."""
 
 import signal
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Process:
 
 
 class Case:
-    """Two workers and two front ends that have been started once."""
+    """A recovery after the first start of two workers, an engine and two front ends."""
 
     def __init__(self, max_restarts: int = 8) -> None:
         self.now = 1000.0
@@ -60,7 +60,7 @@ class Case:
         self.first = [self.epochs.make_boot(each.role, each.index) for each in self.processes]
 
     def die(self, number: int, **how: object) -> bool:
-        """Whether there is to be another one."""
+        """Report the death of a process; return whether it will be restarted."""
         dead = Process(self.processes[number].role, self.processes[number].index, **how)
         if not self.recovery.can_restart(dead):
             return False
@@ -71,20 +71,20 @@ class Case:
         return self.recovery.pop_due_restarts([self.processes[number] for number in running])
 
 
-def test_the_first_ones_meet_in_the_first_epoch() -> None:
+def test_first_processes_boot_with_epoch_one() -> None:
     boots = Case().first
     assert {(each.epoch, each.worker_epoch, each.incarnation) for each in boots} == {(1, 1, 0)}
     assert [each.listen_fds for each in boots] == [(), (), (), (9,), (9,)]
     assert boots[2].front_ends == (0, 0)
 
 
-def test_a_worker_dies_with_those_that_compute_with_it() -> None:
+def test_the_death_of_a_worker_restarts_all_ranks() -> None:
     case = Case()
     assert not case.recovery.must_kill("worker")
     assert case.die(1)
     assert case.recovery.must_kill("worker")
-    assert case.due(0, 2, 3, 4) == [], "the other one still lives"
-    assert case.die(0), "it was killed here: that is no further death"
+    assert case.due(0, 2, 3, 4) == [], "the other worker still runs"
+    assert case.die(0), "the supervisor killed it, so it does not count as another death"
     (succession,) = case.due(2, 3, 4)
     assert succession.announcements == [
         ("engine_core", NewWorkers(2)),
@@ -106,9 +106,9 @@ def test_a_worker_dies_with_those_that_compute_with_it() -> None:
     ]
 
 
-def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() -> None:
+def test_an_invalid_message_of_a_worker_restarts_all_ranks() -> None:
     case = Case()
-    case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it sends garbage"))
     assert case.recovery.must_kill("worker")
     assert not case.recovery.must_kill("engine_core")
     assert case.due(0, 1, 2, 3, 4) == []
@@ -116,18 +116,18 @@ def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() 
     assert case.die(0)
     (succession,) = case.due(2, 3, 4)
     assert [each.index for each in succession.boots] == [0, 1]
-    assert not case.recovery.must_kill("worker"), "those who follow are others"
+    assert not case.recovery.must_kill("worker"), "the report does not apply to new workers"
     case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it is late"))
     assert not case.recovery.must_kill("worker")
     assert case.notices.lines == [
-        "worker 1: sent an invalid message and is killed: it babbles",
+        "worker 1: sent an invalid message and is killed: it sends garbage",
         "worker 1: (pid 77) was killed by SIGKILL; it is restarted",
     ]
 
 
-def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
+def test_an_invalid_message_of_the_engine_restarts_only_the_engine() -> None:
     case = Case()
-    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it sends garbage"))
     case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "another front end says so"))
     assert case.recovery.must_kill("engine_core")
     assert not case.recovery.must_kill("worker")
@@ -137,16 +137,16 @@ def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
     assert not case.recovery.must_kill("engine_core")
 
 
-def test_who_is_not_to_be_trusted_again_and_again_ends_the_daemon() -> None:
+def test_repeated_invalid_messages_end_the_daemon() -> None:
     case = Case(max_restarts=1)
-    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it sends garbage"))
     assert case.die(2)
     case.due(0, 1, 3, 4)
-    case.recovery.note_message(ProtocolViolation("engine_core", 0, 2, "it babbles"))
+    case.recovery.note_message(ProtocolViolation("engine_core", 0, 2, "it sends garbage"))
     assert not case.die(2)
 
 
-def test_an_engine_is_given_what_there_is() -> None:
+def test_a_new_engine_boots_with_the_current_front_ends_and_pause() -> None:
     case = Case()
     case.die(4)
     (succession,) = case.due(0, 1, 2, 3)
@@ -168,7 +168,7 @@ def test_an_engine_is_given_what_there_is() -> None:
     assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
 
 
-def test_the_engine_comes_first_and_later_numbers_count() -> None:
+def test_the_engine_restarts_first_and_workers_get_the_later_epoch() -> None:
     case = Case()
     case.die(0)
     case.die(1)
@@ -179,11 +179,11 @@ def test_the_engine_comes_first_and_later_numbers_count() -> None:
     assert {(each.epoch, each.worker_epoch) for each in workers.boots} == {(2, 3)}
 
 
-def test_the_others_hear_of_one_that_hangs_before_it_is_dead_and_only_then() -> None:
+def test_a_hang_is_announced_once_before_the_process_is_dead() -> None:
     case = Case()
     worker = case.processes[1]
     assert case.recovery.disconnect(worker) == [("engine_core", NewWorkers(2))]
-    assert case.recovery.disconnect(case.processes[0]) == [], "they compute together"
+    assert case.recovery.disconnect(case.processes[0]) == [], "the workers share one model"
     assert not case.recovery.must_kill("worker")
     assert case.due(0, 2, 3, 4) == []
     assert case.die(1)
@@ -197,8 +197,8 @@ def test_the_others_hear_of_one_that_hangs_before_it_is_dead_and_only_then() -> 
     assert ("api_server", Restarted("engine_core")) in succession.announcements
 
 
-def test_a_front_end_hears_at_birth_how_many_of_its_lives_hung() -> None:
-    """It may be the only one, so that nobody else was there to be told."""
+def test_a_front_end_boots_with_the_number_of_its_hangs() -> None:
+    """With a single front end no other one could count them."""
     case = Case()
     for hangs, num_hung in ((True, 1), (False, 1), (True, 2)):
         if hangs:
@@ -211,12 +211,12 @@ def test_a_front_end_hears_at_birth_how_many_of_its_lives_hung() -> None:
         case.recovery.note_message(FrontEndReady(boot.index))
 
 
-def test_who_dies_between_a_hang_and_its_end_changes_the_numbers_of_both() -> None:
-    """The engine hangs, a worker dies of itself, then the engine is killed."""
+def test_a_death_between_a_hang_and_its_kill_updates_both_epochs() -> None:
+    """The engine hangs, a worker crashes, then the engine is killed."""
     case = Case()
     message = NewEngine(2, 2)
-    told = case.recovery.disconnect(case.processes[2])
-    assert told == [("worker", message), ("api_server", message)]
+    announcements = case.recovery.disconnect(case.processes[2])
+    assert announcements == [("worker", message), ("api_server", message)]
     case.die(0)
     case.die(1)
     (workers,) = case.due(2, 3, 4)
@@ -228,7 +228,7 @@ def test_who_dies_between_a_hang_and_its_end_changes_the_numbers_of_both() -> No
         assert (boot.epoch, boot.worker_epoch) == (2, 3)
 
 
-def test_what_requests_wait_for_is_a_reason_not_to_come() -> None:
+def test_a_restart_of_the_engine_makes_the_daemon_not_ready() -> None:
     case = Case()
     assert case.recovery.not_ready() == []
     case.die(2)
@@ -239,10 +239,10 @@ def test_what_requests_wait_for_is_a_reason_not_to_come() -> None:
     case.recovery.note_message(boots.engine_ready(epoch=2))
     assert case.recovery.not_ready() == []
     case.die(3)
-    assert case.recovery.not_ready() == [], "clients of a front end find another one"
+    assert case.recovery.not_ready() == [], "clients connect to another front end"
 
 
-def test_in_a_row_they_come_later_and_later_and_at_last_not_at_all() -> None:
+def test_restarts_in_a_row_back_off_and_then_stop() -> None:
     case = Case(max_restarts=7)
     waits = []
     for _ in range(7):
@@ -257,8 +257,8 @@ def test_in_a_row_they_come_later_and_later_and_at_last_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("worker_epoch", [1, 4])
-def test_a_step_of_those_who_are_there_renews_the_budget(worker_epoch: int) -> None:
-    """One of those who died is no sign of anything."""
+def test_a_completed_step_of_current_workers_renews_the_budget(worker_epoch: int) -> None:
+    """Steps of dead workers do not."""
     case = Case(max_restarts=3)
     for _ in range(3):
         assert case.die(2)
@@ -268,7 +268,7 @@ def test_a_step_of_those_who_are_there_renews_the_budget(worker_epoch: int) -> N
     assert case.die(2) is (worker_epoch == 4)
 
 
-def test_what_happened_long_ago_does_not_count() -> None:
+def test_old_restarts_do_not_count_against_the_budget() -> None:
     case = Case(max_restarts=1)
     assert case.die(2)
     case.due(0, 1, 3, 4)
@@ -278,7 +278,7 @@ def test_what_happened_long_ago_does_not_count() -> None:
     assert case.die(2)
 
 
-def test_what_the_user_must_mend_first_is_not_tried_again() -> None:
+def test_an_error_for_the_user_to_fix_is_not_retried() -> None:
     error = describe(ModelError("config.json: no"))
     assert not Case().die(0, exit_status=1, fatal_error=error)
 

@@ -1,4 +1,4 @@
-"""Reloads, phase by phase: up to the switch, and their end."""
+"""Reloads, phase by phase: preparation, start of the new generation, switch, and end."""
 
 import signal
 
@@ -25,36 +25,38 @@ from tests.fakes.reload_case import NEW, Case, roles
 
 def test_side_by_side() -> None:
     case = Case()
-    case.ask()
-    assert case.told == [NextEngine(2, NEW, in_place=False)]
+    case.start_reload()
+    assert case.sent == [NextEngine(2, NEW, in_place=False)]
     assert roles(case.of_generation(2)) == ["worker", "worker", "engine_core"]
-    assert case.epochs.epoch == 1, "the engine of now is the old one"
-    case.say(NextReady(1, 2))
-    assert len(case.told) == 1
-    case.say(NextReady(0, 2))
-    assert case.told[1:] == [SwitchEngine(2)]
-    case.say(Switched(1, 2))
-    assert case.ended == [], "a request that comes now may still go to the old engine"
-    case.say(Switched(0, 2))
+    assert case.epochs.epoch == 1, "the old engine still serves"
+    case.receive(NextReady(1, 2))
+    assert len(case.sent) == 1
+    case.receive(NextReady(0, 2))
+    assert case.sent[1:] == [SwitchEngine(2)]
+    case.receive(Switched(1, 2))
+    assert case.ended == [], "new requests may still go to the old engine"
+    case.receive(Switched(0, 2))
     assert case.ended == [("", False)]
     assert (case.epochs.epoch, case.epochs.generation, case.epochs.model) == (2, 2, NEW)
     assert not any(case.epochs.is_current(each) for each in case.of_generation(1))
     assert all(case.epochs.is_current(each) for each in case.of_generation(2) + case.front_ends)
-    case.say(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
-    assert not any(each.asked for each in case.of_generation(1)), "somebody still needs them"
-    case.say(OldEngineIdle(1, 1))
-    case.end(1)
+    case.receive(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
+    assert not any(each.shutdown_requested for each in case.of_generation(1)), (
+        "the other front end has requests there"
+    )
+    case.receive(OldEngineIdle(1, 1))
+    case.end_generation(1)
     assert roles(case.running) == ["worker", "worker", "engine_core"]
-    assert not any(each.asked for each in case.running)
-    case.ask()
-    assert case.told[-1] == NextEngine(3, NEW, in_place=False)
+    assert not any(each.shutdown_requested for each in case.running)
+    case.start_reload()
+    assert case.sent[-1] == NextEngine(3, NEW, in_place=False)
 
 
-def test_who_does_not_end_is_made_to() -> None:
+def test_processes_that_ignore_shutdown_are_killed() -> None:
     case = Case()
-    case.ask()
+    case.start_reload()
     case.switch(2)
-    case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
+    case.receive(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.now += 3.0
     case.reload.advance()
     assert {tuple(each.signals) for each in case.of_generation(1)} == {(signal.SIGTERM,)}
@@ -64,54 +66,54 @@ def test_who_does_not_end_is_made_to() -> None:
     assert case.of_generation(1)[0].signals[-1] == signal.SIGKILL
 
 
-def test_what_cannot_start_changes_nothing() -> None:
+def test_a_new_generation_that_cannot_start_changes_nothing() -> None:
     case = Case()
-    case.ask()
+    case.start_reload()
     worker = case.of_generation(2)[0]
-    assert case.die(worker, ModelError("config.json: no"))
+    assert case.report_death(worker, ModelError("config.json: no"))
     assert case.ended == [("config.json: no", False)]
-    assert case.told[-1] == DropEngine(2)
-    case.end(2)
+    assert case.sent[-1] == DropEngine(2)
+    case.end_generation(2)
     assert (case.epochs.epoch, case.epochs.model) == (1, boots.model())
     case.switch(2)
-    assert SwitchEngine(2) not in case.told, "a late word of nothing"
-    case.ask()
-    assert case.told[-1] == NextEngine(3, NEW, in_place=False)
+    assert SwitchEngine(2) not in case.sent, "late messages are ignored"
+    case.start_reload()
+    assert case.sent[-1] == NextEngine(3, NEW, in_place=False)
 
 
-def test_an_unexpected_death_is_told_with_its_traceback() -> None:
+def test_an_unexpected_death_is_reported_with_its_traceback() -> None:
     case = Case()
-    case.ask()
-    case.die(case.of_generation(2)[2], ValueError("x"))
+    case.start_reload()
+    case.report_death(case.of_generation(2)[2], ValueError("x"))
     ((problem, _),) = case.ended
     first, *others = problem.splitlines()
     assert first == "engine 0 (pid 77) failed with ValueError: x"
     assert others == ["  ValueError: x"]
 
 
-def test_what_a_front_end_cannot_read_changes_nothing() -> None:
+def test_a_model_that_a_front_end_cannot_load_changes_nothing() -> None:
     case = Case()
-    case.ask()
-    case.say(NextReady(0, 2), NextReady(1, 2, describe(ModelError("tokenizer.json: no"))))
+    case.start_reload()
+    case.receive(NextReady(0, 2), NextReady(1, 2, describe(ModelError("tokenizer.json: no"))))
     assert case.ended == [("tokenizer.json: no", False)]
-    assert all(each.asked for each in case.of_generation(2))
+    assert all(each.shutdown_requested for each in case.of_generation(2))
 
 
-def test_what_is_not_to_be_trusted_changes_nothing() -> None:
+def test_an_invalid_message_of_the_new_generation_changes_nothing() -> None:
     case = Case()
-    case.ask()
-    case.say(ProtocolViolation("worker", 0, 1, "it babbles"))
-    assert case.ended == [], "of the generation of now"
-    case.say(ProtocolViolation("worker", 0, 2, "it babbles"))
+    case.start_reload()
+    case.receive(ProtocolViolation("worker", 0, 1, "it sends garbage"))
+    assert case.ended == [], "it was sent by the serving generation"
+    case.receive(ProtocolViolation("worker", 0, 2, "it sends garbage"))
     assert case.ended == [("one of its processes sent an invalid message", False)]
-    case.end(2)
-    assert case.told[-1] == DropEngine(2)
+    case.end_generation(2)
+    assert case.sent[-1] == DropEngine(2)
 
 
-def test_what_is_never_ready_is_given_up() -> None:
+def test_a_new_generation_that_is_never_ready_is_abandoned() -> None:
     case = Case()
-    case.ask()
-    case.say(NextReady(0, 2))
+    case.start_reload()
+    case.receive(NextReady(0, 2))
     assert case.reload.seconds_to_next_step() == 600.0
     case.now += 600.0
     case.reload.advance()
@@ -120,21 +122,21 @@ def test_what_is_never_ready_is_given_up() -> None:
 
 def test_a_model_that_cannot_be_prepared_changes_nothing() -> None:
     case = Case()
-    case.ask(ModelError("no such file"))
+    case.start_reload(ModelError("no such file"))
     assert case.ended == [("no such file", False)]
-    assert (case.told, case.preparations) == ([], [])
+    assert (case.sent, case.preparations) == ([], [])
 
 
 @pytest.mark.parametrize("dies", ["front end", "engine"])
-def test_a_death_before_the_switch_puts_it_off(dies: str) -> None:
-    """That of the present generation or of a front end; it is tried again when all are back."""
+def test_a_death_before_the_switch_postpones_the_reload(dies: str) -> None:
+    """A serving process dies; the reload is retried once all processes are back."""
     case = Case()
-    case.ask()
+    case.start_reload()
     dead = case.front_ends[1] if dies == "front end" else case.of_generation(1)[2]
-    assert not case.die(dead), "it is for the recovery to replace it"
+    assert not case.report_death(dead), "the recovery handles it"
     case.recovery.note_death(dead)
     assert case.ended == [(f"{dead.name} died meanwhile", True)]
-    case.end(2)
+    case.end_generation(2)
     assert case.num_begun == 1
     case.recovery.pop_due_restarts(case.of_generation(1))
     back = FrontEndReady(1) if dies == "front end" else EngineReady(1, 3, 1, 1, 1, 1, "x")
@@ -143,34 +145,34 @@ def test_a_death_before_the_switch_puts_it_off(dies: str) -> None:
     assert case.num_begun == 2
 
 
-def test_a_pause_before_the_switch_puts_it_off() -> None:
-    """The engine that comes is born with the pause of then."""
+def test_a_pause_before_the_switch_postpones_the_reload() -> None:
+    """The next new engine boots in the paused state."""
     case = Case()
-    case.ask()
-    case.say(Paused(None))
-    assert case.ended == [], "that is nothing new"
-    case.say(paused := Paused("finish_running"))
+    case.start_reload()
+    case.receive(Paused(None))
+    assert case.ended == [], "the pause state has not changed"
+    case.receive(paused := Paused("finish_running"))
     case.recovery.note_message(paused)
     assert case.ended == [("the engine was paused or resumed meanwhile", True)]
-    case.end(2)
+    case.end_generation(2)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW
     case.reload.advance()
     assert [each.pause_mode for each in case.boots[-3:]] == ["finish_running"] * 3
-    case.say(paused)
+    case.receive(paused)
     case.switch(3)
     assert case.ended[1:] == [("", False)]
 
 
-def test_a_frozen_engine_is_not_left_but_replaced() -> None:
-    """It would never finish what it has."""
+def test_a_frozen_engine_is_replaced_in_place() -> None:
+    """It would never finish its requests."""
     case = Case("side-by-side")
     case.recovery.note_message(Paused("freeze"))
-    case.ask()
-    assert case.told == [NextEngine(2, NEW, in_place=True)]
+    case.start_reload()
+    assert case.sent == [NextEngine(2, NEW, in_place=True)]
 
 
-def test_one_that_is_asked_for_while_somebody_is_missing_waits() -> None:
+def test_a_reload_requested_during_a_restart_waits() -> None:
     case = Case()
     dead = case.front_ends[0]
     case.recovery.note_death(dead)
@@ -184,8 +186,8 @@ def test_one_that_is_asked_for_while_somebody_is_missing_waits() -> None:
     assert case.num_begun == 1
 
 
-def test_one_that_hangs_is_missing_before_it_is_dead() -> None:
-    """Its place in the generation of now has other numbers already."""
+def test_a_hung_process_delays_a_reload_before_it_is_dead() -> None:
+    """Its successor already has the next epoch."""
     case = Case()
     hung = next(each for each in case.running if each.role == "engine_core")
     case.recovery.disconnect(hung)
@@ -196,43 +198,43 @@ def test_one_that_hangs_is_missing_before_it_is_dead() -> None:
     assert not case.num_begun
 
 
-def test_a_death_while_the_model_is_prepared_only_delays_it() -> None:
+def test_a_death_during_the_preparation_only_delays_the_reload() -> None:
     case = Case()
     case.reload.request()
     case.reload.advance()
     case.recovery.note_death(case.front_ends[0])
     case.preparations[0].outcome = NEW
     case.reload.advance()
-    assert (case.told, case.preparations) == ([], [])
+    assert (case.sent, case.preparations) == ([], [])
     case.recovery.pop_due_restarts([])
     case.recovery.note_message(FrontEndReady(0))
     case.reload.advance()
-    assert case.told == [NextEngine(2, NEW, in_place=False)]
+    assert case.sent == [NextEngine(2, NEW, in_place=False)]
 
 
-def test_nobody_is_missing_when_it_switches() -> None:
+def test_the_switch_waits_until_all_processes_are_back() -> None:
     case = Case()
-    case.ask()
+    case.start_reload()
     case.recovery.note_death(case.of_generation(1)[0])
-    case.say(NextReady(0, 2), NextReady(1, 2))
-    assert SwitchEngine(2) not in case.told
+    case.receive(NextReady(0, 2), NextReady(1, 2))
+    assert SwitchEngine(2) not in case.sent
     case.recovery.pop_due_restarts([])
     case.recovery.note_message(WorkersReady(case.epochs.worker_epoch))
     case.reload.advance()
-    assert case.told[-1] == SwitchEngine(2)
+    assert case.sent[-1] == SwitchEngine(2)
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_the_memory_decides(room: bool) -> None:
+def test_free_memory_decides_the_automatic_strategy(room: bool) -> None:
     case = Case("auto")
     case.has_room = room
-    case.ask()
-    assert case.told == [NextEngine(2, NEW, in_place=not room)]
+    case.start_reload()
+    assert case.sent == [NextEngine(2, NEW, in_place=not room)]
 
 
-def test_one_more_follows_and_not_two() -> None:
+def test_at_most_one_more_reload_is_queued() -> None:
     case = Case()
-    case.ask()
+    case.start_reload()
     case.reload.request()
     case.reload.request()
     assert case.reasons == [
@@ -241,8 +243,8 @@ def test_one_more_follows_and_not_two() -> None:
     ]
     case.switch(2)
     assert case.ended == [("", True)]
-    case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
-    case.end(1)
+    case.receive(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
+    case.end_generation(1)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW
     case.reload.advance()
@@ -251,7 +253,7 @@ def test_one_more_follows_and_not_two() -> None:
 
 
 @pytest.mark.parametrize("moment", ["preparing", "meeting", "leaving", "idle"])
-def test_at_the_end_nothing_is_begun_and_nothing_needed_is_given_up(moment: str) -> None:
+def test_cancel_ends_a_reload_but_keeps_serving_processes(moment: str) -> None:
     case = Case()
     if moment != "idle":
         case.reload.request()
@@ -267,6 +269,6 @@ def test_at_the_end_nothing_is_begun_and_nothing_needed_is_given_up(moment: str)
     problems = {"preparing": [("the end", False)], "meeting": [("the end", False)]}
     assert case.ended == problems.get(moment, [("", False)] if moment == "leaving" else [])
     assert case.preparations == []
-    assert not any(each.asked for each in case.of_generation(1))
-    assert all(each.asked for each in case.of_generation(2)) is (moment != "leaving")
+    assert not any(each.shutdown_requested for each in case.of_generation(1))
+    assert all(each.shutdown_requested for each in case.of_generation(2)) is (moment != "leaving")
     assert case.reasons == ["the daemon is about to end: there is no reload"]

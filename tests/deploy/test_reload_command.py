@@ -1,4 +1,4 @@
-"""`tokend reload`, and what SIGHUP means where there is a terminal."""
+"""`tokend reload`, and SIGHUP with a terminal."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ DONE = "tokend: reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
 
 
-def test_the_command_waits_and_says_how_it_went(
+def test_the_command_waits_for_the_reload_and_prints_its_result(
     begin: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = begin()
@@ -44,7 +44,7 @@ def test_the_command_fails_with_the_reload(
 
 
 @pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
-def test_a_command_that_finds_nobody(words: list[str], tmp_path: Path) -> None:
+def test_the_command_fails_without_a_daemon(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         reload_command.main(words, str(tmp_path))
 
@@ -65,7 +65,7 @@ def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -
     assert "22 (model-22 at http://127.0.0.1:8001)" in str(caught.value)
 
 
-def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) -> None:
+def test_a_daemon_that_ends_during_the_reload_is_an_error(begin: Start, tmp_path: Path) -> None:
     daemon = begin()
     parent, pid = daemon.run_parent, daemon.process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -81,7 +81,7 @@ def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) 
 
 
 def pending(pid: int) -> str:
-    """SIGHUP, when it waits to be handled by a stopped process."""
+    """Return whether SIGHUP is pending for a stopped process."""
     status = Path(f"/proc/{pid}/status").read_text()
     masks = [
         line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
@@ -90,10 +90,10 @@ def pending(pid: int) -> str:
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_terminal_that_closes_ends_the_daemon_unless_it_was_told_to_ignore_that(
+def test_closing_the_terminal_ends_the_daemon_unless_sighup_is_ignored(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, nohup: bool
 ) -> None:
-    """Started with a terminal of its own, which is closed then."""
+    """The daemon has a terminal of its own, which the test closes."""
     master, slave = os.openpty()
 
     def take_terminal() -> None:

@@ -25,7 +25,7 @@ class Worker:
 
 
 def machine(root: Path, free: int) -> Path:
-    """With so many bytes free, and a worker of 1 GiB with the id 7."""
+    """Return actions with this many bytes free and a worker of 1 GiB whose process id is 7."""
     (root / "proc" / "7").mkdir(parents=True)
     (root / "proc" / "meminfo").write_text(f"MemAvailable: {free // 1024} kB\n")
     pages = RESIDENT // os.sysconf("SC_PAGE_SIZE")
@@ -51,7 +51,7 @@ def actions(root: Path, config: ServeConfig) -> ReloadActions:
 def test_two_generations_fit_if_free_memory_is_at_least_what_is_in_use(
     tmp_path: Path, cache: CacheConfig, needed: int
 ) -> None:
-    """A pool that takes half of what is free needs twice its size."""
+    """A pool sized as half of the free memory needs twice its size free."""
     config = ServeConfig(cache=cache)
     assert actions(machine(tmp_path / "enough", needed), config).two_generations_fit()
     assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).two_generations_fit()
@@ -71,6 +71,6 @@ def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
     assert not actions(root, ServeConfig(cache=fixed)).two_generations_fit()
 
 
-def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+def test_a_dead_process_holds_no_memory(tmp_path: Path) -> None:
     assert resident_memory(8, machine(tmp_path, 0)) == 0
     assert resident_memory(os.getpid()) > 1 << 20

@@ -24,7 +24,7 @@ class Process:
         self.got.append(number.name)
 
 
-def test_a_hung_process_prints_its_stacks_and_is_killed_within_a_second() -> None:
+def test_a_hung_process_prints_its_stacks_and_is_killed_in_a_second() -> None:
     now, process = [100.0], Process()
     removal = HungProcessRemoval(process, lambda: now[0])
     removal.send_due_signals()

@@ -1,4 +1,4 @@
-"""The memory for figures: every front end inherits the same, and it outlives them."""
+"""Shared memory for metrics: all front ends inherit it, and it outlives them."""
 
 import mmap
 import os
@@ -35,7 +35,7 @@ make_metric_sheet(boot).add_to_cell(3)
 """
 
 
-def test_front_ends_count_in_rows_of_the_same_memory() -> None:
+def test_every_front_end_counts_in_its_row_of_the_shared_memory() -> None:
     death, alive = os.pipe()
     descriptor = os.memfd_create("metrics")
     os.ftruncate(descriptor, 2 * METRIC_BYTES)

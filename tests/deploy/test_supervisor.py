@@ -1,4 +1,4 @@
-"""The supervisor over fake processes: how the daemon starts and ends, and what is left."""
+"""The supervisor over fake processes: start and end of the daemon, and cleanup."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from tests.fakes.supervised import (
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_is_ready_when_engine_and_front_end_are_and_ends_in_order(
+def test_ready_after_engine_and_front_end_and_ends_in_order(
     start: Start, number: signal.Signals
 ) -> None:
     daemon = start()
@@ -55,7 +55,7 @@ def test_a_signal_while_starting_ends_everything(start: Start) -> None:
     assert_nothing_left(daemon, children)
 
 
-def test_a_process_that_does_not_listen_is_killed(start: Start) -> None:
+def test_a_process_that_ignores_shutdown_is_killed(start: Start) -> None:
     daemon = start("worker=stubborn", "limits=0.4")
     daemon.wait_ready()
     children = daemon.children()
@@ -78,8 +78,8 @@ def test_a_second_signal_kills_at_once(start: Start) -> None:
     assert_nothing_left(daemon, children)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(start: Start) -> None:
-    """As through make, which passes on what its process group got."""
+def test_a_signal_received_twice_at_once_counts_once(start: Start) -> None:
+    """`make` forwards a signal that its whole process group got already."""
     daemon = start()
     daemon.wait_ready()
     children = daemon.children()
@@ -91,15 +91,15 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Start) -> None:
     assert_nothing_left(daemon, children)
 
 
-def test_who_ends_without_a_word_is_named(start: Start) -> None:
-    """The mute front end keeps the daemon from being ready: it would restart the worker then."""
+def test_a_process_that_exits_without_an_error_message_is_named(start: Start) -> None:
+    """With the mute front end the daemon never becomes ready; a ready one restarts the worker."""
     daemon = start("worker=exits", "api_server=mute")
     assert daemon.wait_exit() == 1
     assert re.search(r"worker 0 \(pid \d+\) ended by itself with exit status 3 while", daemon.text)
     assert list(daemon.run_parent.iterdir()) == []
 
 
-def test_a_model_that_cannot_be_run_is_one_line(start: Start) -> None:
+def test_an_unsupported_model_is_reported_in_one_line(start: Start) -> None:
     daemon = start("worker=bad_model", "api_server=mute")
     assert daemon.wait_exit() == 2
     assert daemon.text.splitlines()[-1] == "tokend: config.json asks for rope type 'moebius'"
@@ -136,26 +136,26 @@ def test_orphans_are_reaped(start: Start) -> None:
     orphan = int(found[1])
     assert eventually(lambda: psutil.Process(orphan).ppid() == daemon.process.pid)
     os.kill(orphan, signal.SIGKILL)
-    assert eventually(lambda: not psutil.pid_exists(orphan)), (
-        "an entry of the process table is left"
-    )
+    assert eventually(lambda: not psutil.pid_exists(orphan)), "a zombie process is left"
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
     assert_nothing_left(daemon, children)
 
 
-def test_a_service_manager_is_told_of_everything(start: Start, tmp_path: Path) -> None:
-    """With a heartbeat as long as the loop turns, and not one after it has stopped."""
+def test_a_service_manager_gets_ready_status_heartbeat_and_stopping(
+    start: Start, tmp_path: Path
+) -> None:
+    """The heartbeat lasts as long as the event loop runs."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.settimeout(LIMIT_SECONDS)
         manager.bind(str(tmp_path / "notify"))
         variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"}
         daemon = start(**variables)
-        heard = ""
-        while "READY=1" not in heard:
-            heard += manager.recv(4096).decode() + "\n"
-        assert "STATUS=engine 0: loading weights 50%" in heard
-        assert "STATUS=serving fake at http://127.0.0.1:" in heard
+        notifications = ""
+        while "READY=1" not in notifications:
+            notifications += manager.recv(4096).decode() + "\n"
+        assert "STATUS=engine 0: loading weights 50%" in notifications
+        assert "STATUS=serving fake at http://127.0.0.1:" in notifications
         children = daemon.children()
         for child in children.values():
             assert not set(variables) & set(child.environ())
@@ -163,7 +163,9 @@ def test_a_service_manager_is_told_of_everything(start: Start, tmp_path: Path) -
             assert manager.recv(4096) == b"WATCHDOG=1"
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.wait_exit() == 0
-        heard = ""
-        while "STOPPING=1" not in heard:
-            heard += manager.recv(4096).decode()
-        assert "EXTEND_TIMEOUT_USEC=44000000" in heard, "30 s for requests and all that follows"
+        notifications = ""
+        while "STOPPING=1" not in notifications:
+            notifications += manager.recv(4096).decode()
+        assert "EXTEND_TIMEOUT_USEC=44000000" in notifications, (
+            "30 s for requests and the time of the shutdown"
+        )

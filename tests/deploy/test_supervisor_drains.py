@@ -12,8 +12,8 @@ def test_a_first_signal_waits_for_requests(start: Start) -> None:
     url = daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
-    daemon.wait_for("api 0: heard Drain()", "2 requests in flight may finish within 30 s")
-    assert "engine 0: heard Drain()" not in daemon.text
+    daemon.wait_for("api 0: received Drain()", "2 requests in flight may finish within 30 s")
+    assert "engine 0: received Drain()" not in daemon.text
     port = int(url.rsplit(":", 1)[1])
     socket.create_connection(("127.0.0.1", port)).close()
     children["api_server"].send_signal(signal.SIGUSR2)
@@ -48,10 +48,10 @@ def test_requests_that_take_too_long_are_aborted(start: Start) -> None:
     assert "2 requests not finished: aborted" in daemon.text
 
 
-def test_who_dies_while_the_daemon_drains_is_started_again(
+def test_a_process_that_dies_during_a_drain_is_restarted(
     start: Start,
 ) -> None:
-    """The engine, because requests need it; the front end knows at birth that it drains."""
+    """Open requests need the engine; a new front end boots in the drain state."""
     daemon = start("api_server=busy")
     daemon.wait_ready()
     daemon.process.send_signal(signal.SIGTERM)
@@ -60,24 +60,24 @@ def test_who_dies_while_the_daemon_drains_is_started_again(
     daemon.wait_for("engine 0: is back after")
     daemon.children()["api_server"].kill()
     assert daemon.wait_exit() == 0, daemon.text
-    assert daemon.text.count("api 0: heard Drain()") == 2
+    assert daemon.text.count("api 0: received Drain()") == 2
     assert "aborted\n" not in daemon.text
 
 
-def test_what_one_front_end_is_asked_to_abort_all_are_told(start: Start) -> None:
+def test_an_abort_request_is_sent_to_all_front_ends(start: Start) -> None:
     daemon = start("api_server=asked_to_abort", "api_server_count=2")
     daemon.wait_ready()
     daemon.children()["api_server"].send_signal(signal.SIGUSR2)
-    heard = "heard AbortRequests(request_ids=['cmpl-1'], owner='alice')"
-    daemon.wait_for(f"api 0: {heard}", f"api 1: {heard}")
+    abort = "received AbortRequests(request_ids=['cmpl-1'], owner='alice')"
+    daemon.wait_for(f"api 0: {abort}", f"api 1: {abort}")
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
 
 
-def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
+def test_a_signal_after_a_drain_by_http_counts_as_the_first(
     start: Start,
 ) -> None:
-    """As in a container, which sends SIGTERM as soon as its preStop hook returns."""
+    """A container runtime sends SIGTERM as soon as the preStop hook returns."""
     daemon = start("api_server=asked_to_drain", "worker=stubborn", "limits=1.5")
     daemon.wait_ready()
     children = daemon.children()
@@ -86,5 +86,5 @@ def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     assert children["worker"].is_running()
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
-    assert "api 0: heard Drain()" in daemon.text
+    assert "api 0: received Drain()" in daemon.text
     assert_nothing_left(daemon, children)

@@ -1,10 +1,10 @@
-"""The supervisor over fake processes, one of which stops."""
+"""The supervisor over fake processes, one of which hangs."""
 
 import signal
 
 import pytest
 
-from tests.fakes.supervised import ROLES, TITLES, Start, others_than
+from tests.fakes.supervised import ROLES, TITLES, Start, pids_except
 
 
 def assert_in_this_order(text: str, *parts: str) -> None:
@@ -13,58 +13,58 @@ def assert_in_this_order(text: str, *parts: str) -> None:
 
 
 HUNG = {
-    "worker": ("no completed step", "engine 0: heard NewWorkers(worker_epoch=2)"),
+    "worker": ("no completed step", "engine 0: received NewWorkers(worker_epoch=2)"),
     "engine_core": (
         "no sign of life",
-        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
     ),
-    "api_server": ("no sign of life", "engine 0: heard NewFrontEnd(index=0, incarnation=1)"),
+    "api_server": ("no sign of life", "engine 0: received NewFrontEnd(index=0, incarnation=1)"),
 }
 """What is said of each when it is stopped, and what the others hear before it is killed."""
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
+def test_a_hung_process_is_disconnected_and_prints_its_stacks_before_its_restart(
     start: Start, role: str
 ) -> None:
-    """A worker because the engine waits for it, the engine and a front end for their silence.
+    """A worker hangs if the engine waits for it, the engine and a front end if they are silent.
 
-    The latter is not continued for its stacks: it would take connections with it.
+    A front end is not resumed to print its stacks, because it would accept connections.
     """
     daemon = start("step_timeout=0.5")
     daemon.wait_ready()
     before = daemon.children()
-    pid, (what, heard) = before[role].pid, HUNG[role]
+    pid, (what, notified) = before[role].pid, HUNG[role]
     before[role].suspend()
     if role == "worker":
         before["engine_core"].send_signal(signal.SIGHUP)
-    daemon.wait_for(f"{TITLES[role]}: is back after", f"{TITLES[role]}: life 1, ")
+    daemon.wait_for(f"{TITLES[role]}: is back after", f"{TITLES[role]}: incarnation 1, ")
     stacks = "fake_process.py"
     assert_in_this_order(
         daemon.text,
         f"{TITLES[role]}: (pid {pid}) hangs, {what} for ",
-        heard,
+        notified,
         f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is restarted",
-        f"{TITLES[role]}: life 1, ",
+        f"{TITLES[role]}: incarnation 1, ",
     )
     if role == "api_server":
         assert stacks not in daemon.text
     else:
         assert_in_this_order(daemon.text, "hangs", stacks, "was killed by SIGKILL")
-    assert daemon.text.count(heard) == 1
+    assert daemon.text.count(notified) == 1
     after = daemon.children()
     assert after[role].pid != pid
-    assert others_than(role, after) == others_than(role, before)
+    assert pids_except(role, after) == pids_except(role, before)
     if role != "api_server":
         daemon.wait_for(
             f"NotReady(what='{TITLES[role]} hangs and is killed'",
             f"NotReady(what='{TITLES[role]} is being restarted'",
-            f"heard Restarted(role='{role}', hung=True)",
-            "api 0: heard HealthStatus(reasons=())",
+            f"received Restarted(role='{role}', hung=True)",
+            "api 0: received HealthStatus(reasons=())",
         )
 
 
-def test_who_hangs_while_requests_finish_is_started_again(start: Start) -> None:
+def test_a_process_that_hangs_during_a_drain_is_restarted(start: Start) -> None:
     daemon = start("api_server=busy", "step_timeout=0.5")
     daemon.wait_ready()
     children = daemon.children()

@@ -1,4 +1,4 @@
-"""The systemd unit, read by systemd's own tools and beside what the daemon does."""
+"""The systemd unit, checked by systemd's tools and against the daemon."""
 
 import re
 import shutil
@@ -26,8 +26,8 @@ def settings() -> dict[str, str]:
 
 
 @needs_systemd
-def test_systemd_has_nothing_to_object_to(tmp_path: Path) -> None:
-    """With a command that exists here; its place is the only thing that differs."""
+def test_systemd_analyze_accepts_the_unit(tmp_path: Path) -> None:
+    """Only the path of the command is replaced by one that exists here."""
     unit = tmp_path / "tokend.service"
     unit.write_text(UNIT.read_text().replace("/opt/tokend/bin/tokend", sys.executable))
     done = subprocess.run(
@@ -37,7 +37,7 @@ def test_systemd_has_nothing_to_object_to(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_little_is_exposed() -> None:
+def test_the_security_exposure_is_low() -> None:
     done = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)],
         capture_output=True,
@@ -48,8 +48,8 @@ def test_little_is_exposed() -> None:
     assert float(found[1]) <= MOST_EXPOSED
 
 
-def test_the_unit_expects_what_the_daemon_sends() -> None:
-    """The heartbeat is half of WatchdogSec; only the supervisor speaks; 2 is a user's mistake."""
+def test_the_unit_matches_the_daemons_notifications() -> None:
+    """Heartbeats at half of WatchdogSec, from the supervisor only; status 2 is a usage error."""
     unit = settings()
     assert unit["Type"] == "notify"
     assert unit["NotifyAccess"] == "main"

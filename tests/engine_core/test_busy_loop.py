@@ -136,7 +136,7 @@ def test_the_loop_steps_until_idle_and_checks_the_kv_cache_once(depth):
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
     assert checks == [1]
     assert loop.workers.sent[-1].finished_seq_ids
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
@@ -166,7 +166,7 @@ def test_the_loop_sleeps_while_all_requests_are_blocked(depth):
     request = loop.engine.add_one([1, 2], max_tokens=2)
     loop.busy_loop.run_until_shutdown()
     assert loop.tokens_of(request) == undisturbed([1, 2], 2)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
@@ -192,7 +192,7 @@ def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
     assert [each.epoch for each in loop.workers.sent][depth:][:1] == [7]
     assert loop.tokens_of(request) == undisturbed([1, 2], 4)
     loop.engine.runner = loop.workers.runner
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -300,7 +300,7 @@ def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nons
         tokens = loop.tokens_of(request)
         assert tokens[1:] == undisturbed([*prompt, *tokens[:1]], 4), "all after what was claimed"
     loop.engine.runner = loop.workers.runner
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 def test_one_at_a_time_a_step_is_sent_after_the_answer_to_the_last():
@@ -330,7 +330,7 @@ def test_a_request_that_comes_while_the_last_tokens_of_others_compute_is_sent_at
     assert [what for what, _ in loop.workers.log[:2]] == ["sent", "sent"]
     assert loop.tokens_of(first) == undisturbed([1, 2], 1)
     assert loop.tokens_of(loop.late) == undisturbed([9], 2)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()
 
 
 def stops_now_and_then(token_ids, choice):
@@ -378,4 +378,4 @@ def test_workers_nearly_always_have_the_next_step_before_they_answer_the_last(po
     early = [place["sent", after] < place["answered", before] for before, after in pairwise(steps)]
     assert len(early) > 500
     assert sum(early) >= 0.95 * len(early)
-    loop.engine.assert_at_rest()
+    loop.engine.assert_idle()

@@ -8,7 +8,7 @@ from engine_core.supervisor_io import SupervisorIO
 from proto.engine_io import AdminCall, AdminReply, AgentHint
 from proto.lifecycle import Paused
 from tests.fakes.clock import FakeClock
-from tests.fakes.input_desk import Desk
+from tests.fakes.input_harness import InputProcessorHarness
 
 
 class FrontEnds:
@@ -35,16 +35,16 @@ class FrontEnds:
 def test_the_supervisor_is_notified_of_a_pause_before_the_reply():
     """The operator may kill the engine after the reply; the next engine must start paused."""
     log = []
-    desk = Desk()
+    harness = InputProcessorHarness()
     supervisor = SimpleNamespace(send=log.append)
     supervisor_io = SupervisorIO(supervisor, None)
     front_ends = FrontEnds([AdminCall(1, 7, "pause", "freeze")], log)
-    scheduler = desk.engine.scheduler
-    outputs = OutputDispatcher(front_ends, scheduler, desk.engine.kv_cache, 1)
-    desk.input_processor._output_dispatcher = outputs
+    scheduler = harness.engine.scheduler
+    outputs = OutputDispatcher(front_ends, scheduler, harness.engine.kv_cache, 1)
+    harness.input_processor._output_dispatcher = outputs
     poller = SimpleNamespace(wait=lambda timeout: [front_ends])
     assert EngineIO(
-        supervisor_io, front_ends, poller, scheduler, desk.input_processor, outputs
+        supervisor_io, front_ends, poller, scheduler, harness.input_processor, outputs
     ).receive_messages(0)
     paused, reply, _ = log
     assert paused == Paused("freeze")
@@ -53,10 +53,12 @@ def test_the_supervisor_is_notified_of_a_pause_before_the_reply():
 
 def test_an_idle_engine_drops_expired_pins_and_reports_it():
     log, clock = [], FakeClock()
-    desk = Desk(clock=clock, block_size=4, scheduling_policy="continuum", pin_policy="fixed")
-    desk.engine.add_one(list(range(20)), 4, agent=AgentHint("a"))
-    desk.engine.run()
-    scheduler = desk.engine.scheduler
+    harness = InputProcessorHarness(
+        clock=clock, block_size=4, scheduling_policy="continuum", pin_policy="fixed"
+    )
+    harness.engine.add_one(list(range(20)), 4, agent=AgentHint("a"))
+    harness.engine.run()
+    scheduler = harness.engine.scheduler
     assert scheduler.pop_stats().num_pinned_blocks == 5
     front_ends = FrontEnds([], log)
 
@@ -64,10 +66,10 @@ def test_an_idle_engine_drops_expired_pins_and_reports_it():
         clock.now += timeout
         return []
 
-    outputs = OutputDispatcher(front_ends, scheduler, desk.engine.kv_cache, 1)
+    outputs = OutputDispatcher(front_ends, scheduler, harness.engine.kv_cache, 1)
     supervisor_io = SupervisorIO(SimpleNamespace(send=log.append), None)
     poller = SimpleNamespace(wait=wait)
-    io = EngineIO(supervisor_io, front_ends, poller, scheduler, desk.input_processor, outputs)
+    io = EngineIO(supervisor_io, front_ends, poller, scheduler, harness.input_processor, outputs)
     assert io.receive_messages(1.0) is False
     assert log == []
     assert io.receive_messages() is True

@@ -15,7 +15,7 @@ from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
-from tests.fakes.input_desk import Desk
+from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.paged_runner import undisturbed
 
 CRASHES = SchedulerConfig().crashes_until_isolated
@@ -84,15 +84,15 @@ class FrontEnd:
 
     def meet(self, epoch):
         """Start an engine and send it all open requests."""
-        desk = Desk(gates=[DeadlyGate()])
-        desk.engine.scheduler.report_crash_progress_to(self)
+        harness = InputProcessorHarness(gates=[DeadlyGate()])
+        harness.engine.scheduler.report_crash_progress_to(self)
         for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
             entry.sent_to = epoch
-            desk.take(entry.message(epoch))
-        for _, output in desk.outputs.outputs:
+            harness.receive(entry.message(epoch))
+        for _, output in harness.outputs.outputs:
             assert output.finish_reason is FinishReason.ERROR
             self.errors[output.request_id] = output.error
-        return desk.engine
+        return harness.engine
 
     def hear(self, engine):
         """Process the outputs of a step."""

@@ -72,7 +72,7 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2], 50))
-    engine.answer_step()
+    engine.run_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     front_end.send(AdminCall(EPOCH, 1, "reset_prefix_cache"))
     reply = engine.expect(front_end, AdminReply)
@@ -94,7 +94,7 @@ def test_nonfinite_logits_fail_only_their_request(start):
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2], 3))
-    engine.answer_step()
+    engine.run_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     result = engine.runner.execute(step)
     engine.worker.send(
@@ -122,10 +122,10 @@ def test_every_front_end_gets_its_own_outputs(start):
     message = engine.expect(second, EngineCoreOutputs, lambda each: each.accepted)
     assert message.accepted == [1 << 55]
     assert message.stats is not None, "they ride with what is said anyway"
-    engine.answer_step()
+    engine.run_step()
     (output,) = engine.expect(first, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (output.request_id, output.new_token_ids) == (1, undisturbed([1], 1))
-    engine.answer_step()
+    engine.run_step()
     (output,) = engine.expect(second, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (output.request_id, output.new_token_ids) == (1 << 55, undisturbed([2], 1))
 
@@ -218,7 +218,7 @@ def test_a_request_that_crashed_engines_runs_alone_and_is_finally_refused(start)
     assert (message.alone, message.progress) == ([1], [RequestProgress(1, 0, 0)])
     message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.progress)
     assert message.progress == [RequestProgress(1, 0, 1)]
-    steps = [engine.answer_step() for _ in range(3)]
+    steps = [engine.run_step() for _ in range(3)]
     sequences = [len(each.new_requests) + len(each.cached_requests.seq_ids) for each in steps]
     front_end.send(engine.request(2, [2], 2, crash_count=5))
     assert sequences == [1, 2, 1], "once it has a token it may have company"

@@ -23,7 +23,7 @@ def test_an_unreported_store_does_not_hide_a_hang() -> None:
     second = rig.add_one([*range(300, 320)], 2)
     assert owes_step(rig.scheduler)
     for each in (request, second):
-        rig.run_until_over(each)
+        rig.run_until_finished(each)
     while rig.scheduler.has_work:
         rig.step()
     assert rig.half.under_way
@@ -36,7 +36,7 @@ def test_an_unreported_store_does_not_hide_a_hang() -> None:
 def test_waiting_for_blocks_held_by_a_copy_is_no_hang() -> None:
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     first = rig.add_one(PROMPT, 1)
-    rig.run_until_over(first)
+    rig.run_until_finished(first)
     assert rig.kv_cache.transfer_refs.num_alone == 9
     rig.add_one([*range(300, 340)], 1)
     while rig.scheduler.kv_transfer.wants_step:
@@ -47,14 +47,14 @@ def test_waiting_for_blocks_held_by_a_copy_is_no_hang() -> None:
     rig.finishes = lambda job: True
     rig.finish_some()
     assert owes_step(rig.scheduler)
-    rig.settle()
-    rig.assert_at_rest()
+    rig.run_until_idle()
+    rig.assert_idle()
 
 
 def test_waiting_for_a_load_is_no_hang() -> None:
     rig = OffloadRig()
     rig.generate(PROMPT)
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.finishes = lambda job: None
     rig.add_one(PROMPT, 2)
     while rig.scheduler.has_work:
@@ -66,8 +66,8 @@ def test_waiting_for_a_load_is_no_hang() -> None:
     assert rig.scheduler.running
     assert owes_step(rig.scheduler)
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
+    rig.run_until_idle()
+    rig.assert_idle()
 
 
 @dataclass
@@ -98,7 +98,7 @@ def supervisor_io_of(rig: OffloadRig, workers: Workers) -> SupervisorIO:
 def test_a_copy_that_workers_never_report_is_a_hang() -> None:
     """The pool is full of blocks that are being copied; the time limit of a step applies."""
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
-    rig.run_until_over(rig.add_one(PROMPT, 1))
+    rig.run_until_finished(rig.add_one(PROMPT, 1))
     rig.add_one([*range(300, 340)], 1)
     while rig.scheduler.kv_transfer.wants_step:
         rig.step()
@@ -123,8 +123,8 @@ def test_a_copy_that_workers_never_report_is_a_hang() -> None:
     rig.lose_workers()
     rig.finishes = lambda job: True
     assert supervisor_io.health_report().awaits == ()
-    rig.settle()
-    rig.assert_at_rest()
+    rig.run_until_idle()
+    rig.assert_idle()
 
 
 def test_no_copy_is_awaited_while_requests_run_or_blocks_are_free() -> None:
@@ -136,8 +136,8 @@ def test_no_copy_is_awaited_while_requests_run_or_blocks_are_free() -> None:
     assert rig.half.under_way
     assert supervisor_io.health_report().awaits == ()
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.forget_device()
+    rig.run_until_idle()
+    rig.reset_prefix_cache()
     rig.finishes = lambda job: None
     rig.add_one(PROMPT, 2)
     while rig.scheduler.has_work:
@@ -147,4 +147,4 @@ def test_no_copy_is_awaited_while_requests_run_or_blocks_are_free() -> None:
     rig.step()
     assert supervisor_io.health_report().awaits == ()
     rig.finishes = lambda job: True
-    rig.settle()
+    rig.run_until_idle()

@@ -20,18 +20,18 @@ from proto.engine_io import (
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import RepetitionDetection, SamplingParams
 from tests.fakes.engine_harness import EOS
-from tests.fakes.input_desk import Desk
+from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
 
 
 def test_a_request_is_accepted_and_queued_with_all_its_choices():
-    desk = Desk()
-    desk.take(request(9, n=3), client=2)
-    assert desk.outputs.accepted == [(2, 9)]
-    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 1, 2]
-    assert len({each.seq_id for each in desk.engine.scheduler.waiting}) == 3
-    assert {each.client_index for each in desk.engine.scheduler.waiting} == {2}
+    harness = InputProcessorHarness()
+    harness.receive(request(9, n=3), client=2)
+    assert harness.outputs.accepted == [(2, 9)]
+    assert [each.choice for each in harness.engine.scheduler.waiting] == [0, 1, 2]
+    assert len({each.seq_id for each in harness.engine.scheduler.waiting}) == 3
+    assert {each.client_index for each in harness.engine.scheduler.waiting} == {2}
 
 
 @pytest.mark.parametrize(
@@ -89,67 +89,67 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
     ],
 )
 def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
-    desk = Desk()
-    desk.take(bad)
-    ((client, output),) = desk.outputs.outputs
+    harness = InputProcessorHarness()
+    harness.receive(bad)
+    ((client, output),) = harness.outputs.outputs
     assert (client, output.request_id) == (0, 1)
     assert output.finish_reason is FinishReason.ERROR
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
-    assert desk.outputs.accepted == []
-    desk.engine.assert_at_rest()
+    assert harness.outputs.accepted == []
+    harness.engine.assert_idle()
 
 
 def test_the_longest_possible_request_is_taken():
-    desk = Desk()
-    desk.take(request(prompt=range(60)))
-    assert desk.outputs.accepted
+    harness = InputProcessorHarness()
+    harness.receive(request(prompt=range(60)))
+    assert harness.outputs.accepted
 
 
 @pytest.mark.interpreted
 def test_an_unforeseen_error_ends_that_request_only(monkeypatch, caplog):
     """Its text is only logged: it may contain paths, addresses, or another client's text."""
-    desk = Desk()
-    add_request = desk.engine.scheduler.add_request
+    harness = InputProcessorHarness()
+    add_request = harness.engine.scheduler.add_request
 
     def fail_at_choice_1(each):
         if each.choice == 1:
             raise RuntimeError("no idea")
         add_request(each)
 
-    monkeypatch.setattr(desk.engine.scheduler, "add_request", fail_at_choice_1)
-    desk.take(request(1, n=2))
-    ((_, output),) = desk.outputs.outputs
+    monkeypatch.setattr(harness.engine.scheduler, "add_request", fail_at_choice_1)
+    harness.receive(request(1, n=2))
+    ((_, output),) = harness.outputs.outputs
     assert output.error.kind == "internal"
     assert "no idea" not in repr(output)
     assert "no idea" in caplog.text
-    desk.engine.assert_at_rest()
-    desk.take(request(2))
-    assert desk.outputs.accepted == [(0, 2)]
+    harness.engine.assert_idle()
+    harness.receive(request(2))
+    assert harness.outputs.accepted == [(0, 2)]
 
 
 def test_a_request_sent_twice_does_not_disturb_itself(caplog):
-    desk = Desk()
+    harness = InputProcessorHarness()
     traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
-    desk.take(request(1, trace_headers=traced))
-    desk.take(request(1, trace_headers=traced))
+    harness.receive(request(1, trace_headers=traced))
+    harness.receive(request(1, trace_headers=traced))
     assert "trace_id=4bf92f3577b34da6a3ce929d0e0e4736" in caplog.text
-    assert desk.engine.scheduler.num_unfinished == 1
-    assert desk.outputs.accepted == [(0, 1)]
-    assert desk.outputs.outputs == []
+    assert harness.engine.scheduler.num_unfinished == 1
+    assert harness.outputs.accepted == [(0, 1)]
+    assert harness.outputs.outputs == []
 
 
 def test_an_id_can_be_reused_after_the_request():
-    desk = Desk()
-    desk.take(request(1))
-    desk.take(Abort(1, 1, "disconnect"))
-    desk.take(request(1))
-    assert desk.engine.scheduler.num_unfinished == 1
+    harness = InputProcessorHarness()
+    harness.receive(request(1))
+    harness.receive(Abort(1, 1, "disconnect"))
+    harness.receive(request(1))
+    assert harness.engine.scheduler.num_unfinished == 1
 
 
 def test_a_resumed_request_that_is_complete_ends_at_once():
-    desk = Desk()
-    desk.take(
+    harness = InputProcessorHarness()
+    harness.receive(
         request(
             n=5,
             output_token_ids=((1, 2, 3, 4), (7, EOS), (7, 8), (7,), (7, 42)),
@@ -157,96 +157,99 @@ def test_a_resumed_request_that_is_complete_ends_at_once():
             stop_token_ids=(42,),
         )
     )
-    outputs = {output.choice: output for _, output in desk.outputs.outputs}
-    assert [each.choice for each in desk.engine.scheduler.waiting] == [2]
+    outputs = {output.choice: output for _, output in harness.outputs.outputs}
+    assert [each.choice for each in harness.engine.scheduler.waiting] == [2]
     assert outputs.keys() == {0, 1, 4}
     assert outputs[0].finish_reason is FinishReason.LENGTH
     assert outputs[1].finish_reason is outputs[4].finish_reason is FinishReason.STOP
     assert [outputs[each].stop_reason for each in (0, 1, 4)] == [None, None, 42]
     assert [outputs[each].token_index for each in (0, 1, 4)] == [4, 2, 2]
     assert all(not each.new_token_ids and each.first is None for each in outputs.values())
-    assert desk.outputs.accepted == [(0, 1)]
+    assert harness.outputs.accepted == [(0, 1)]
 
 
 def test_an_abort_can_name_a_choice():
-    desk = Desk()
-    desk.take(request(1, n=3))
-    desk.take(Abort(1, 1, "stop_string", 1))
-    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 2]
-    desk.take(Abort(1, 1, "disconnect"))
-    desk.take(Abort(1, 1, "disconnect"))
-    desk.engine.assert_at_rest()
-    assert desk.outputs.outputs == []
+    harness = InputProcessorHarness()
+    harness.receive(request(1, n=3))
+    harness.receive(Abort(1, 1, "stop_string", 1))
+    assert [each.choice for each in harness.engine.scheduler.waiting] == [0, 2]
+    harness.receive(Abort(1, 1, "disconnect"))
+    harness.receive(Abort(1, 1, "disconnect"))
+    harness.engine.assert_idle()
+    assert harness.outputs.outputs == []
 
 
 def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
-    desk = Desk(scheduling_policy="continuum", pin_policy="fixed")
+    harness = InputProcessorHarness(scheduling_policy="continuum", pin_policy="fixed")
     agent = AgentHint("job")
-    desk.take(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
-    desk.engine.step()
-    desk.take(Abort(1, 1, "stop_string", 0))
-    (pin,) = desk.engine.scheduler._retained_prefixes
+    harness.receive(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
+    harness.engine.step()
+    harness.receive(Abort(1, 1, "stop_string", 0))
+    (pin,) = harness.engine.scheduler._retained_prefixes
     assert (pin.job, pin.request_id) == ("job", 1)
-    desk.take(TurnEnded(1, 1, "job", "shell"))
-    desk.take(TurnEnded(1, 7, "nobody's", "shell"))
-    assert desk.engine.scheduler.agent_sessions._sessions["job"].tool == "shell"
+    harness.receive(TurnEnded(1, 1, "job", "shell"))
+    harness.receive(TurnEnded(1, 7, "nobody's", "shell"))
+    assert harness.engine.scheduler.agent_sessions._sessions["job"].tool == "shell"
 
 
 def test_calls_are_answered():
-    desk = Desk()
-    desk.take(AdminCall(1, 5, "reset_prefix_cache"), client=1)
-    desk.take(AdminCall(1, 6, "check_integrity"))
-    assert desk.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
+    harness = InputProcessorHarness()
+    harness.receive(AdminCall(1, 5, "reset_prefix_cache"), client=1)
+    harness.receive(AdminCall(1, 6, "check_integrity"))
+    assert harness.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
 
 
 def test_pause_and_resume_by_call():
-    desk = Desk()
-    desk.take(request(1))
-    desk.engine.step()
-    desk.take(AdminCall(1, 5, "pause", "freeze"))
-    assert not desk.engine.scheduler.has_work
-    desk.take(AdminCall(1, 6, "pause"))
-    assert desk.engine.scheduler.has_work
-    desk.take(request(2))
-    desk.engine.step()
-    assert len(desk.engine.scheduler.running) == 1
-    desk.take(AdminCall(1, 7, "resume"))
-    desk.engine.step()
-    assert len(desk.engine.scheduler.running) == 2
-    assert desk.outputs.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
+    harness = InputProcessorHarness()
+    harness.receive(request(1))
+    harness.engine.step()
+    harness.receive(AdminCall(1, 5, "pause", "freeze"))
+    assert not harness.engine.scheduler.has_work
+    harness.receive(AdminCall(1, 6, "pause"))
+    assert harness.engine.scheduler.has_work
+    harness.receive(request(2))
+    harness.engine.step()
+    assert len(harness.engine.scheduler.running) == 1
+    harness.receive(AdminCall(1, 7, "resume"))
+    harness.engine.step()
+    assert len(harness.engine.scheduler.running) == 2
+    assert harness.outputs.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
 
 
 def test_a_pause_can_end_what_is_unfinished():
     """In any state: each choice gets one final output, and later requests wait for the resume."""
-    desk = Desk()
-    desk.take(request(1, max_tokens=30), client=2)
-    desk.take(request(2, n=2, beam_width=2, max_tokens=30))
-    desk.engine.step()
-    desk.engine.step()
-    desk.take(request(3, n=3), client=2)
-    desk.take(AdminCall(1, 5, "pause", ends_unfinished=True))
+    harness = InputProcessorHarness()
+    harness.receive(request(1, max_tokens=30), client=2)
+    harness.receive(request(2, n=2, beam_width=2, max_tokens=30))
+    harness.engine.step()
+    harness.engine.step()
+    harness.receive(request(3, n=3), client=2)
+    harness.receive(AdminCall(1, 5, "pause", ends_unfinished=True))
     ended = [
         (client, each.request_id, each.choice)
-        for client, each in desk.outputs.outputs
+        for client, each in harness.outputs.outputs
         if each.finish_reason is FinishReason.ABORT
     ]
     assert sorted(ended) == [(0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 3, 0), (2, 3, 1), (2, 3, 2)]
-    assert {(2, 1), (0, 2), (2, 3)} <= set(desk.outputs.accepted)
-    assert desk.engine.scheduler.num_unfinished == 0
-    desk.engine.run()
-    desk.engine.assert_at_rest()
-    desk.take(request(4))
-    assert not desk.engine.scheduler.has_work or not desk.engine.step().total_num_scheduled_tokens
-    desk.take(AdminCall(1, 6, "resume"))
-    desk.engine.run()
-    desk.engine.assert_at_rest()
+    assert {(2, 1), (0, 2), (2, 3)} <= set(harness.outputs.accepted)
+    assert harness.engine.scheduler.num_unfinished == 0
+    harness.engine.run()
+    harness.engine.assert_idle()
+    harness.receive(request(4))
+    assert (
+        not harness.engine.scheduler.has_work
+        or not harness.engine.step().total_num_scheduled_tokens
+    )
+    harness.receive(AdminCall(1, 6, "resume"))
+    harness.engine.run()
+    harness.engine.assert_idle()
 
 
 def test_is_paused_by_call():
-    desk = Desk()
+    harness = InputProcessorHarness()
     for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
-        desk.take(AdminCall(1, call_id, name))
-    asked = [reply for _, reply in desk.outputs.replies[::2]]
+        harness.receive(AdminCall(1, call_id, name))
+    asked = [reply for _, reply in harness.outputs.replies[::2]]
     assert [(each.value, each.detail) for each in asked] == [
         (0, ""),
         (1, "finish_running"),
@@ -255,60 +258,60 @@ def test_is_paused_by_call():
 
 
 def test_the_number_of_unfinished_choices_by_call():
-    desk = Desk()
-    desk.take(request(1, n=3))
-    desk.take(request(2))
-    desk.engine.step()
-    desk.take(Abort(1, 1, "stop_string", 0))
-    desk.take(AdminCall(1, 5, "get_num_unfinished"))
-    assert desk.outputs.replies == [(0, AdminReply(1, 5, True, value=3))]
+    harness = InputProcessorHarness()
+    harness.receive(request(1, n=3))
+    harness.receive(request(2))
+    harness.engine.step()
+    harness.receive(Abort(1, 1, "stop_string", 0))
+    harness.receive(AdminCall(1, 5, "get_num_unfinished"))
+    assert harness.outputs.replies == [(0, AdminReply(1, 5, True, value=3))]
 
 
 def test_priorities_are_refused_where_nothing_heeds_them():
-    desk = Desk()
-    desk.take(request(1, priority=-1))
-    ((_, output),) = desk.outputs.outputs
+    harness = InputProcessorHarness()
+    harness.receive(request(1, priority=-1))
+    ((_, output),) = harness.outputs.outputs
     assert output.error.param == "priority"
     assert "--scheduling-policy priority" in output.error.message
-    desk.input_processor = InputProcessor(
-        desk.engine.scheduler,
-        desk.engine.kv_cache,
-        desk.outputs,
+    harness.input_processor = InputProcessor(
+        harness.engine.scheduler,
+        harness.engine.kv_cache,
+        harness.outputs,
         RequestLimits(vocab_size=1000, max_model_len=64, priorities=True),
     )
-    desk.take(request(1, priority=-1))
-    assert desk.outputs.accepted == [(0, 1)]
+    harness.receive(request(1, priority=-1))
+    assert harness.outputs.accepted == [(0, 1)]
 
 
 def test_calls_that_fail_say_why(monkeypatch):
     monkeypatch.setattr(frontend_io, "check", lambda _: ["lost block: 3", "lost block: 4"])
-    desk = Desk()
-    desk.take(request())
-    desk.engine.step()
-    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
-    desk.take(AdminCall(1, 6, "check_integrity"))
-    (_, reset), (_, integrity) = desk.outputs.replies
+    harness = InputProcessorHarness()
+    harness.receive(request())
+    harness.engine.step()
+    harness.receive(AdminCall(1, 5, "reset_prefix_cache"))
+    harness.receive(AdminCall(1, 6, "check_integrity"))
+    (_, reset), (_, integrity) = harness.outputs.replies
     assert (reset.ok, reset.detail) == (False, "1 requests are unfinished")
     assert (integrity.ok, integrity.detail) == (False, "lost block: 3\nlost block: 4")
 
 
 def test_resetting_at_the_cost_of_running_requests_by_call():
-    desk = Desk()
-    desk.take(request())
-    desk.engine.step()
-    desk.take(AdminCall(1, 5, "reset_prefix_cache", reset_running_requests=True))
-    assert desk.outputs.replies == [(0, AdminReply(1, 5, True))]
-    assert desk.engine.scheduler.running == []
-    assert desk.engine.scheduler.num_unfinished == 1
+    harness = InputProcessorHarness()
+    harness.receive(request())
+    harness.engine.step()
+    harness.receive(AdminCall(1, 5, "reset_prefix_cache", reset_running_requests=True))
+    assert harness.outputs.replies == [(0, AdminReply(1, 5, True))]
+    assert harness.engine.scheduler.running == []
+    assert harness.engine.scheduler.num_unfinished == 1
 
 
 def test_resetting_what_a_connector_keeps_by_call():
-    desk = Desk(connector=FakeConnector())
-    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
-    assert desk.engine.connector.resets == 0
-    desk.take(AdminCall(1, 6, "reset_prefix_cache", reset_external=True))
-    desk.engine.connector.busy = True
-    desk.take(AdminCall(1, 7, "reset_prefix_cache", reset_external=True))
-    assert desk.engine.connector.resets == 2
-    assert [reply.ok for _, reply in desk.outputs.replies] == [True, True, False]
-    assert "copies" in desk.outputs.replies[-1][1].detail
+    harness = InputProcessorHarness(connector=FakeConnector())
+    harness.receive(AdminCall(1, 5, "reset_prefix_cache"))
+    assert harness.engine.connector.resets == 0
+    harness.receive(AdminCall(1, 6, "reset_prefix_cache", reset_external=True))
+    harness.engine.connector.busy = True
+    harness.receive(AdminCall(1, 7, "reset_prefix_cache", reset_external=True))
+    assert harness.engine.connector.resets == 2
+    assert [reply.ok for _, reply in harness.outputs.replies] == [True, True, False]
+    assert "copies" in harness.outputs.replies[-1][1].detail

@@ -37,7 +37,7 @@ def test_refusals_and_ends_do_not_wait_for_the_step(engine: EngineProcess) -> No
     engine.worker.send(engine.runner.execute(step))
     num_tokens = 0
     while num_tokens < 5:
-        engine.answer_step()
+        engine.run_step()
         message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs)
         (output,) = message.outputs
         assert output.request_id == 3

@@ -39,7 +39,7 @@ def test_a_model_with_windows(start):
     for request_id, num_cached in ((1, 0), (2, 992)):
         front_end.send(engine.request(request_id, prompt, 20))
         for _ in range((1000 - num_cached - 1) // 64):
-            engine.answer_step()
+            engine.run_step()
         outputs = engine.outputs_of(request_id)
         assert outputs[0].first.num_cached_tokens == num_cached
         tokens = [token for each in outputs for token in each.new_token_ids]
@@ -125,7 +125,7 @@ def test_residency_of_blocks_travels_with_the_statistics(start):
     front_end.send(engine.request(1, [1] * 16, 2))
     engine.outputs_of(1)
     front_end.send(engine.request(2, [2] * 17, 1))
-    engine.answer_step()
+    engine.run_step()
     message = engine.expect(
         front_end, EngineCoreOutputs, lambda each: each.stats and each.stats.kv_evictions
     )

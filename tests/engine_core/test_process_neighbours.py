@@ -35,24 +35,24 @@ def test_requests_outlive_their_worker(start):
     front_end.send(engine.request(1, [1, 2], 6))
     front_end.send(engine.request(2, [3], 1000))
     for _ in range(3):
-        engine.answer_step()
+        engine.run_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     error = ErrorInfo("internal", "ValueError: nan", rank=0, traceback="Traceback: in forward()")
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [], [], error=error))
-    engine.take_over(EPOCH + 4)
+    engine.restart_workers(EPOCH + 4)
     assert engine.expect(engine.worker, InitializeCache).epoch == EPOCH + 4
     front_end.send(Abort(EPOCH, 2, "disconnect"))
     front_end.send(engine.request(3, [9], 1))
     engine.expect(front_end, EngineCoreOutputs, lambda each: each.accepted == [3])
     engine.worker.send(CacheReady(EPOCH + 4, 0))
     assert engine.expect(engine.supervisor, WorkersReady, is_of(EPOCH + 4))
-    step = engine.answer_step()
+    step = engine.run_step()
     assert step.epoch == EPOCH + 4
     assert [len(new.output_token_ids) for new in step.new_requests] == [3, 0]
     assert step.cached_requests.seq_ids == step.finished_seq_ids == []
     engine.expect(engine.supervisor, Heartbeat, is_of(EPOCH + 4))
     for _ in range(2):
-        engine.answer_step()
+        engine.run_step()
     outputs = []
     while not outputs or outputs[-1].finish_reason is None:
         message = engine.expect(front_end, EngineCoreOutputs)
@@ -80,7 +80,7 @@ def is_of(epoch: int):
 def test_a_worker_that_comes_back_with_another_model_is_refused_by_name(start, what, changes):
     engine = start()
     engine.start()
-    engine.take_over(EPOCH + 1, **changes)
+    engine.restart_workers(EPOCH + 1, **changes)
     fatal = engine.expect(engine.supervisor, Fatal)
     assert f"ModelError: worker 0 came back with another {what}" in fatal.error.message
 
@@ -89,12 +89,12 @@ def test_a_worker_may_die_while_the_engine_waits_for_it(start):
     engine = start()
     engine.worker.send(engine.worker_ready())
     engine.expect(engine.worker, InitializeCache)
-    engine.take_over(EPOCH + 1)
+    engine.restart_workers(EPOCH + 1)
     engine.expect(engine.worker, InitializeCache, lambda each: each.epoch == EPOCH + 1)
     engine.worker.send(CacheReady(EPOCH + 1, 0))
     engine.expect(engine.supervisor, EngineReady)
     engine.front_ends[0].send(engine.request(1, [1], 2))
-    assert engine.answer_step().epoch == EPOCH + 1
+    assert engine.run_step().epoch == EPOCH + 1
 
 
 def test_a_front_end_that_takes_over_begins_with_nothing(start):
@@ -102,7 +102,7 @@ def test_a_front_end_that_takes_over_begins_with_nothing(start):
     ready = engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1], 1000))
-    engine.answer_step()
+    engine.run_step()
     under_way = engine.expect(engine.worker, SchedulerOutput)
     engine.supervisor.send(NewFrontEnd(0, 1))
     following = engine.add_front_end(0, incarnation=1)
@@ -111,8 +111,8 @@ def test_a_front_end_that_takes_over_begins_with_nothing(start):
     assert engine.expect(following, AdminReply).value == 0
     engine.worker.send(engine.runner.execute(under_way))
     following.send(engine.request(1 << 40, [4], 2))
-    engine.answer_step()
-    engine.answer_step()
+    engine.run_step()
+    engine.run_step()
     message = engine.expect(following, EngineCoreOutputs, lambda each: each.outputs)
     assert message.outputs[0].request_id == 1 << 40
     assert engine.shutdown() == 0
@@ -134,7 +134,7 @@ def test_a_worker_that_sends_garbage_is_replaced_and_requests_continue(start):
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2], 5))
-    engine.answer_step()
+    engine.run_step()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
     distrust = engine.expect(engine.supervisor, ProtocolViolation)
     assert (distrust.role, distrust.index, distrust.epoch) == ("worker", 0, EPOCH)
@@ -196,11 +196,11 @@ def test_the_engine_reports_which_process_it_waits_for(start):
     engine.worker.send(engine.runner.execute(step))
     engine.expect(engine.worker, SchedulerOutput)
     assert ask(engine) == EngineAlive(EPOCH, 1, (0,), ready=True, has_work=True)
-    engine.take_over(EPOCH + 1)
+    engine.restart_workers(EPOCH + 1)
     engine.expect(engine.worker, InitializeCache)
     assert ask(engine) == EngineAlive(EPOCH + 1, 0, (0,), has_work=True)
     engine.worker.send(CacheReady(EPOCH + 1, 0))
-    engine.answer_step()
+    engine.run_step()
     finished = engine.expect(engine.worker, SchedulerOutput)
     assert ask(engine).awaits == (0,), "an answer to a step without tokens is one, too"
     engine.worker.send(engine.runner.execute(finished))

@@ -4,7 +4,7 @@ import pytest
 
 from proto.engine_io import FinishReason, SessionInput
 from proto.sampling_params import SamplingParams
-from tests.fakes.input_desk import Desk
+from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.messages import request
 
 
@@ -13,19 +13,19 @@ def give(request_id=1, tokens=(5, 6), params=None, last=False):
 
 
 def test_a_session_by_messages():
-    desk = Desk()
-    desk.take(request(1, max_tokens=1, resumable=True), client=1)
-    desk.engine.step()
-    assert desk.outputs.outputs == []
-    desk.take(give(tokens=[5]), client=1)
-    desk.engine.step()
-    assert len(desk.engine.outputs[1, 0]) == 2
-    desk.take(give(tokens=[], last=True), client=1)
-    ((client, final),) = desk.outputs.outputs
+    harness = InputProcessorHarness()
+    harness.receive(request(1, max_tokens=1, resumable=True), client=1)
+    harness.engine.step()
+    assert harness.outputs.outputs == []
+    harness.receive(give(tokens=[5]), client=1)
+    harness.engine.step()
+    assert len(harness.engine.outputs[1, 0]) == 2
+    harness.receive(give(tokens=[], last=True), client=1)
+    ((client, final),) = harness.outputs.outputs
     assert (client, final.request_id, final.finish_reason) == (1, 1, FinishReason.LENGTH)
     assert not final.goes_on
-    desk.engine.step()
-    desk.engine.assert_at_rest()
+    harness.engine.step()
+    harness.engine.assert_idle()
 
 
 @pytest.mark.parametrize("resting", [True, False])
@@ -45,57 +45,57 @@ def test_a_session_by_messages():
     ],
 )
 def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, resting):
-    desk = Desk()
-    desk.take(request(1, max_tokens=2, resumable=True))
-    desk.take(request(2, max_tokens=9))
+    harness = InputProcessorHarness()
+    harness.receive(request(1, max_tokens=2, resumable=True))
+    harness.receive(request(2, max_tokens=9))
     for _ in range(2 if resting else 1):
-        desk.engine.step()
-    desk.take(bad)
-    ((_, output),) = desk.outputs.outputs
+        harness.engine.step()
+    harness.receive(bad)
+    ((_, output),) = harness.outputs.outputs
     assert (output.request_id, output.finish_reason) == (1, FinishReason.ERROR)
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
-    desk.take(give())
-    assert len(desk.outputs.outputs) == 1, "the session is over"
-    desk.engine.run()
-    desk.engine.assert_at_rest()
+    harness.receive(give())
+    assert len(harness.outputs.outputs) == 1, "the session is over"
+    harness.engine.run()
+    harness.engine.assert_idle()
 
 
 def test_input_for_unknown_or_foreign_sessions_is_dropped():
-    desk = Desk()
-    desk.take(request(1, resumable=True), client=1)
-    desk.take(request(2), client=1)
-    before = desk.engine.scheduler.num_unfinished
+    harness = InputProcessorHarness()
+    harness.receive(request(1, resumable=True), client=1)
+    harness.receive(request(2), client=1)
+    before = harness.engine.scheduler.num_unfinished
     for message, client in ((give(1), 0), (give(2), 1), (give(3), 1)):
-        desk.take(message, client)
-    assert desk.outputs.outputs == []
-    assert desk.engine.scheduler.num_unfinished == before
-    desk.take(give(1, [], last=True), client=1)
-    desk.engine.run()
-    assert len(desk.engine.tokens[1, 0]) == 4
+        harness.receive(message, client)
+    assert harness.outputs.outputs == []
+    assert harness.engine.scheduler.num_unfinished == before
+    harness.receive(give(1, [], last=True), client=1)
+    harness.engine.run()
+    assert len(harness.engine.tokens[1, 0]) == 4
 
 
 @pytest.mark.interpreted
 def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
-    desk = Desk()
-    desk.take(request(1, resumable=True))
-    desk.take(request(2))
-    sessions = desk.engine.scheduler.sessions
+    harness = InputProcessorHarness()
+    harness.receive(request(1, resumable=True))
+    harness.receive(request(2))
+    sessions = harness.engine.scheduler.sessions
     monkeypatch.setattr(sessions, "add_input", lambda message: 1 // 0)
-    desk.take(give())
-    ((_, output),) = desk.outputs.outputs
+    harness.receive(give())
+    ((_, output),) = harness.outputs.outputs
     assert (output.request_id, output.error.kind) == (1, "internal")
-    desk.engine.run()
-    desk.engine.assert_at_rest()
+    harness.engine.run()
+    harness.engine.assert_idle()
 
 
 def test_a_session_whose_turn_an_earlier_engine_finished_is_at_rest():
-    desk = Desk()
-    desk.take(request(1, resumable=True, output_token_ids=((10, 11, 12, 13),)))
-    ((_, output),) = desk.outputs.outputs
+    harness = InputProcessorHarness()
+    harness.receive(request(1, resumable=True, output_token_ids=((10, 11, 12, 13),)))
+    ((_, output),) = harness.outputs.outputs
     assert (output.finish_reason, output.goes_on) == (FinishReason.LENGTH, True)
-    assert desk.outputs.accepted == [(0, 1)]
-    assert not desk.engine.scheduler.has_work
-    desk.take(give(tokens=[5]))
-    (new,) = desk.engine.step().new_requests
+    assert harness.outputs.accepted == [(0, 1)]
+    assert not harness.engine.scheduler.has_work
+    harness.receive(give(tokens=[5]))
+    (new,) = harness.engine.step().new_requests
     assert new.prompt_token_ids == [1, 2, 3, 10, 11, 12, 5]

@@ -1,5 +1,4 @@
-"""What processes are given at birth and say when they are ready, with what a test does not care
-about filled in."""
+"""Boot and ready messages of processes, with defaults for all fields."""
 
 from typing import Any
 
@@ -12,7 +11,7 @@ from proto.prepared_model import PreparedModel
 
 
 def model(**changes: Any) -> PreparedModel:
-    """A manifest of a model that is nowhere. changes: its fields."""
+    """The manifest of a model that does not exist on disk. changes: fields to replace."""
     fields: dict[str, Any] = {
         "folder": "/nowhere",
         "name": "fake",
@@ -26,7 +25,7 @@ def model(**changes: Any) -> PreparedModel:
 
 
 def boot(role: Role, **changes: Any) -> ProcessBoot:
-    """The first life of the first process of a role, for epoch 1. changes: its fields."""
+    """The boot of the first incarnation of a role's first process. changes: fields to replace."""
     fields: dict[str, Any] = {
         "protocol_version": PROTOCOL_VERSION,
         "index": 0,
@@ -42,13 +41,13 @@ def boot(role: Role, **changes: Any) -> ProcessBoot:
 
 
 def worker_ready(**changes: Any) -> WorkerReady:
-    """A worker of epoch 1 and rank 0, with room for 1,600 tokens. changes: its fields."""
+    """A worker of epoch 1 and rank 0 with memory for 1,600 tokens. changes: fields to replace."""
     geometry = KVCacheGeometry(1, 1, 8, "float32", bytes_per_token=64)
     message = WorkerReady(PROTOCOL_VERSION, 1, 0, geometry, 1600 * 64, 1000, b"f" * 32, "fake")
     return msgspec.structs.replace(message, **changes)
 
 
 def engine_ready(**changes: Any) -> EngineReady:
-    """An engine of epoch 1 that takes 256 tokens a request. changes: its fields."""
+    """An engine of epoch 1 with a context of 256 tokens. changes: fields to replace."""
     message = EngineReady(PROTOCOL_VERSION, 1, 256, 64, 16, 256, "fake")
     return msgspec.structs.replace(message, **changes)

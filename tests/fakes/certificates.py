@@ -1,4 +1,4 @@
-"""Certificates for tests, made by the openssl command: an authority signs what it is asked for."""
+"""Certificates for tests: a certificate authority that uses the openssl command."""
 
 import shutil
 import ssl
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1; everything lies in `folder`."""
+    """Signs certificates for 127.0.0.1; all files are in `folder`."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class Authority:
         return self._own.certificate
 
     def sign(self, name: str) -> Pair:
-        """A certificate of this name with a key of its own."""
+        """Create a key and a certificate of this name."""
         signer = ("-CA", self._own.certificate, "-CAkey", self._own.key)
         address = ("-addext", "subjectAltName=IP:127.0.0.1")
         no_authority = ("-addext", "basicConstraints=critical,CA:FALSE")
@@ -51,14 +51,14 @@ class Authority:
         )
 
     def sign_encrypted(self, name: str) -> Pair:
-        """The same, the key under a password."""
+        """Create an encrypted key and its certificate."""
         plain = self.sign(name)
         key = str(self._folder / f"{name}-locked.key")
         _openssl("ec", "-in", plain.key, "-out", key, "-aes256", "-passout", "pass:sesame")
         return Pair(plain.certificate, key)
 
     def client_context(self, pair: Pair | None = None) -> ssl.SSLContext:
-        """Of a client that trusts this authority, and shows a certificate if it has one."""
+        """Return a client context that trusts this authority. pair: a client certificate."""
         context = ssl.create_default_context(cafile=self.certificate)
         if pair is not None:
             context.load_cert_chain(*pair)

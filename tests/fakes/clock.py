@@ -1,8 +1,8 @@
-"""Time that a test moves."""
+"""A clock that a test advances."""
 
 
 class FakeClock:
-    """Seconds; stands still unless told otherwise."""
+    """A clock in seconds that moves only when a test sets `now`."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

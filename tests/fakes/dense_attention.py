@@ -7,7 +7,7 @@ from worker.models.spec import ModelSpec
 
 
 class DenseAttention:
-    """Causal attention over everything that `run` has been given since construction."""
+    """Causal attention over all keys and values passed to `run` since construction."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._scale = spec.attention_shape.scale

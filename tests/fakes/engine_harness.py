@@ -41,12 +41,12 @@ NO_REPORT = KVConnectorOutput()
 
 
 class EngineHarness:
-    """Adds requests, runs steps, collects what front ends would get.
+    """Adds requests, runs steps, records the outputs for front ends.
 
-    in_flight: steps that were sent and whose results have not been taken in; with
-    async_scheduling one stays there while the next is scheduled.
-    step_seconds: what the workers say of a step; 0 is nothing.
-    windows: what the model reads of each KV group. groups: other kinds of groups than attention.
+    in_flight: scheduled steps whose results were not processed yet; with async_scheduling one
+    remains while the next step is scheduled.
+    step_seconds: the compute time that workers report for a step; 0 means none.
+    windows: attention window of each KV group. groups: groups of other kinds than attention.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EngineHarness:
     def _connect(
         self, holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
     ) -> SchedulerConnector:
-        self.transfer_refs, self.wake, self.is_storable = holds, unblock, is_storable
+        self.transfer_refs, self.unblock, self.is_storable = holds, unblock, is_storable
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(
@@ -120,7 +120,7 @@ class EngineHarness:
         n: int = 1,
         **params: object,
     ) -> list[Request]:
-        """A request with its choices; returns them."""
+        """Add a request and return its choices."""
         fields = EngineCoreRequest.__struct_fields__
         given = {name: params.pop(name) for name in fields if name in params}
         message = EngineCoreRequest(
@@ -144,7 +144,7 @@ class EngineHarness:
         (request,) = self.add(prompt, max_tokens, **params)  # type: ignore[arg-type]
         return request
 
-    def give(
+    def add_session_input(
         self,
         request: Request,
         tokens: list[int],
@@ -153,29 +153,29 @@ class EngineHarness:
         last: bool = False,
         stop_token_ids: tuple[int, ...] = (),
     ) -> list[EngineCoreOutput]:
-        """More input for the session that a request opened; what comes of it at once."""
+        """Send more input to the session of a request; return its immediate outputs."""
         params = SamplingParams(
             max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=stop_token_ids
         )
         outputs = self.scheduler.sessions.add_input(
             SessionInput(1, request.request_id, tokens, params if tokens else None, last)
         )
-        self.note({request.client_index: outputs})
+        self.record_outputs({request.client_index: outputs})
         return outputs
 
     def step(self) -> SchedulerOutput:
-        """Schedule, compute, update; overlapped, the update is that of the step before."""
+        """Schedule, compute, update; with async_scheduling the update is of the previous step."""
         output = self.send()
         self.receive()
         return output
 
     def lose_workers(self, epoch: int = 2) -> ClientOutputs:
-        """What the stepper does when workers die: steps in flight are void, others take over."""
+        """Replace the workers as the busy loop does after a death; discard steps in flight."""
         self.in_flight.clear()
         runner = self.runner
         self.runner = PagedRunner(runner.block_size, runner.next_token, windows=runner.windows)
         outputs = self.scheduler.begin_worker_epoch(epoch)
-        self.note(outputs)
+        self.record_outputs(outputs)
         return outputs
 
     def send(self) -> SchedulerOutput:
@@ -186,7 +186,7 @@ class EngineHarness:
         return output
 
     def receive(self) -> None:
-        """Take results in until another step may be sent; all, if the last has no tokens."""
+        """Process results until another step may be sent; all of them if the last step is empty."""
         num_left = self.max_in_flight - 1
         if self.in_flight and not self.in_flight[-1].total_num_scheduled_tokens:
             num_left = 0
@@ -194,34 +194,34 @@ class EngineHarness:
             self.collect(self.in_flight.popleft())
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:
-        """Compute a scheduled step, update, and check what comes out of it."""
+        """Compute a scheduled step, update the scheduler, and check the outputs."""
         loads = self.connector.execute(output.step, self.runner) if self.connector else NO_REPORT
         result = self.runner.execute(output)
         if not loads.is_empty:
             self.report(loads)
         result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
         by_client = self.scheduler.update_from_output(output, result)
-        self.note(by_client)
+        self.record_outputs(by_client)
         return by_client
 
     def report(self, output: KVConnectorOutput) -> None:
-        """What the workers have finished for the connector."""
-        self.note(self.scheduler.update_from_connector(output))
+        """Report to the scheduler what the workers finished for the connector."""
+        self.record_outputs(self.scheduler.update_from_connector(output))
 
     def finish_load(self, request: Request) -> None:
-        """What is being loaded for a request is there."""
+        """Finish the load of a request's KV."""
         assert self.connector is not None
         self.report(self.connector.finish(request.seq_id, self.runner))
 
-    def note(self, by_client: ClientOutputs) -> None:
-        """Keep what goes to front ends. The tokens of a session are those of all its turns."""
+    def record_outputs(self, by_client: ClientOutputs) -> None:
+        """Record outputs for front ends. The tokens of a session are those of all its turns."""
         for each in itertools.chain.from_iterable(by_client.values()):
             key = (each.request_id, each.choice)
-            assert key not in self.final, "nothing follows the final output"
+            assert key not in self.final, "an output after the final one"
             tokens = self.tokens.setdefault(key, [])
             if each.new_token_ids:
                 start = self.turn_starts.get(key, 0)
-                assert each.token_index >= len(tokens) - start, "a token came twice"
+                assert each.token_index >= len(tokens) - start, "a token was sent twice"
             tokens += each.new_token_ids
             self.outputs.setdefault(key, []).append(each)
             if each.goes_on:
@@ -230,26 +230,26 @@ class EngineHarness:
                 self.final[key] = each.finish_reason
 
     def run(self, max_steps: int = 10_000) -> int:
-        """Step until nothing is left; returns the number of steps. Every step progresses."""
+        """Step until no request is left; return the number of steps. Each must make progress."""
         steps = 0
         while self.scheduler.num_unfinished:
             steps += 1
             assert steps <= max_steps
-            self.step_on()
+            self.step_with_progress()
         if self.scheduler.has_work or self.in_flight:
             self.step()
         return steps
 
-    def step_on(self) -> SchedulerOutput:
-        """A step that has tokens, unless the requests need those that are in flight first."""
+    def step_with_progress(self) -> SchedulerOutput:
+        """Run a step, which must have tokens unless requests wait for steps in flight."""
         waits = bool(self.in_flight)
         output = self.step()
         assert output.total_num_scheduled_tokens or waits, "a step without progress"
         return output
 
-    def run_until_over(self, request: Request, max_steps: int = 10_000) -> None:
-        """Step until a request has had its final output."""
-        while self.reason_of(request) is None:
+    def run_until_finished(self, request: Request, max_steps: int = 10_000) -> None:
+        """Step until a request got its final output."""
+        while self.finish_reason_of(request) is None:
             max_steps -= 1
             assert max_steps > 0
             self.step()
@@ -257,11 +257,11 @@ class EngineHarness:
     def tokens_of(self, request: Request) -> list[int]:
         return self.tokens.get((request.request_id, request.choice), [])
 
-    def reason_of(self, request: Request) -> FinishReason | None:
+    def finish_reason_of(self, request: Request) -> FinishReason | None:
         return self.final.get((request.request_id, request.choice))
 
-    def assert_at_rest(self) -> None:
-        """Nothing is left anywhere: requests, blocks, rows of the worker."""
+    def assert_idle(self) -> None:
+        """Assert that no request, block or worker row is left."""
         assert self.scheduler.num_unfinished == 0
         assert not self.scheduler.has_work
         assert not self.in_flight
@@ -274,7 +274,7 @@ class EngineHarness:
 
 
 def scheduled(output: SchedulerOutput) -> dict[int, int]:
-    """Tokens by seq_id."""
+    """Return the number of scheduled tokens by seq_id."""
     cached = output.cached_requests
     counts = {new.seq_id: new.num_scheduled_tokens for new in output.new_requests}
     return counts | dict(zip(cached.seq_ids, cached.num_scheduled_tokens, strict=True))

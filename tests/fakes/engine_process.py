@@ -1,4 +1,4 @@
-"""The real engine process, with the test in the place of everyone around it."""
+"""The real engine process; the test acts as its supervisor, workers and front ends."""
 
 import os
 import subprocess
@@ -32,11 +32,11 @@ from tests.fakes.paged_runner import PagedRunner
 EPOCH = 3
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1000
-PATIENCE_SECONDS = 20.0
+TIMEOUT_SECONDS = 20.0
 
 
 class EngineProcess:
-    """Starts `python -m engine_core` and plays supervisor, worker and front ends."""
+    """Starts `python -m engine_core` and acts as supervisor, worker and front ends."""
 
     def __init__(
         self, parent: str, *, config: ServeConfig, num_front_ends: int = 1, **boot_changes: Any
@@ -47,7 +47,7 @@ class EngineProcess:
             supervisor_path(run_dir, "engine_core", 0, 0),
             ToSupervisor,
         )
-        self.worker = self._meet_as_worker(EPOCH)
+        self.worker = self._connect_as_worker(EPOCH)
         self.front_ends = [
             Link.connect(
                 front_end_path(run_dir, EPOCH, index), EngineReady | EngineCoreOutputs | AdminReply
@@ -79,37 +79,37 @@ class EngineProcess:
         os.close(descriptor)
         os.close(death)
 
-    def _meet_as_worker(self, epoch: int) -> Link:
+    def _connect_as_worker(self, epoch: int) -> Link:
         path = worker_path(self.directory.path, epoch, 0)
         return Link.connect(path, InitializeCache | SchedulerOutput)
 
     def replace_worker(self, epoch: int) -> None:
-        """From now on the test plays a worker of this epoch, which knows nothing."""
+        """Act as a new worker of this epoch, without any state."""
         self.inbox.pop(self.worker)
         self.worker.close()
-        self.worker = self._meet_as_worker(epoch)
+        self.worker = self._connect_as_worker(epoch)
         self.inbox[self.worker] = []
         self.runner = PagedRunner(BLOCK_SIZE)
 
-    def take_over(self, epoch: int, **changes: Any) -> None:
-        """Workers of another epoch take the place of those there were; the engine hears of it."""
+    def restart_workers(self, epoch: int, **changes: Any) -> None:
+        """Replace the workers by those of another epoch and notify the engine."""
         self.replace_worker(epoch)
         self.supervisor.send(NewWorkers(epoch))
         self.worker.send(self.worker_ready(epoch=epoch, **changes))
 
     def add_front_end(self, index: int, incarnation: int) -> Link:
-        """Another life of a front end."""
+        """Connect another incarnation of a front end."""
         path = front_end_path(self.directory.path, EPOCH, index, incarnation)
         link = Link.connect(path, EngineReady | EngineCoreOutputs | AdminReply)
         self.inbox[link] = []
         return link
 
     def worker_ready(self, **changes: Any) -> WorkerReady:
-        """What the worker says first; room for 100 blocks."""
+        """Return the first message of the worker; its memory holds 100 blocks."""
         return boots.worker_ready(**{"epoch": EPOCH, "vocab_size": VOCAB_SIZE, **changes})
 
     def start(self) -> EngineReady:
-        """Load the worker, make its cache, and hear that the engine is ready."""
+        """Report the worker ready, create its cache, and wait for EngineReady."""
         self.worker.send(self.worker_ready())
         self.expect(self.worker, InitializeCache)
         self.worker.send(CacheReady(EPOCH, 0))
@@ -129,8 +129,8 @@ class EngineProcess:
         )
         return msgspec.structs.replace(message, **changes)
 
-    def answer_step(self) -> SchedulerOutput:
-        """Take the next step that has work and compute it."""
+    def run_step(self) -> SchedulerOutput:
+        """Receive steps until one has tokens; compute it and send the result."""
         while True:
             step: SchedulerOutput = self.expect(self.worker, SchedulerOutput)
             result: ModelRunnerOutput = self.runner.execute(step)
@@ -139,18 +139,18 @@ class EngineProcess:
                 return step
 
     def outputs_of(self, request_id: int, front_end: int = 0) -> list[EngineCoreOutput]:
-        """Serve steps until the request, or a turn of it, is over; all its outputs."""
+        """Run steps until a request, or a turn of it, ends; return all its outputs."""
         link = self.front_ends[front_end]
         found: list[EngineCoreOutput] = []
         while not found or found[-1].finish_reason is None:
-            self.answer_step()
+            self.run_step()
             message = self.expect(link, EngineCoreOutputs, lambda each: each.outputs)
             found += [each for each in message.outputs if each.request_id == request_id]
         return found
 
     def expect(self, link: Link, kind: type, where: Callable[[Any], bool] = bool) -> Any:
-        """The next message of a kind on a link; others of it before that are dropped."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Return the next message of a kind on a link; drop other messages before it."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             inbox = self.inbox[link]
             while inbox:
@@ -158,32 +158,32 @@ class EngineProcess:
                 if isinstance(message, kind) and where(message):
                     return message
             remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} came"
+            assert remaining > 0, f"no {kind.__name__} received"
             Poller(self.inbox).wait(remaining)
             for each, received in self.inbox.items():
                 received += each.receive()
 
     def cpu_seconds(self) -> float:
-        """Processor time of the engine so far."""
+        """Return the CPU time of the engine so far."""
         with open(f"/proc/{self.process.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def shutdown(self) -> int:
-        """Ask the engine to end; its exit status."""
+        """Request shutdown of the engine; return its exit status."""
         self.supervisor.send(Shutdown())
         poller = Poller([self.supervisor])
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not self.supervisor.flush() and time.monotonic() < deadline:
-            poller.wait(PATIENCE_SECONDS)  # ends when the engine connects
-        return self.process.wait(PATIENCE_SECONDS)
+            poller.wait(TIMEOUT_SECONDS)  # ends when the engine connects
+        return self.process.wait(TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """End the engine as a dying supervisor would, and clean up."""
+        """End the engine as the death of its supervisor does, and clean up."""
         self.directory.leave()
         os.close(self._alive)
         try:
-            self.process.wait(PATIENCE_SECONDS)
+            self.process.wait(TIMEOUT_SECONDS)
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -193,6 +193,6 @@ class EngineProcess:
 
 
 def is_idle(message: EngineCoreOutputs) -> bool:
-    """It says that nothing runs and nothing waits."""
+    """Return whether the engine reports no running and no waiting request."""
     stats = message.stats
     return stats is not None and stats.num_running == stats.num_waiting == 0

@@ -1,10 +1,10 @@
-"""A CUDA device for a whole worker, on the CPU: torch's functions with a FakeDevice behind "cuda".
+"""A CUDA device for a whole worker, on the CPU: torch's functions with a FakeDevice as "cuda".
 
-Tensors made on or moved to the device are those of a FakeDevice, and say that they are on
-"cuda", so everything that chooses by device chooses as it would there. Weights are put there
-with `loading`, when waiting is no fault; numbers of the host that are put there at another time
-are refused. Products, of the host too, are summed in float64, so
-that a row's result does not depend on how many there are.
+Tensors created on or moved to the device belong to a FakeDevice and report the device "cuda", so
+code that depends on the device behaves as it would on a GPU. Weights are copied inside `loading`,
+where synchronous copies are allowed; at other times copies of host numbers are refused. Matrix
+products, also on the host, are summed in float64, so that a row's result does not depend on the
+size of the batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
 
 COPYING = ("tensor", "as_tensor", "asarray")
-"""Functions of torch that fill a new tensor with numbers of the host."""
+"""Functions of torch that create a tensor from host data."""
 CUDA = torch.device("cuda", 0)
 _DEVICE: Any = torch.Tensor.device
 
 
 class FakeCuda(TorchFunctionMode):
-    """Active as a context, in one thread. device: what stands behind."""
+    """A context that is active in one thread. device: the FakeDevice behind "cuda"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FakeCuda(TorchFunctionMode):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies from any memory of the host are done at once."""
+        """Allow copies from any host memory, done immediately."""
         self._is_loading = True
         try:
             yield
@@ -72,12 +72,12 @@ class FakeCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class InThisThread:
-    """A ThreadPoolExecutor whose work is done when it is given: modes belong to a thread."""
+class SameThreadExecutor:
+    """A ThreadPoolExecutor that works in the calling thread, since torch modes are per thread."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __enter__(self) -> "InThisThread":
+    def __enter__(self) -> "SameThreadExecutor":
         return self
 
     def __exit__(self, *_: Any) -> None: ...

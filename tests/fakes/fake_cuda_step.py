@@ -1,9 +1,9 @@
-"""Whole steps of each family on the device "cuda" without a GPU: shapes, dtypes and devices alone.
+"""Whole steps of all model families on "cuda" without a GPU, with only shapes, dtypes and devices.
 
-Tensors are those of torch's FakeTensorMode, which knows where each would be and computes nothing.
-HotPath watches every operator: it refuses calls with tensors of both host and device and calls
-that wait for the device, and records one call for each operator and its dtypes. FlashInfer and
-Triton are replaced by calls that check devices only; fake_flashinfer.py checks their arguments.
+Tensors belong to torch's FakeTensorMode, which tracks their device and computes nothing. HotPath
+watches every operator: it refuses calls that mix host and device tensors or wait for the device,
+and records one call for each operator and its dtypes. FlashInfer and Triton are replaced by calls
+that check only devices; fake_flashinfer.py checks their arguments.
 """
 
 import json
@@ -36,7 +36,7 @@ from proto.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from tests.fakes.built_models import build_decoder, shapes_of
+from tests.fakes.prepared_models import build_decoder, shapes_of
 from worker import async_runner as ahead
 from worker.attention import kv_store
 from worker.device.transfers import Download, Downloader
@@ -87,11 +87,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class HotPathError(RuntimeError):
-    """A call that a GPU would refuse, or that would wait for it."""
+    """A call that fails on a GPU, or waits for it."""
 
 
 def _translate(error: RuntimeError, operator: Any) -> None:
-    """Raise HotPathError for what an error of fake tensors would be on a GPU."""
+    """Raise HotPathError for an error of fake tensors that is one on a GPU."""
     if isinstance(error, FakeTensorDeviceMismatchError):
         raise HotPathError(f"{operator} of tensors on host and device") from error
     waits = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -116,11 +116,11 @@ class HotPath(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a look at a tensor's device
+        if func.namespace == "prim":  # a query of a tensor's device
             return func(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, _as_fake, (args, kwargs))
         try:
-            # Its fake form looks for the device; the size is a number of the host.
+            # The fake operator queries the device; the size is a host number.
             is_filled = func is torch.ops.aten.arange.out
             result = kwargs["out"] if is_filled else func(*args, **kwargs)
         except RuntimeError as error:
@@ -145,7 +145,7 @@ class HotPath(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        # A number of the host goes along with the launch.
+        # Host scalars are passed as kernel arguments.
         whole = [each for each in given if each.dim()]
         here, there = (
             any(_is_cuda(each) == on_device for each in whole) for on_device in (False, True)
@@ -169,8 +169,8 @@ _OPERATORS: dict[Any, Any] = {
 }
 
 
-class WithoutGuards(TorchFunctionMode):
-    """Calls operators for what else looks for the device: a torch built without CUDA has none."""
+class WithoutDeviceGuards(TorchFunctionMode):
+    """Calls operators instead of functions that query a device, which CPU-only torch lacks."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ def _indexed(tensor: torch.Tensor, indices: tuple[Any, ...]) -> torch.Tensor:
 
 
 class FakeAccelerator:
-    """Accelerator of the device; nothing on it ever runs."""
+    """An accelerator on which nothing runs."""
 
     def __init__(self, watch: HotPath) -> None:
         self._watch = watch
@@ -254,7 +254,7 @@ class FakeAccelerator:
 
 
 class Launches:
-    """A kernel of Triton, or a function or wrapper of FlashInfer: its tensors are on the device.
+    """A Triton kernel, or a function or wrapper of FlashInfer, whose tensors must be on the device.
 
     on_host: numbers of the arguments that are read on the host.
     """
@@ -301,7 +301,7 @@ class FakeLibrary:
 
 
 class ZeroDownloader(Downloader):
-    """Downloads that are queued, and bring zeros."""
+    """Queued downloads that return zeros."""
 
     def start_download(self, tensors: Any) -> Download:
         download = super().start_download(tensors)
@@ -311,7 +311,7 @@ class ZeroDownloader(Downloader):
 
 
 def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
-    """Be a GrammarMaskSource whose masks allow every token."""
+    """Return grammar masks that allow every token."""
     count = len(step.constrained_seq_ids)
     masks = b"\xff" * (VOCAB_SIZE // 8 * count)
     return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
@@ -319,7 +319,7 @@ def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
 
 @contextmanager
 def watched() -> Iterator[HotPath]:
-    """The modes, and what stands for kernels."""
+    """Activate the torch modes and the fakes of kernels."""
     watch, library = HotPath(), FakeLibrary()
     with ExitStack() as stack:
         for module, kernels in (
@@ -334,7 +334,7 @@ def watched() -> Iterator[HotPath]:
         stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(WithoutGuards())
+        stack.enter_context(WithoutDeviceGuards())
         yield watch
 
 
@@ -346,7 +346,7 @@ def run_steps(
     num_steps: int = 4,
     **settings: Any,
 ) -> None:
-    """Load, capture graphs, then prompts, a mixed step with block copies, decodes in a graph."""
+    """Load a model, capture graphs, run prompts, a mixed step with block copies, and decodes."""
     spec = spec_from_config(FAMILIES[family])
     decoder = make_decoder(spec, dtype)
     layout = kv_layout(spec.windows)
@@ -371,7 +371,7 @@ def run_steps(
 
 
 def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """The model with weights that have shapes and no numbers, as the loader puts it together."""
+    """Build the model as the loader does, with weights that have only shapes."""
     shapes = shapes_of(spec)
 
     def make(name: str) -> torch.Tensor:
@@ -392,11 +392,11 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 0, "logprob_token_ids": (7, 8)},
     {"temperature": 0.0},
 )
-"""Of one request each."""
+"""Sampling fields of the requests, one each."""
 
 
 def steps(num_groups: int) -> Iterator[SchedulerOutput]:
-    """Two prompts; two more beside them, one constrained; decodes alone; the end of one request."""
+    """Yield steps: two prompts; two more, one constrained; only decodes; the end of one request."""
     counts: dict[int, int] = {}
 
     def blocks(seq_id: int) -> list[list[int]]:
@@ -442,7 +442,7 @@ def steps(num_groups: int) -> Iterator[SchedulerOutput]:
 
 
 def seen_operators() -> list[dict[str, Any]]:
-    """One call of each operator and its dtypes in the steps of all families, in order."""
+    """Return one call of each operator and its dtypes in the steps of all families, in order."""
     with watched() as watch:
         for family in FAMILIES:
             run_steps(watch, family)
@@ -459,7 +459,7 @@ def seen_operators() -> list[dict[str, Any]]:
 
 
 def _described(value: Any) -> Any:
-    """Arguments as JSON has them; tests/gpu/operators.py makes them again."""
+    """Return arguments as JSON, from which tests/gpu/operators.py recreates them."""
     match value:
         case torch.Tensor():
             return {
@@ -479,7 +479,7 @@ def _described(value: Any) -> Any:
 
 
 def _as_fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Page-locked memory is real, and filled by NumPy."""
+    """Return a fake tensor for page-locked memory, which is real and filled by NumPy."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype)

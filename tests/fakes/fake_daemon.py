@@ -1,9 +1,9 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-`max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`, `reload_strategy=S` and
-`api_server_count=N` among the behaviours are the settings; `patience=X` are the seconds from
-Shutdown to SIGKILL; `model=broken` is one that a reload finds so. Prints the ready line of
-`tokend serve`, and ends as it would.
+The behaviours may include the settings `max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`,
+`reload_strategy=S` and `api_server_count=N`; `patience=X`, the seconds from Shutdown to SIGKILL;
+and `model=broken`, a model that a reload fails to prepare. Prints the ready line of `tokend serve`
+and ends like it.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""A device with memory and a queue of its own, on the CPU: what a GPU would do wrong late, at once.
+"""A fake accelerator on the CPU with separate memory and a queue, which reports misuse immediately.
 
-Its tensors are of a class of their own, so that memory of host and device cannot be mixed
-and whatever would wait for the device is refused. Copies and schedules count as queued
-until an event recorded after them is waited for; host memory that a queued copy reads must
-not change until then.
+Its tensors have a separate class, so mixing host and device memory is an error, and so is any
+operation that would wait for the device. Copies and launches stay queued until an event recorded
+after them is synchronized; host memory that a queued copy reads must not change until then.
 """
 
 import copy
@@ -23,10 +22,10 @@ NUM_MULTIPROCESSORS = 4
 
 
 class DeviceError(Exception):
-    """Something that fails, waits or races on a real device."""
+    """An operation that fails, synchronizes or races on a real device."""
 
 
-WAITING = (
+SYNCHRONIZING = (
     "item",
     "tolist",
     "numpy",
@@ -44,11 +43,11 @@ WAITING = (
     "__array__",
     "__contains__",
 )
-"""Functions of tensors that need a result of the device on the host."""
+"""Tensor functions that need a device result on the host."""
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor in the memory of `owner`, which each device sets in a class of its own."""
+    """A tensor in the memory of `owner`; every device has a subclass of its own."""
 
     owner: "FakeDevice"
 
@@ -58,7 +57,7 @@ class DeviceTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in WAITING:
+        if name in SYNCHRONIZING:
             raise DeviceError(f"{name} waits for the device")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise DeviceError("repeat_interleave without output_size waits for the device")
@@ -79,18 +78,18 @@ class DeviceTensor(torch.Tensor):
 
 @dataclass
 class _Copy:
-    """A queued copy: from where, and what is to arrive."""
+    """A queued copy to the device: its source, and the content at that time."""
 
-    place: int
+    position: int
     source: torch.Tensor
     content: torch.Tensor
 
 
 @dataclass
 class _Download:
-    """A queued copy to the host: where to, and what is to arrive."""
+    """A queued copy to the host: its target, and the content that will arrive."""
 
-    place: int
+    position: int
     target: torch.Tensor
     content: torch.Tensor
 
@@ -100,28 +99,28 @@ class FakeEvent:
 
     def __init__(self, device: "FakeDevice") -> None:
         self._device = device
-        self._place = 0
-        self._was_asked = False
+        self._position = 0
+        self._was_queried = False
 
     def record(self) -> None:
-        self._place = self._device.queued
+        self._position = self._device.queued
 
     def query(self) -> bool:
-        """A device comes to it by itself: not at the first look, but at the second."""
-        self._device.refuse_in_capture("a look at an event")
-        if self._was_asked:
-            self._device.complete(self._place)
-        self._was_asked = True
-        return self._device.completed >= self._place
+        """Return whether the event has happened; it has at the second query, without a wait."""
+        self._device.refuse_in_capture("a query of an event")
+        if self._was_queried:
+            self._device.complete(self._position)
+        self._was_queried = True
+        return self._device.completed >= self._position
 
     def synchronize(self) -> None:
-        self._device.complete(self._place)
+        self._device.complete(self._position)
 
 
 class FakeDevice:
-    """Accelerator whose queue runs only as far as somebody waits for it.
+    """Accelerator whose queue runs only as far as the host waits for it.
 
-    queued, completed: how much of it there is.
+    queued, completed: number of operations.
     """
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class FakeDevice:
         self.num_replays = 0
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        self.refuse_in_capture("memory that is to last")
+        self.refuse_in_capture("an allocation")
         return self.adopt(torch.zeros(size, dtype=dtype))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -171,7 +170,7 @@ class FakeDevice:
         return NUM_MULTIPROCESSORS
 
     def kernel(self, run: Callable[[], None]) -> None:
-        """Somebody plays a kernel: what it does to tensors is not what a host may do."""
+        """Run a function as a kernel of the device, which may access device memory."""
         with self._recorder.as_one(run) if self._recorder else nullcontext():
             run()
         self.enqueue()
@@ -182,34 +181,34 @@ class FakeDevice:
         self.enqueue()
 
     def refuse_in_capture(self, what: str) -> None:
-        """Raise where a graph is being recorded."""
+        """Raise DeviceError while a graph is captured."""
         if self._recorder is not None:
             raise DeviceError(f"{what} inside a capture")
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, as the device's."""
+        """Return the tensor as one in device memory, without a copy."""
         return tensor.as_subclass(self.memory)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, self.memory)
 
-    def own(self, place: int) -> bool:
-        """Let somebody have the memory at an address; False where it is another's already."""
-        free = place not in self._owned
-        self._owned.add(place)
+    def claim(self, position: int) -> bool:
+        """Claim the memory at an address; return False if it is claimed already."""
+        free = position not in self._owned
+        self._owned.add(position)
         return free
 
-    def disown(self, place: int) -> None:
-        """The memory is nobody's any more, and may be given again."""
-        self._owned.discard(place)
+    def release(self, position: int) -> None:
+        """Release memory that was claimed."""
+        self._owned.discard(position)
 
     def enqueue(self) -> int:
-        """Something more is queued; returns its place."""
+        """Queue one more operation; return its position."""
         self.queued += 1
         return self.queued
 
     def queue_copy(self, source: torch.Tensor, non_blocking: bool) -> None:
-        """A copy from host memory."""
+        """Queue a copy from host memory."""
         self.refuse_in_capture("a copy from the host")
         if not non_blocking or source.untyped_storage().data_ptr() not in self._staging:
             raise DeviceError("a copy from memory that is not page-locked waits for the device")
@@ -221,7 +220,7 @@ class FakeDevice:
     def queue_download(
         self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool
     ) -> torch.Tensor:
-        """A copy to host memory, which holds rubbish until it has run."""
+        """Queue a copy to host memory, which holds invalid data until the copy runs."""
         self.refuse_in_capture("a copy to the host")
         if not non_blocking or target.untyped_storage().data_ptr() not in self._staging:
             raise DeviceError("a copy to memory that is not page-locked waits for the device")
@@ -230,36 +229,36 @@ class FakeDevice:
         self._downloads.append(_Download(self.enqueue(), target, content))
         return target
 
-    def complete(self, place: int) -> None:
-        """The queue has run up to `place`."""
+    def complete(self, position: int) -> None:
+        """Run the queue up to `position`."""
         self.refuse_in_capture("a wait")
-        self.completed = max(self.completed, place)
-        ran = [each for each in self._copies if each.place <= self.completed]
-        self._copies = [each for each in self._copies if each.place > self.completed]
+        self.completed = max(self.completed, position)
+        ran = [each for each in self._copies if each.position <= self.completed]
+        self._copies = [each for each in self._copies if each.position > self.completed]
         with torch.inference_mode():
             for each in self._downloads:
-                if each.place <= self.completed:
+                if each.position <= self.completed:
                     each.target.copy_(each.content)
-        self._downloads = [each for each in self._downloads if each.place > self.completed]
+        self._downloads = [each for each in self._downloads if each.position > self.completed]
         if not all(torch.equal(each.source, each.content) for each in ran):
             raise DeviceError("memory was written while a queued copy had not read it")
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of any device as torch sees it, for whoever plays the device."""
+    """Return a plain torch view of a tensor, for code that acts as the device."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
 
 
 def cache_on(device: FakeDevice, kv_cache: KVCache) -> KVCache:
-    """The same pages, in the device's memory."""
+    """Return the KV cache with its buffer in device memory."""
     twin = copy.copy(kv_cache)
     twin.buffer = device.adopt(kv_cache.buffer)
     return twin
 
 
-class AcrossTheBoundary:
-    """AttentionBackend for a model on the host, over one whose tensors are on a device."""
+class DeviceAttentionForHost:
+    """AttentionBackend for a model on the host that delegates to one on a device."""
 
     def __init__(self, device: FakeDevice, backend: AttentionBackend) -> None:
         self._device = device
@@ -277,7 +276,7 @@ class AcrossTheBoundary:
         rotation: Rotation,
     ) -> torch.Tensor:
         adopt = self._device.adopt
-        # A backend may turn queries and keys where they are.
+        # A backend may rotate queries and keys in place.
         query, key = query.clone(), key.clone()
         result = self._backend.run(layer, adopt(query), adopt(key), adopt(value), adopt(rotation))
         assert self._device.holds(result)
@@ -289,7 +288,7 @@ def _is_float8(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside nested arguments."""
+    """Yield the tensors inside nested arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,7 +1,7 @@
-"""An engine that says what the test tells it to, behind a real link.
+"""The peers of an API server: an engine that a test controls, behind a real link, and a supervisor.
 
-Runs on the test's event loop. With a `script` it answers by itself, one token in
-each message; without one the test accepts, emits and refuses by hand.
+The engine runs on the test's event loop. With a `script` it generates by itself, one token in each
+message; without one the test calls `accept`, `emit` and `refuse`.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from proto import PROTOCOL_VERSION
+from api_server.lifecycle.supervisor_link import SupervisorLink
+from proto import PROTOCOL_VERSION, codec
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -41,13 +42,13 @@ Message = TypeVar("Message")
 WAIT_SECONDS: Final = 60.0
 
 Script = Callable[[EngineCoreRequest, int], Sequence[int]]
-"""(request, choice) → the tokens that the model would draw; their end is the length limit."""
+"""Maps (request, choice) to the tokens that the model samples; their end is the length limit."""
 
 
 def pack_logprobs(
     rows: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[int], first_position: int = 0
 ) -> LogprobsArrays:
-    """Rows of (token id, logprob), the chosen token first, as the worker packs them."""
+    """Pack rows of (token id, logprob), the chosen token first, as the worker does."""
     ids = np.array([[token for token, _ in row] for row in rows], dtype="<i4")
     values = np.array([[value for _, value in row] for row in rows], dtype="<f4")
     return LogprobsArrays(
@@ -59,8 +60,8 @@ def pack_logprobs(
     )
 
 
-def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> LogprobsArrays:
-    """The chosen token at -0.5 and rank 1, alternatives are it again and its neighbours."""
+def fake_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> LogprobsArrays:
+    """Return logprobs: the chosen token at -0.5, its alternatives are itself and its neighbours."""
     rows = [
         [(token, -0.5), *((token + step, -0.5 - step) for step in range(number))]
         for token in token_ids
@@ -69,20 +70,20 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 
 
 class Received(asyncio.Queue[Message]):
-    """Messages of a front end. To wait for one that does not come is an error, not a hang."""
+    """Messages of a front end; waiting for a message that never arrives is an error."""
 
     async def get(self) -> Message:
-        """The next one; raises TimeoutError after WAIT_SECONDS."""
+        """Return the next message; raise TimeoutError after WAIT_SECONDS."""
         async with asyncio.timeout(WAIT_SECONDS):
             return await super().get()
 
 
 class FakeEngine:
-    """One end of a link to a front end.
+    """The engine's end of a link to a front end.
 
-    requests, inputs, aborts, turns, watches: what came, as queues. calls: what was asked of an
-    operator's services. resets: the prefix cache can be reset.
-    accepts: take every request in at once, with or without a script.
+    requests, inputs, aborts, turns, watches: queues of received messages. calls: received admin
+    calls. resets: whether the prefix cache can be reset. accepts: whether every request is
+    accepted immediately, with or without a script.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FakeEngine:
         self.pause_mode: PauseMode | None = None
         self._aborted: set[tuple[int, int | None]] = set()
         self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._told: set[tuple[int, int]] = set()
+        self._begun: set[tuple[int, int]] = set()
         self._steps = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -120,7 +121,7 @@ class FakeEngine:
         self._drain()
 
     def announce(self, protocol_version: int = PROTOCOL_VERSION) -> None:
-        """Tell the front end that requests are welcome."""
+        """Send EngineReady: the engine accepts requests."""
         self._send(
             boots.engine_ready(
                 protocol_version=protocol_version,
@@ -133,8 +134,8 @@ class FakeEngine:
     def accept(self, request: EngineCoreRequest) -> None:
         self._send(self._outputs([], accepted=[request.request_id]))
 
-    def say_alone(self, request: EngineCoreRequest) -> None:
-        """Nothing runs beside this request."""
+    def send_running_alone(self, request: EngineCoreRequest) -> None:
+        """Report that this is the only running request."""
         self._send(
             EngineCoreOutputs(
                 self.epoch,
@@ -146,8 +147,8 @@ class FakeEngine:
             )
         )
 
-    def say_progress(self, request: EngineCoreRequest, computed: int, under_way: int) -> None:
-        """A step is about to be computed."""
+    def send_progress(self, request: EngineCoreRequest, computed: int, under_way: int) -> None:
+        """Report the progress of a request before a step."""
         progress = [RequestProgress(request.request_id, computed, under_way)]
         self._send(
             EngineCoreOutputs(
@@ -167,7 +168,7 @@ class FakeEngine:
         finish: FinishReason | None = None,
         **fields: Any,
     ) -> None:
-        """New tokens of a choice; log-probabilities are made up when they were asked for."""
+        """Send new tokens of a choice, with made-up log-probabilities if requested."""
         output = self.output(request, token_ids, choice=choice, finish=finish, **fields)
         self.send_outputs(output)
 
@@ -184,29 +185,29 @@ class FakeEngine:
         index = self._sent[key]
         self._sent[key] = 0 if fields.get("goes_on") else index + len(token_ids)
         params = request.sampling_params
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._begun:
+            self._begun.add(key)
             now = time.monotonic()
             fields.setdefault("first", FirstTokenInfo(self.num_cached_tokens, now, now))
             if params.prompt_logprobs is not None and choice == 0:
                 fields.setdefault(
                     "prompt_logprobs",
-                    made_up_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs, 1)
+                    fake_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs, 1)
                     if len(request.prompt_token_ids) > 1
                     else None,
                 )
         if params.logprobs is not None and token_ids:
-            fields.setdefault("logprobs", made_up_logprobs(token_ids, params.logprobs, index))
+            fields.setdefault("logprobs", fake_logprobs(token_ids, params.logprobs, index))
         return EngineCoreOutput(
             request.request_id, choice, index, list(token_ids), finish, **fields
         )
 
     def send_outputs(self, *outputs: EngineCoreOutput, stats: SchedulerStats | None = None) -> None:
-        """Outputs as they are, in one message."""
+        """Send outputs unchanged, in one message."""
         self._send(self._outputs(list(outputs), stats=stats))
 
-    def show(self, view: EngineView) -> None:
-        """A view of this engine, whether anybody watches or not."""
+    def send_view(self, view: EngineView) -> None:
+        """Send a live view of this engine, with or without subscribers."""
         self._send(view)
 
     def is_aborted(self, request_id: int, choice: int) -> bool:
@@ -234,7 +235,7 @@ class FakeEngine:
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        if not self.link.flush():  # before receiving: a send may swallow the wake-up
+        if not self.link.flush():  # before receiving: a send may consume the event
             self._loop.call_later(0.01, self._drain)
         for message in self.link.receive():
             if isinstance(message, EngineCoreRequest):
@@ -270,11 +271,11 @@ class FakeEngine:
         if self.accepts or self.script is not None:
             self.accept(request)
         if self.script is not None:
-            task = asyncio.create_task(self._play(request, self.script))
+            task = asyncio.create_task(self._generate(request, self.script))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _play(self, request: EngineCoreRequest, script: Script) -> None:
+    async def _generate(self, request: EngineCoreRequest, script: Script) -> None:
         params = request.sampling_params
         texts = [list(script(request, choice)) for choice in range(request.n)]
         for step in range(params.max_tokens):
@@ -309,3 +310,14 @@ class FakeEngine:
         if last:
             return FinishReason.LENGTH, None
         return None, None
+
+
+class FakeSupervisor(SupervisorLink):
+    """Records what an API server sends, in `sent`, and sends no commands."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.sent: asyncio.Queue[codec.Message] = asyncio.Queue()
+
+    def send(self, message: codec.Message) -> None:
+        self.sent.put_nowait(message)

@@ -1,9 +1,9 @@
-"""FlashInfer's two paged wrappers on a FakeDevice: strict about the contract, slow, and right.
+"""FlashInfer's two paged wrappers on a FakeDevice: slow, correct, and strict about the contract.
 
-What the library takes from its caller on trust (devices, dtypes, order of calls, capacity,
-what must not be left to a default) is a ContractError here; results come from the torch
-reference. Parameters have the library's names and defaults; those without a default
-here have one there that must not be relied on.
+A violation of what the library assumes without a check (devices, dtypes, order of calls, capacity,
+arguments that need an explicit value) is a ContractError here; results come from the torch
+reference. Parameters have the library's names and defaults; a parameter without a default here
+has one in the library that must not be relied on.
 """
 
 from typing import Any, Final
@@ -32,7 +32,7 @@ _SETTINGS: Final = frozenset(
 
 
 class FakeFlashInfer(FakeRowKernels):
-    """The module `flashinfer`, as far as it is used, for one device."""
+    """The used part of the module `flashinfer`, for one device."""
 
     def __init__(self, device: FakeDevice, modules: FakeModules | None = None) -> None:
         super().__init__(device, modules)
@@ -126,7 +126,7 @@ class FakeFlashInfer(FakeRowKernels):
             demand(self._device.holds(tensor), f"{name} is on the device")
             demand(tensor.is_contiguous(), f"{name} is contiguous")
         demand(v.dtype == v_other.dtype and v.dtype in SIXTEEN_BITS, "both results have 16 bits")
-        # Sums of another dtype would be merged in a copy that nobody sees.
+        # The library would merge sums of another dtype in a copy and drop the result.
         demand(s.dtype == s_other.dtype == torch.float32, "log-sums are float32")
         demand(v.shape == v_other.shape, "both results have one shape")
         demand(v.shape[:2] == s.shape == s_other.shape, "each head has a log-sum")
@@ -181,11 +181,11 @@ class FakePrefill(PagedWrapper):
         )
         if max_token_per_sequence is not None:
             longest = int(qo_indptr.diff().max())
-            demand(max_token_per_sequence == longest, "the longest query is told as it is")
+            demand(max_token_per_sequence == longest, "max_token_per_sequence is the longest query")
 
 
 class FakeDecode(PagedWrapper):
-    """BatchDecodeWithPagedKVCacheWrapper, with and without a fixed batch size."""
+    """BatchDecodeWithPagedKVCacheWrapper, with or without a fixed batch size."""
 
     def fix(
         self,
@@ -193,7 +193,7 @@ class FakeDecode(PagedWrapper):
         indices: torch.Tensor | None,
         last_page_len: torch.Tensor | None,
     ) -> None:
-        """For a graph: plans are kept in these buffers, and their size is the batch's."""
+        """Fix the buffers of a graph, which store its plans and set the batch size."""
         demand(
             indptr is not None and indices is not None and last_page_len is not None,
             "a captured wrapper has buffers",
@@ -227,7 +227,7 @@ class FakeDecode(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        causal = True  # of one query token: every key is before it
+        causal = True  # with one query token all keys precede it
         settings = {name: value for name, value in locals().items() if name in _SETTINGS}
         if self._buffers is not None:
             demand(len(last_page_len) == len(self._buffers[2]), "a graph has a fixed batch size")
@@ -251,7 +251,7 @@ class FakeDecode(PagedWrapper):
         given: dict[str, Any],
         splits: tuple[int | None, bool],
     ) -> None:
-        """fast_decode_plan: the kernels read what the caller has written into the buffers."""
+        """fast_decode_plan: the kernels read the buffers that the caller has written."""
         demand(self._buffers is not None, "only a graph's buffers are its caller's")
         assert self._buffers is not None
         planned = self._planned[1]

@@ -1,7 +1,7 @@
-"""FlashInfer's kernel modules: which are prebuilt, which can be compiled, which are loaded.
+"""A fake of `flashinfer.jit`: kernel modules that are prebuilt, can be compiled, or are loaded.
 
-Stands for `flashinfer.jit`. A module is found under the library's own name, so what was loaded
-can be held against what a call needs.
+Modules have the library's own names, so the loaded modules can be compared with those that a call
+needs.
 """
 
 import os
@@ -24,7 +24,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4
 def attention_module(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, has_window: bool, has_cap: bool
 ) -> str:
-    """The name of the module of FA2's prefills and decodes."""
+    """Return the name of the module of FA2's prefills and decodes."""
     return (
         f"batch_prefill_with_kv_cache_dtype_q_{_SHORT[dtype]}_dtype_kv_{_SHORT[kv_dtype]}_"
         f"dtype_o_{_SHORT[dtype]}_dtype_idx_i32_head_dim_qk_{head_dim}_head_dim_vo_{head_dim}_"
@@ -35,7 +35,7 @@ def attention_module(
 class FakeModules:
     """The modules of one process.
 
-    prebuilt: names in flashinfer_jit_cache. can_compile: whether the build of others succeeds.
+    prebuilt: names in flashinfer_jit_cache. can_compile: whether other modules can be built.
     """
 
     def __init__(self, prebuilt: Iterable[str] = (), can_compile: bool = False) -> None:
@@ -45,17 +45,17 @@ class FakeModules:
         self.compiled: set[str] = set()
 
     def need(self, name: str) -> None:
-        """A kernel of this module is called."""
+        """Check that the module of a called kernel is loaded."""
         demand(name in self.loaded, f"{name} is loaded before the weights")
 
     def need_attention(self, head_dim: int, settings: dict[str, Any]) -> None:
-        """A batch is planned."""
+        """Check that the modules of a planned batch are loaded."""
         dtype, kv_dtype = settings["q_data_type"], settings["kv_data_type"]
         has_window, has_cap = settings["window_left"] >= 0, bool(settings["logits_soft_cap"])
         self.need(attention_module(dtype, kv_dtype, head_dim, has_window, has_cap))
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The library is installed, with these modules."""
+        """Patch the library to be installed with these modules."""
         demand("flashinfer" not in sys.modules, "the real library is not imported")
 
         def prefill(backend: str, *args: Any) -> "FakeModule":

@@ -1,9 +1,9 @@
 """FlashInfer's kernels for norms, gates and rotations on a FakeDevice, strict about the contract.
 
-The library casts pointers to the dtype of its first argument and reads vectors of 16 bytes: what
-it takes on trust is a ContractError here. num_calls: by name. modules: where they are given,
-a kernel whose module was not loaded at the start is a ContractError, too: the library would
-compile it in the middle of a step.
+The library casts pointers to the dtype of its first argument and reads vectors of 16 bytes, without
+checks; a violation is a ContractError here. num_calls: by name. modules: if given, a kernel whose
+module was not loaded at the start is a ContractError, too, because the library would compile it in
+the middle of a step.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""Graphs of a FakeDevice: each operation on tensors is recorded and done again, on the same memory.
+"""Graphs of a FakeDevice: tensor operations are recorded and replayed on the same memory.
 
-As on a real device nothing of Python runs in a replay: what was decided on the host while
-recording stays decided, and a tensor that was put in the place of another is not seen.
+As on a real device no Python runs in a replay: decisions made on the host during the capture are
+fixed, and a tensor that replaces another one afterwards is not seen.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CaptureError(Exception):
-    """Something that cannot be recorded."""
+    """An operation that cannot be captured."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is computed while it is active; computes it as well."""
+    """Records and executes the operations while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def as_one(self, run: Callable[[], None]) -> Iterator[None]:
-        """What happens inside is recorded as `run`, whatever it consists of."""
+        """Record all operations inside as one call of `run`."""
         self.calls.append(run)
         self._hidden = True
         try:
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
 
 
 class FakeGraph:
-    """What was recorded; `replayed` is told of each replay."""
+    """A captured graph. replayed: called after every replay."""
 
     def __init__(self, calls: list[Callable[[], None]], replayed: Callable[[], None]) -> None:
         self._calls = calls

@@ -1,7 +1,7 @@
-"""A RankGroup between FakeDevices of one process, one thread each: what is queued, and what is not.
+"""A RankGroup between FakeDevices of one process, with one thread for each rank.
 
-An exchange is a kernel of the device: inside a capture it is recorded and happens again in each
-replay. Who comes with another shape than the others, or does not come, is an error.
+An exchange is a kernel of the device: a capture records it, and every replay repeats it. A rank
+with another shape, or a rank that does not take part, is an error.
 """
 
 import threading
@@ -14,7 +14,7 @@ LIMIT_SECONDS = 60.0
 
 
 class FakeRanks:
-    """What the ranks share. meetings: what each of them has met for."""
+    """The state that the ranks share. meetings: epoch and purpose of every join, by rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,7 +30,7 @@ class FakeRanks:
         self._barrier.wait(LIMIT_SECONDS)
 
     def exchange(self, rank: int, x: torch.Tensor, parts: torch.Tensor) -> None:
-        """The x of all ranks to `parts` of this one."""
+        """Copy the x of all ranks to `parts` of this one."""
         self.num_exchanges[rank] += 1
         self._here[rank] = x
         self.meet()
@@ -38,11 +38,11 @@ class FakeRanks:
             raise DeviceError("ranks exchange tensors of different shapes")
         for part, each in zip(parts, self._here, strict=True):
             part.copy_(each)
-        self.meet()  # nobody goes on to write what others still read
+        self.meet()  # no rank may overwrite what others still read
 
 
 class FakeGroup:
-    """RankGroup of one of them."""
+    """The RankGroup of one rank."""
 
     def __init__(self, ranks: FakeRanks, rank: int, device: FakeDevice) -> None:
         self.rank = rank

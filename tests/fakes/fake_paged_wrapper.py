@@ -1,7 +1,7 @@
-"""What FlashInfer's two paged wrappers have in common, strict about each rule.
+"""The common part of FlashInfer's two paged wrappers, strict about the contract.
 
-Plans are checked and kept, and results computed by the torch reference; what differs
-between decodes and prefills is in fake_flashinfer.py.
+Plans are checked and stored, results are computed by the torch reference; the differences between
+decodes and prefills are in fake_flashinfer.py.
 """
 
 import math
@@ -21,7 +21,7 @@ LAYOUTS: Final = ("NHD", "HND")
 
 
 class ContractError(Exception):
-    """What the library would not notice, or only as a wrong result or a crash."""
+    """A misuse that the library does not report, or only by a wrong result or a crash."""
 
 
 def demand(holds: bool, what: str) -> None:
@@ -30,18 +30,18 @@ def demand(holds: bool, what: str) -> None:
 
 
 class Modules(Protocol):
-    """Kernels that were loaded at the start."""
+    """Kernel modules that were loaded at the start."""
 
     def need_attention(self, head_dim: int, settings: dict[str, Any]) -> None:
-        """Raise ContractError where those of a plan are not among them."""
+        """Raise ContractError if a module that a plan needs is not loaded."""
         ...
 
 
 class PagedWrapper:
-    """What both wrappers do.
+    """The common part of both wrappers.
 
-    num_plans: how often it was planned. for_all_queries: the last plan shows each of its
-    queries all keys, as that of a shared prefix does.
+    num_plans: number of plans. for_all_queries: in the last plan all queries attend to all keys,
+    as for a shared prefix.
     """
 
     def __init__(
@@ -72,15 +72,20 @@ class PagedWrapper:
         _check_workspace(self._device, float_workspace_buffer)
         _check_workspace(self._device, int_workspace_buffer)
         place = int_workspace_buffer.untyped_storage().data_ptr()
-        demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
-        demand(self._device.own(place), "each wrapper has a schedule of its own")
-        weakref.finalize(int_workspace_buffer, self._device.disown, place)  # then it is given again
+        demand(
+            place != float_workspace_buffer.untyped_storage().data_ptr(),
+            "wrappers do not share a workspace",
+        )
+        demand(self._device.claim(place), "wrappers do not share a schedule")
+        weakref.finalize(
+            int_workspace_buffer, self._device.release, place
+        )  # its memory may be reused
         self._memory = (float_workspace_buffer, int_workspace_buffer)
         self._workspace = float_workspace_buffer
 
     @property
     def batch_size(self) -> int | None:
-        """Of a graph; None where it may be any."""
+        """The batch size of a graph; None if it may vary."""
         return None if self._buffers is None else len(self._buffers[2])
 
     def _plan(
@@ -124,7 +129,7 @@ class PagedWrapper:
     def _workspace_bytes(
         self, shape: tuple[int, int, int, int], counts: list[int], pages: list[int]
     ) -> int:
-        """Of partial results, as the library's planner for FA2 finds it; windows not counted."""
+        """Return the size of partial results as FA2's planner computes it, without windows."""
         num_heads, num_kv_heads, head_dim, page_size = shape
         rows = [each * (num_heads // num_kv_heads) for each in counts]
         average = sum(rows) // max(1, len(rows))
@@ -148,7 +153,7 @@ class PagedWrapper:
     def _keep(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
     ) -> None:
-        """Where kernels read: copies of what is on the host, but the page indices themselves."""
+        """Return the arrays that kernels read: copies of host arrays, and the page indices."""
         self._read = (indptr.clone(), on_host(indices), last_page_len.clone())
 
     def _check_indices(
@@ -301,7 +306,7 @@ def check_index(device: FakeDevice, tensor: torch.Tensor, name: str, on_device: 
 
 
 def _kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> list[int]:
-    """As the kernels count: full pages and the last one; 0 without pages."""
+    """Return KV lengths like the kernels: full pages and the last one; 0 without pages."""
     pages = indptr.diff()
     lens = (pages - 1) * page_size + last_page_len
     return torch.where(pages > 0, lens, 0).tolist()
@@ -314,7 +319,7 @@ def _log_sums(
     window: int | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Log-sum-exp of the scores to the base 2, [Q, Hq]; key [Hkv, N, D]."""
+    """Return the log-sum-exp of the scores to the base 2, [Q, Hq]; key [Hkv, N, D]."""
     num_queries, num_tokens = queries.shape[0], key.shape[1]
     wide = key.repeat_interleave(shape.group_size, 0)
     scores = torch.einsum("qhd,hnd->qhn", queries, wide) * shape.scale

@@ -1,19 +1,19 @@
-"""A process of the daemon that does nothing but live and die: `fake_process.py BEHAVIOUR`.
+"""A fake process of the daemon that only starts, reports and ends: `fake_process.py BEHAVIOUR`.
 
-good             reports ready, tells the operator what it hears, ends on Shutdown
+good             reports ready, logs the messages it receives, ends on Shutdown
 stubborn         reports ready, ignores Shutdown and SIGTERM
-bad_model        fails over its model while starting
-bad_model_later  in its second life, whatever the first one ends of
-bad_model_once   in its second life only
-exits            ends without a word, status 3, while starting
+bad_model        fails because of its model while starting
+bad_model_later  the same, but only from its second incarnation on
+bad_model_once   the same, but only in its second incarnation
+exits            ends without an error message, status 3, while starting
 mute             never reports ready
-busy             is good, and in its first life has two requests under way until SIGUSR2
-asked_to_drain   is good, and an operator asks it at SIGUSR2 that the daemon drains
-orphans          leaves a process without its parent behind, names it, and is good
+busy             good; its first incarnation has two requests in flight until SIGUSR2
+asked_to_drain   good; SIGUSR2 stands for an operator who requests a drain
+orphans          good; leaves an orphaned process and logs its id
 
-Whoever else is sent SIGUSR2 fails with an error. Of an engine that is sent SIGHUP the first worker
-owes an answer from then on; one that is sent SIGIO gives up front end 0, and sent SIGALRM it says
-that worker 0 babbles.
+In all other behaviours SIGUSR2 raises an error. After SIGHUP an engine reports that the first
+worker owes a step; on SIGIO it reports that front end 0 is stalled, on SIGALRM that worker 0 sent
+an invalid message.
 """
 
 import os
@@ -55,21 +55,25 @@ from proto.lifecycle import (
 )
 from proto.sockets import Link, Poller
 
-LOOK_SECONDS: Final = 0.02
+POLL_SECONDS: Final = 0.02
 
 
 def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if behaviour == "exits":
         os._exit(3)
-    bad_lives = {"bad_model": range(99), "bad_model_later": range(1, 99), "bad_model_once": [1]}
-    if boot.incarnation in bad_lives.get(behaviour, ()):
+    bad_incarnations = {
+        "bad_model": range(99),
+        "bad_model_later": range(1, 99),
+        "bad_model_once": [1],
+    }
+    if boot.incarnation in bad_incarnations.get(behaviour, ()):
         raise ModelError("config.json asks for rope type 'moebius'")
-    signal.signal(signal.SIGUSR2, _crack)
-    waits: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
+    signal.signal(signal.SIGUSR2, _raise_error)
+    owed_steps: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, frame: owed_steps.append(number))
     signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
-    babbles = ProtocolViolation("worker", 0, boot.worker_epoch, "it babbles")
-    signal.signal(signal.SIGALRM, lambda *_: supervisor.send(babbles))
+    violation = ProtocolViolation("worker", 0, boot.worker_epoch, "it sends garbage")
+    signal.signal(signal.SIGALRM, lambda *_: supervisor.send(violation))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
@@ -77,35 +81,37 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         supervisor.send(Notice(boot.role, boot.index, f"orphan {pid}"))
     supervisor.send(Progress(boot.role, boot.index, "loading weights", 0.5))
     if boot.incarnation:
-        lives = f"life {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
-        supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
+        incarnation = f"incarnation {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
+        supervisor.send(
+            Notice(boot.role, boot.index, f"{incarnation}, front ends {boot.front_ends}")
+        )
     front_end = FrontEnd(boot, supervisor, behaviour)
     if behaviour != "mute":
         _report_ready(boot, supervisor)
     poller, worker_epoch = Poller([supervisor]), boot.worker_epoch
     while True:
-        poller.wait(LOOK_SECONDS if boot.role == "api_server" else None)
+        poller.wait(POLL_SECONDS if boot.role == "api_server" else None)
         for message in supervisor.receive():
             if isinstance(message, Shutdown):
                 if behaviour != "stubborn":
                     return
                 continue
             if isinstance(message, Ping):
-                for answer in _answers(boot, worker_epoch, bool(waits)):
+                for answer in _answers(boot, worker_epoch, bool(owed_steps)):
                     supervisor.send(answer)
                 continue
-            told = message if not isinstance(message, NextEngine) else "NextEngine"
-            supervisor.send(Notice(boot.role, boot.index, f"heard {told}"))
+            received = message if not isinstance(message, NextEngine) else "NextEngine"
+            supervisor.send(Notice(boot.role, boot.index, f"received {received}"))
             if isinstance(message, NewWorkers):
                 worker_epoch = message.worker_epoch
                 supervisor.send(WorkersReady(worker_epoch))
             if boot.role == "api_server":
-                front_end.obey(message)
-        front_end.look()
+                front_end.handle(message)
+        front_end.report_next_engine()
 
 
 class FrontEnd:
-    """What a front end answers; `busy` ones have two requests at the engine of their birth."""
+    """The replies of a front end; `busy` ones have two requests at their first engine."""
 
     def __init__(self, boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         self.boot = boot
@@ -114,60 +120,60 @@ class FrontEnd:
         self.wants_aborts = behaviour == "asked_to_abort"
         self.num_requests = 2 if behaviour == "busy" and not boot.incarnation else 0
         self.epoch = boot.epoch
-        self.met: list[NextEngine] = []
-        self.left: list[Message] = []
+        self.next_engines: list[NextEngine] = []
+        self.when_idle: list[Message] = []
         if behaviour in ("busy", "asked_to_drain", "asked_to_abort"):
             signal.signal(signal.SIGUSR2, self.finish)
 
     def finish(self, number: int, frame: FrameType | None) -> None:
-        """The requests end, or an operator calls."""
+        """Finish the requests, or send the operator's request, on SIGUSR2."""
         index, self.num_requests = self.boot.index, 0
-        said: Message = DrainRequested(index) if self.wants_drain else DrainProgress(index, 0)
+        message: Message = DrainRequested(index) if self.wants_drain else DrainProgress(index, 0)
         if self.wants_aborts:
-            said = AbortRequests(["cmpl-1"], "alice")
-        for message in [said, *self.left]:
-            self.supervisor.send(message)
+            message = AbortRequests(["cmpl-1"], "alice")
+        for each in [message, *self.when_idle]:
+            self.supervisor.send(each)
 
-    def look(self) -> None:
-        """Is the engine that is to come ready?"""
-        for each in list(self.met):
+    def report_next_engine(self) -> None:
+        """Report whether the next engine is ready."""
+        for each in list(self.next_engines):
             if each.in_place or os.path.exists(ready_file(self.boot.run_dir, each.epoch)):
-                self.met.remove(each)
+                self.next_engines.remove(each)
                 self.supervisor.send(NextReady(self.boot.index, each.epoch))
 
-    def obey(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         index = self.boot.index
         if isinstance(message, Drain):
             self.supervisor.send(DrainProgress(index, self.num_requests))
         elif isinstance(message, NextEngine):
-            self.met = [message]
+            self.next_engines = [message]
         elif isinstance(message, DropEngine):
-            self.met = []
+            self.next_engines = []
         elif isinstance(message, SwitchEngine) and message.epoch != self.epoch:
-            self.left, self.epoch = [OldEngineIdle(index, self.epoch)], message.epoch
+            self.when_idle, self.epoch = [OldEngineIdle(index, self.epoch)], message.epoch
             self.supervisor.send(Switched(index, self.epoch))
             if not self.num_requests:
-                self.supervisor.send(self.left.pop())
+                self.supervisor.send(self.when_idle.pop())
         elif isinstance(message, NewEngine):
             self.epoch = message.epoch
 
 
 def ready_file(run_dir: str, epoch: int) -> str:
-    """Is there when the engine of the epoch is ready."""
+    """Return the path of a file that exists once the engine of an epoch is ready."""
     return os.path.join(run_dir, f"ready{epoch}")
 
 
-def _answers(boot: ProcessBoot, worker_epoch: int, waits: bool) -> list[Message]:
-    """To a Ping. The engine knows of the next workers before there are any: it says so again."""
+def _answers(boot: ProcessBoot, worker_epoch: int, owed_steps: bool) -> list[Message]:
+    """Return the replies to a Ping; an engine repeats WorkersReady, even before workers exist."""
     if boot.role != "engine_core":
         return [Alive()]
-    awaits = (0,) if waits and worker_epoch == 1 else ()
+    awaits = (0,) if owed_steps and worker_epoch == 1 else ()
     alive = EngineAlive(worker_epoch, 100, awaits, ready=True, has_work=bool(awaits))
     return [alive, WorkersReady(worker_epoch)]
 
 
-def _crack(number: int, frame: FrameType | None) -> None:
-    raise RuntimeError("the core is cracked")
+def _raise_error(number: int, frame: FrameType | None) -> None:
+    raise RuntimeError("an error on purpose")
 
 
 def _report_ready(boot: ProcessBoot, supervisor: Link) -> None:

@@ -1,4 +1,4 @@
-"""A wrapper of FlashInfer used as it should be, and the ways to use it otherwise."""
+"""Correct use of a FlashInfer wrapper, and ways to misuse it."""
 
 import threading
 from collections.abc import Callable
@@ -14,10 +14,10 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 4, 16
 
 
 class Calls:
-    """One wrapper made, planned and run as it should be, but for what a test changes.
+    """A wrapper that is created, planned and run correctly, except for a test's changes.
 
-    making, planning, running: keyword arguments. Two sequences, of 6 and 9 KV tokens;
-    as prefills they have 2 and 3 query tokens.
+    making, planning, running: keyword arguments of these calls. There are two sequences of 6 and
+    9 KV tokens; as prefills they have 2 and 3 query tokens.
     """
 
     def __init__(self, kind: str) -> None:
@@ -73,7 +73,7 @@ class Calls:
         }
 
     def name(self, kind_of_array: str) -> str:
-        """Of an index array as plan calls it."""
+        """Return plan's name of an index array."""
         shared = kind_of_array in ("indptr", "indices", "last_page_len")
         return f"paged_kv_{kind_of_array}" if shared and self.kind == "prefill" else kind_of_array
 
@@ -87,7 +87,7 @@ class Calls:
         return library.BatchDecodeWithPagedKVCacheWrapper(**self.making)
 
     def capture(self, num_pages: int = 8) -> None:
-        """Make it for a graph."""
+        """Create the wrapper for a graph."""
         zeros = self.device.zeros
         self.making |= {
             "use_cuda_graph": True,
@@ -109,7 +109,7 @@ class Calls:
 
 
 def changed(where: str, name: str, change: Callable[[Any], Any]) -> Callable[[Calls], Any]:
-    """All calls, with one argument put through `change`."""
+    """Make all calls, with one argument passed through `change`."""
 
     def violate(calls: Calls) -> Any:
         arguments = getattr(calls, where)
@@ -121,7 +121,7 @@ def changed(where: str, name: str, change: Callable[[Any], Any]) -> Callable[[Ca
 
 
 def left_out(where: str, name: str) -> Callable[[Calls], Any]:
-    """All calls, with one argument left to its default."""
+    """Make all calls, with one argument left to its default."""
 
     def violate(calls: Calls) -> Any:
         del getattr(calls, where)[name]
@@ -148,7 +148,7 @@ def planned_twice(calls: Calls) -> None:
     wrapper, event = calls.make(), calls.device.event()
     event.record()
     calls.plan(wrapper)
-    event.synchronize()  # an event from before the plan says nothing of its copy
+    event.synchronize()  # an event before the plan does not cover its copy
     calls.plan(wrapper)
 
 
@@ -189,7 +189,7 @@ def unequal_strides(calls: Calls) -> None:
 
 
 def small_workspace(calls: Calls) -> None:
-    """Of a graph, where every tile has its place."""
+    """Use a small workspace with a graph, where every tile has its place."""
     calls.making["float_workspace_buffer"] = calls.device.zeros(1 << 10, torch.uint8)
     calls.capture()
     calls.all()

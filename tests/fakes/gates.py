@@ -1,17 +1,17 @@
-"""A gate that holds what a test names."""
+"""A fake admission gate."""
 
 from engine_core.request import RequestStatus
 
 
 class FakeGate:
-    """Holds the requests in `closed_for`; counts how often it was asked about each."""
+    """Blocks the requests in `blocked`; records every check."""
 
     def __init__(self, status=RequestStatus.WAITING_FOR_REMOTE_KVS):
         self.status = status
-        self.closed_for = set()
-        self.asked = []
+        self.blocked = set()
+        self.checked = []
         self.admitted_tokens = {}
-        self.forgotten = []
+        self.released = []
 
     def attach(self, unblock):
         self._unblock = unblock
@@ -20,17 +20,17 @@ class FakeGate:
         pass
 
     def is_blocked(self, candidate):
-        self.asked.append(candidate.request)
-        return candidate.request in self.closed_for
+        self.checked.append(candidate.request)
+        return candidate.request in self.blocked
 
     def on_admitted(self, request, num_new_tokens):
         self.admitted_tokens[request] = num_new_tokens
 
     def on_released(self, request):
-        self.forgotten.append(request)
+        self.released.append(request)
 
-    def open_for(self, *requests):
-        """What they waited for is there."""
+    def unblock(self, *requests):
+        """Unblock requests."""
         for each in requests:
-            self.closed_for.discard(each)
+            self.blocked.discard(each)
             self._unblock(each)

@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
-    """Bytes of a tensor [rows, columns] of a GGUF type, with weights well below 1."""
+    """Return the bytes of a tensor [rows, columns] of a GGUF type, with weights well below 1."""
     random = np.random.default_rng(seed)
     if kind in PLAIN:
         values = random.standard_normal((rows, columns)).astype(np.float32) * 0.1
@@ -39,12 +39,12 @@ def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
 
 
 def numbers(kind: str, rows: Bytes) -> npt.NDArray[np.float32]:
-    """What the bytes mean, by the gguf package."""
+    """Return the weights that the bytes encode, decoded by the gguf package."""
     return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).astype(np.float32)
 
 
 def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[np.generic]:
-    """Rows of a query or key projection in the order in which llama.cpp stores them.
+    """Return the rows of a query or key projection in llama.cpp's order.
 
     Its converter puts row i of the first half of a head before row i of the second.
     """
@@ -59,7 +59,7 @@ def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[
 
 
 def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[np.generic]]]) -> None:
-    """A GGUF file of these tensors: per name the type, and the rows of bytes or float32 numbers."""
+    """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name."""
     writer = gguf.GGUFWriter(path, "llama")
     for name, (kind, data) in tensors.items():
         if kind == "F32" and data.dtype == np.float32:

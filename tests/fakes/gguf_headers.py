@@ -1,4 +1,4 @@
-"""GGUF headers, byte by byte: also those that no library would write."""
+"""GGUF headers built from bytes, including invalid ones that no library writes."""
 
 import struct
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def setting(key: str, kind: int, packed: bytes) -> bytes:
 
 
 def array(kind: int, items: Sequence[bytes], length: int | None = None) -> bytes:
-    """length: what is announced, by default the truth."""
+    """length: the announced length, by default the actual one."""
     number = len(items) if length is None else length
     return struct.pack("<IQ", kind, number) + b"".join(items)
 
@@ -29,7 +29,7 @@ def tensor(name: str, dimensions: Sequence[int], kind: int = 0, offset: int = 0)
 def file(
     settings: Sequence[bytes], tensors: Sequence[bytes], *, keys: int = -1, infos: int = -1
 ) -> bytes:
-    """keys, infos: what is announced, where that is not the truth."""
+    """keys, infos: the announced counts, by default the actual ones."""
     num_keys = len(settings) if keys < 0 else keys
     num_tensors = len(tensors) if infos < 0 else infos
     head = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys)
@@ -38,7 +38,7 @@ def file(
 
 
 def small_file(tensors: int = 2) -> bytes:
-    """Every kind of value, and a tensor or two."""
+    """Return a file with every type of value and some tensors."""
     settings = [
         setting("general.architecture", STRING, text("llama")),
         setting("general.alignment", U32, struct.pack("<I", 32)),

@@ -3,6 +3,7 @@
 Its worker draws from what a mask leaves, by a digest of the prefix, so runs can be compared.
 """
 
+import threading
 from pathlib import Path
 from select import select
 
@@ -10,8 +11,13 @@ import numpy as np
 
 from engine_core.frontend_io import InputProcessor
 from engine_core.structured_output.backend import LLGuidanceBackend
-from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
+from engine_core.structured_output.compiler import (
+    COMPILE_SECONDS,
+    GrammarCache,
+    GrammarCompiler,
+)
 from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.structured_output.matchers import GrammarTimeoutError
 from engine_core.validation import RequestLimits
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.grammar import GrammarSource
@@ -20,7 +26,7 @@ from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import EventFd
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.input_desk import FakeOutputDispatcher
+from tests.fakes.input_harness import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -30,9 +36,28 @@ LIMIT_SECONDS = 20.0
 class NoSandbox:
     """Accepts every grammar."""
 
-    def check(self, source: GrammarSource) -> None: ...
+    def check(self, source: GrammarSource, seconds: float) -> None: ...
 
     def close(self) -> None: ...
+
+
+class GatedSandbox(NoSandbox):
+    """Holds grammars back; a grammar that begins with "slow" is held back in its second turn.
+
+    entered: released for every grammar that is held back. gate: lets one of these pass. names: the
+    sources that were held back.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.gate = threading.Semaphore(0), threading.Semaphore(0)
+        self.names: list[str] = []
+
+    def check(self, source: GrammarSource, seconds: float) -> None:
+        if source.source.startswith("slow") and seconds < COMPILE_SECONDS:
+            raise GrammarTimeoutError(f"more than {seconds:g} seconds")
+        self.names.append(source.source)
+        self.entered.release()
+        assert self.gate.acquire(timeout=LIMIT_SECONDS)
 
 
 class GrammarRunner(PagedRunner):
@@ -64,14 +89,14 @@ class GrammarRunner(PagedRunner):
 
 
 class GrammarEngine:
-    """An engine with structured output, driven step by step."""
+    """An engine with structured output, driven step by step. sandbox: accepts all by default."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, sandbox: object = None, **settings: object) -> None:
         path, event_fd = folder / "tokenizer.json", EventFd()
         self.event_fd = event_fd
         compiler = GrammarCompiler(
             lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
-            NoSandbox(),  # type: ignore[arg-type]
+            sandbox or NoSandbox(),  # type: ignore[arg-type]
             GrammarCache(16, 1 << 16),
             event_fd,
         )
@@ -98,7 +123,7 @@ class GrammarEngine:
     def close(self) -> None:
         self.manager.close()
 
-    def ask(
+    def send_request(
         self,
         request_id: int,
         grammar: GrammarSource | None,
@@ -127,9 +152,9 @@ class GrammarEngine:
             ),
         )
         if wait:
-            self.answer(request_id)
+            self.wait_for_reply(request_id)
 
-    def answer(self, request_id: int) -> None:
+    def wait_for_reply(self, request_id: int) -> None:
         """Wait until a request was accepted or refused."""
         while not any(each == request_id for _, each in self.outputs.accepted) and not any(
             output.request_id == request_id for _, output in self.outputs.outputs
@@ -155,8 +180,8 @@ class GrammarEngine:
         """Process a result, as the busy loop does."""
         output = self.harness.in_flight.popleft()
         errors = self.manager.find_violations(output, result)
-        self.harness.note(self.harness.scheduler.fail_requests(errors))
-        self.harness.note(self.harness.scheduler.update_from_output(output, result))
+        self.harness.record_outputs(self.harness.scheduler.fail_requests(errors))
+        self.harness.record_outputs(self.harness.scheduler.update_from_output(output, result))
 
     def step(self) -> None:
         """Fill the steps in flight, then process one result."""
@@ -181,7 +206,7 @@ class GrammarEngine:
         """Replace the workers; steps in flight are lost."""
         self.harness.in_flight.clear()
         self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
-        self.harness.note(self.harness.scheduler.begin_worker_epoch(2))
+        self.harness.record_outputs(self.harness.scheduler.begin_worker_epoch(2))
 
     def tokens(self, request_id: int, choice: int = 0) -> list[int]:
         return self.harness.tokens[request_id, choice]

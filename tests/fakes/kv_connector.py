@@ -124,7 +124,7 @@ class FakeConnector(SchedulerConnector):
     # The workers' half
 
     def execute(self, step: int, runner: PagedRunner) -> KVConnectorOutput:
-        """Do a step's synchronous loads before it is computed, and start its asynchronous ones."""
+        """Do the synchronous loads of a step before it is computed, start asynchronous ones."""
         invalid: list[int] = []
         for load in self._by_step.pop(step, []):
             if load.is_async:
@@ -133,7 +133,7 @@ class FakeConnector(SchedulerConnector):
                 bad = self._fill(load, runner)
                 invalid += bad
                 if bad:
-                    runner.misled[load.seq_id] = step
+                    runner.invalid_rows[load.seq_id] = step
         return KVConnectorOutput(invalid_block_ids=invalid)
 
     def finish(self, seq_id: int, runner: PagedRunner) -> KVConnectorOutput:

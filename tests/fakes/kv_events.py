@@ -1,4 +1,4 @@
-"""A subscriber of KV events that keeps what they say is cached."""
+"""A subscriber of KV events that tracks the cached blocks."""
 
 from engine_core.kv_cache.hashing import split_key
 from engine_core.kv_cache.prefix_index import PrefixIndex
@@ -9,14 +9,14 @@ GroupHash = tuple[int, bytes]
 
 
 class CachedHashes:
-    """The set that follows from the events so far, and the tokens behind each hash."""
+    """The set of cached hashes according to the events so far, and the tokens of each hash."""
 
     def __init__(self) -> None:
         self.held: set[GroupHash] = set()
         self.prefixes: dict[bytes, tuple[int, ...]] = {}
 
     def apply(self, event: KVEvent) -> None:
-        """Raises AssertionError for an event that does not follow from those before."""
+        """Apply an event; raise AssertionError if it is inconsistent with earlier ones."""
         match event:
             case BlockStored():
                 self._store(event)
@@ -39,5 +39,5 @@ class CachedHashes:
 
 
 def indexed(index: PrefixIndex) -> set[GroupHash]:
-    """What a prefix index holds, in the same form."""
+    """Return the content of a prefix index in the same form."""
     return {split_key(key)[::-1] for key, _ in index.items()}

@@ -58,16 +58,16 @@ class Rank:
     ) -> None:
         self.cache = small_cache()
         self.medium = medium
-        self._rung = threading.Semaphore(0)
+        self._notified = threading.Semaphore(0)
         context = HandlerContext(
-            self.cache, factor, rank, num_ranks, FINGERPRINT, self._rung.release
+            self.cache, factor, rank, num_ranks, FINGERPRINT, self._notified.release
         )
         handlers = make_handlers(extra, context)
         self.load, self.store = handlers[medium, "GPU"], handlers["GPU", medium]
-        self._heard: list[TransferResult] = []
+        self._results: list[TransferResult] = []
         self._next_job = 0
 
-    def order(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
+    def start_copy(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
         """Start a copy of group 0; return its job id."""
         self._next_job += 1
         job = TransferJob(
@@ -80,23 +80,23 @@ class Rank:
         (self.load if is_load else self.store).transfer_async(job)
         return self._next_job
 
-    def finished(self) -> TransferResult:
+    def wait_for_copy(self) -> TransferResult:
         """Return the next finished copy; waits for the notification, as a worker's loop does."""
-        assert self._rung.acquire(timeout=LIMIT), "no copy was reported as over"
-        self._heard += [*self.load.get_finished(), *self.store.get_finished()]
-        return self._heard.pop(0)
+        assert self._notified.acquire(timeout=LIMIT), "no copy was reported as finished"
+        self._results += [*self.load.get_finished(), *self.store.get_finished()]
+        return self._results.pop(0)
 
     def stored(self, blocks: list[int], keys: list[bytes]) -> bool:
         """Store blocks and wait; return whether that succeeded."""
-        job = self.order(False, blocks, keys)
-        result = self.finished()
+        job = self.start_copy(False, blocks, keys)
+        result = self.wait_for_copy()
         assert result.job_id == job
         return result.succeeded
 
     def loaded(self, blocks: list[int], keys: list[bytes], skip: int = 0) -> list[int]:
         """Load blocks and wait; return the blocks that are invalid."""
-        job = self.order(True, blocks, keys, skip)
-        result = self.finished()
+        job = self.start_copy(True, blocks, keys, skip)
+        result = self.wait_for_copy()
         assert result.job_id == job
         assert result.succeeded == (not result.failed_blocks)
         return result.failed_blocks

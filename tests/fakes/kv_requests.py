@@ -1,4 +1,4 @@
-"""Requests and small managers for KV cache tests; a token may be written as a letter."""
+"""Requests and small managers for KV cache tests; tokens may be written as letters."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -29,12 +29,12 @@ def make_manager(
 
 
 def token_ids(text: str) -> list[int]:
-    """One token a character; `|` and blanks only make blocks visible."""
+    """Return one token for each character; `|` and blanks only make blocks visible."""
     return [ord(character) for character in text if character not in "| "]
 
 
 class Requests:
-    """Makes requests for one manager and does with them what a scheduler would."""
+    """Creates requests for one manager and schedules them as a scheduler would."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -47,7 +47,7 @@ class Requests:
         cache_salt: str | None = None,
         prompt_logprobs: int | None = None,
     ) -> Request:
-        """A request that waits, with a prompt of these tokens."""
+        """Create a waiting request with a prompt of these tokens."""
         seq_id = next(self._seq_ids)
         return Request(
             seq_id=seq_id,
@@ -59,9 +59,9 @@ class Requests:
         )
 
     def schedule(self, request: Request, num_new_tokens: int | None = None) -> list[int] | None:
-        """Give a request room for its next tokens, by default all of them.
+        """Allocate blocks for the next tokens of a request, by default all of them.
 
-        Returns the ids of its new blocks in the first group, or None if they do not fit.
+        Return the ids of its new blocks in the first group, or None if they do not fit.
         """
         new_blocks = self.schedule_groups(request, num_new_tokens)
         if new_blocks is None:
@@ -71,7 +71,7 @@ class Requests:
     def schedule_groups(
         self, request: Request, num_new_tokens: int | None = None
     ) -> list[list[int]] | None:
-        """The same, with the new blocks of all groups; empty if there are none."""
+        """Like `schedule`, but return the new blocks of all groups; empty if there are none."""
         computed = self.computed(request)
         num_left = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         num_new = num_left if num_new_tokens is None else num_new_tokens
@@ -82,7 +82,7 @@ class Requests:
         return new_blocks
 
     def computed(self, request: Request) -> ComputedBlocks:
-        """What a request may start from; nothing for one that runs already."""
+        """Return the computed prefix of a request; empty for a running request."""
         if request.num_computed_tokens:
             return NOTHING_COMPUTED
         return self._manager.get_computed_blocks(request)
@@ -93,12 +93,12 @@ class Requests:
         return self.schedule(request)
 
     def table(self, request: Request) -> list[int]:
-        """The request's block table in the first group."""
+        """Return the request's block table in the first group."""
         return self._manager.block_ids(request.seq_id)[0]
 
 
 class Setup:
-    """A manager with its pool, and requests for it."""
+    """A manager with its pool, and its requests."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager

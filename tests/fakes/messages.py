@@ -1,4 +1,4 @@
-"""Messages of a front end, and requests, with what a test does not care about filled in."""
+"""Messages of a front end, and requests, with defaults for all fields."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.fakes.kv_requests import make_manager
 def request(
     request_id: int = 1, prompt: Any = (1, 2, 3), max_tokens: int = 4, **changes: Any
 ) -> EngineCoreRequest:
-    """changes: fields of the request or of its sampling parameters."""
+    """Return a request. changes: fields of it or of its sampling parameters."""
     params = {
         name: changes.pop(name)
         for name in list(changes)
@@ -32,7 +32,7 @@ def request(
 def make_request(
     seq_id: int, prompt: list[int], request_id: int = 1, choice: int = 0, tenant: int = 0
 ) -> Request:
-    """A choice that belongs to no scheduler."""
+    """Return a choice that is not part of a scheduler."""
     return Request(
         seq_id=seq_id,
         request_id=request_id,

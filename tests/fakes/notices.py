@@ -1,11 +1,11 @@
-"""A display whose lines a test reads."""
+"""A display that records its lines."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Notices:
-    """Display of a part that shows no progress."""
+    """A display for components that report no progress."""
 
     lines: list[str] = field(default_factory=list)
 

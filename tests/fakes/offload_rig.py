@@ -45,11 +45,11 @@ def device_of(job: TransferJob) -> list[int]:
     return [block for each in job.device for block in each.block_ids]
 
 
-class CopyingHalf:
-    """Stands in for the workers' half on all ranks.
+class FakeOffloadWorkers:
+    """The workers' side of the connector, for all ranks.
 
-    under_way: copies that have begun, oldest first. content: by (slot, part) of an offloaded block
-    what a device block held, by the place in it.
+    under_way: copies in progress, oldest first. content: the content of offloaded blocks: by (slot,
+    part), then by offset in a device block.
     """
 
     def __init__(self, factor: int, num_ranks: int) -> None:
@@ -62,7 +62,7 @@ class CopyingHalf:
         self._seq_ids: dict[int, int] = {}
 
     def begin(self, metadata: OffloadMetadata) -> None:
-        """Of a step: what was put off begins, then its loads."""
+        """Begin the deferred copies, then the loads of a step."""
         self.under_way += self.put_off + metadata.loads
         self.put_off = list(metadata.stores)
         self.flushed += metadata.flush
@@ -72,7 +72,7 @@ class CopyingHalf:
     def finish(
         self, job: TransferJob, runner: PagedRunner, succeeds: bool = True
     ) -> list[KVConnectorOutput]:
-        """A copy is made now; what the ranks report, one after the other.
+        """Make a copy; yield the reports of the ranks.
 
         A failing copy fails on the last rank only.
         """
@@ -107,8 +107,11 @@ class CopyingHalf:
 
 
 class OffloadRig(EngineHarness):
-    """size: tokens of an offloaded block; num_slots: of the medium. finishes: of each copy under
-    way, after each step, whether it is over (None: not yet) and whether it went well."""
+    """An engine harness with an offloading connector.
+
+    size: tokens of an offloaded block. num_slots: capacity of the medium. finishes: called for
+    every copy in progress after a step; returns None while it runs, else whether it succeeded.
+    """
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class OffloadRig(EngineHarness):
         self.num_ranks = num_ranks
         self.loads: list[TransferJob] = []
         self.stores: list[TransferJob] = []
-        self.half = CopyingHalf(size // block_size, num_ranks)
+        self.half = FakeOffloadWorkers(size // block_size, num_ranks)
 
         def connect(
             holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
@@ -197,33 +200,33 @@ class OffloadRig(EngineHarness):
     def finish(self, job: TransferJob, succeeds: bool = True) -> None:
         """Finish a copy and report it."""
         for report in self.half.finish(job, self.runner, succeeds):
-            self.note(self.scheduler.update_from_connector(report))
+            self.record_outputs(self.scheduler.update_from_connector(report))
 
     def lose_workers(self, epoch: int = 2) -> ClientOutputs:
         """Replace the workers; their memory is lost."""
-        self.half = CopyingHalf(self.half.factor, self.num_ranks)
+        self.half = FakeOffloadWorkers(self.half.factor, self.num_ranks)
         return super().lose_workers(epoch)
 
-    def settle(self, max_steps: int = 2000) -> None:
-        """Step until every request and every copy has finished."""
+    def run_until_idle(self, max_steps: int = 2000) -> None:
+        """Step until all requests and copies have finished."""
         while self.scheduler.num_unfinished or self.scheduler.has_work or self.half.under_way:
             max_steps -= 1
-            assert max_steps > 0, "requests or copies that never end"
+            assert max_steps > 0, "requests or copies that never finish"
             self.step()
             self.finish_some()
 
     def generate(self, prompt: list[int], max_tokens: int = 1, **params: object) -> Request:
         """Run a request to its end, including its copies."""
         request = self.add_one(prompt, max_tokens, **params)
-        self.settle()
+        self.run_until_idle()
         return request
 
-    def forget_device(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         assert self.scheduler.reset_prefix_cache()
 
-    def assert_at_rest(self) -> None:
-        super().assert_at_rest()
+    def assert_idle(self) -> None:
+        super().assert_idle()
         assert not self.half.under_way
         assert not self.half.put_off
         assert len(self.kv_cache.transfer_refs.reference_tables()) == 0

@@ -1,4 +1,4 @@
-"""The fake server as a process of its own: `openai_program.py PORT [refuse]`."""
+"""The fake server as a separate process: `openai_program.py PORT [refuse]`."""
 
 import asyncio
 import signal

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server in a thread: answers what the test says, piece by piece.
+"""A fake OpenAI-compatible server in a thread, whose response bodies a test provides in chunks.
 
-A piece is bytes of the body, put into an HTTP chunk of their own. Notes every request.
+A chunk is sent as a separate HTTP chunk. All requests are recorded.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ def event(**fields: Any) -> bytes:
 
 
 def token(path: str, text: str, last: bool = False) -> bytes:
-    """The event of one token."""
+    """Return the event of one token."""
     reason = "length" if last else None
     content = {"delta": {"content": text}} if "chat" in path else {"text": text}
     return event(choices=[{"index": 0, "finish_reason": reason, **content}])
@@ -34,15 +34,15 @@ def usage(prompt_tokens: int, completion_tokens: int) -> bytes:
 
 
 def num_input_tokens(body: dict[str, Any]) -> int:
-    """Ids, or words."""
+    """Return the number of token ids or words of the prompt."""
     if "messages" in body:
         return sum(len(each["content"].split()) for each in body["messages"])
     prompt = body["prompt"]
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
 
 
-def well(path: str, body: dict[str, Any]) -> Iterable[bytes]:
-    """As many tokens as are asked for, which depend on the last of the prompt only."""
+def respond_normally(path: str, body: dict[str, Any]) -> Iterable[bytes]:
+    """Yield max_tokens tokens, which depend only on the end of the prompt."""
     number = body["max_tokens"]
     asked = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
     for place in range(number):
@@ -53,15 +53,15 @@ def well(path: str, body: dict[str, Any]) -> Iterable[bytes]:
 
 @dataclass
 class FakeOpenAI:
-    """seen, heads: (path, body) and the head of each request. num_connections: that were made.
+    """seen, heads: (path, body) and the head of every request. num_connections: accepted ones.
 
-    hang_up_after: answers on one connection, after which it is closed without a word; 0: never.
+    close_after: number of answers after which a connection is closed; 0 means never.
     """
 
-    respond: Respond = well
+    respond: Respond = respond_normally
     url: str = ""
     num_connections: int = 0
-    hang_up_after: int = 0
+    close_after: int = 0
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class FakeOpenAI:
             for number in itertools.count(1):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 await self._answer(head, reader, writer)
-                if number == self.hang_up_after:
+                if number == self.close_after:
                     break
         writer.close()
 
@@ -93,10 +93,10 @@ class FakeOpenAI:
             await writer.drain()
         writer.write(b"0\r\n\r\n")
 
-    async def serve(self, listener: socket.socket, over: asyncio.Event) -> None:
-        """Until it is over; whoever is being answered then is cut off."""
+    async def serve(self, listener: socket.socket, stopped: asyncio.Event) -> None:
+        """Serve until `stopped` is set; then cancel open requests."""
         server = await asyncio.start_server(self._serve, sock=listener)
-        await over.wait()
+        await stopped.wait()
         server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -105,19 +105,19 @@ class FakeOpenAI:
 
 
 @contextlib.contextmanager
-def fake_openai(respond: Respond = well) -> Iterator[FakeOpenAI]:
-    """A server of this machine, as long as the block lasts."""
+def fake_openai(respond: Respond = respond_normally) -> Iterator[FakeOpenAI]:
+    """Run a local server inside the context."""
     fake = FakeOpenAI(respond)
     listener = socket.create_server(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=asyncio.Runner(loop_factory=lambda: loop).run, args=(fake.serve(listener, over),)
+        target=asyncio.Runner(loop_factory=lambda: loop).run, args=(fake.serve(listener, stopped),)
     )
     thread.start()
     try:
         yield fake
     finally:
-        loop.call_soon_threadsafe(over.set)
+        loop.call_soon_threadsafe(stopped.set)
         thread.join()
         loop.close()

@@ -1,10 +1,10 @@
-"""A connector from outside tokend, loaded by its module path."""
+"""An external connector, loaded by its module path."""
 
 from worker.kv_connector.base import WorkerConnector
 
 
 class OutsideScheduler(WorkerConnector):
-    """Remembers its constructor arguments; supports one KV cache group."""
+    """Scheduler side; records its constructor arguments and supports one KV cache group."""
 
     supports_groups = False
 
@@ -17,7 +17,7 @@ class OutsideScheduler(WorkerConnector):
 
 
 class OutsideWorker(WorkerConnector):
-    """The same."""
+    """Worker side; records its constructor arguments."""
 
     def __init__(self, config, context):
         self.config, self.context = config, context

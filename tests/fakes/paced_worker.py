@@ -1,4 +1,4 @@
-"""A worker that takes its time, in a thread beside the test."""
+"""A worker with a fixed step time, in a thread."""
 
 import os
 import threading
@@ -11,13 +11,12 @@ from tests.fakes.engine_process import EngineProcess
 
 
 class PacedWorker:
-    """Answers the steps of an engine, each after `step_seconds`, between enter and exit.
+    """Answers the steps of an engine after `step_seconds`, while the context is active.
 
-    Meanwhile it owns the worker's end of the link, which the engine process's fake
-    would read otherwise.
+    Meanwhile it owns the worker's end of the link, which EngineProcess reads otherwise.
 
-    had_next: of each step with tokens, whether another one was here when it was answered.
-    num_preempted: sequences that lost their blocks in those steps.
+    had_next: for every step with tokens, whether the next one had arrived before its answer.
+    num_preempted: number of preemptions in those steps.
     """
 
     def __init__(self, engine: EngineProcess, step_seconds: float) -> None:
@@ -52,7 +51,7 @@ class PacedWorker:
         result = self._engine.runner.execute(step)
         self.num_preempted += len(step.preempted_seq_ids)
         if step.total_num_scheduled_tokens:
-            time.sleep(self._step_seconds)  # what is modelled: a device that computes
+            time.sleep(self._step_seconds)  # the compute time of a device
             self._queue += self._link.receive()
             self.had_next.append(any(each.total_num_scheduled_tokens for each in self._queue))
         self._link.send(result)

@@ -1,11 +1,9 @@
-"""A worker without a model: it does what a real one does with rows and blocks.
+"""A worker without a model that handles rows and blocks like a real one.
 
-Where a real worker writes keys and values, this one writes a digest of the whole
-prefix up to that position, and before each token it reads back every position
-of the sequence through the block table. A block that is shared, evicted or reused
-wrongly is therefore found at once. A KV group with a window is read over the window
-only, as layers with one do. The next token is a function of the prefix, so runs
-can be compared.
+Instead of keys and values it writes a digest of the prefix up to a position. Before every token it
+reads back all positions of the sequence through the block table, so a block that is wrongly shared,
+evicted or reused is detected immediately. A KV group with a window is read over the window only.
+The next token is a function of the prefix, so runs can be compared.
 """
 
 import struct
@@ -21,17 +19,17 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import NewRequestData, SchedulerOutput
 
 NextToken = Callable[[list[int], int], int]
-"""(all token ids so far, choice) to the next one."""
+"""Maps (all token ids so far, choice) to the next token."""
 
 
 def hashed_token(token_ids: list[int], choice: int, vocab_size: int = 1000) -> int:
-    """A next token that depends on the whole prefix and the choice."""
+    """Return a next token that depends on the whole prefix and the choice."""
     digest = blake2b(struct.pack(f"<{len(token_ids) + 1}I", choice, *token_ids), digest_size=4)
     return int.from_bytes(digest.digest(), "little") % vocab_size
 
 
 def undisturbed(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
-    """What `hashed_token` generates for a prompt, alone and in one go."""
+    """Return the tokens that `hashed_token` generates for a prompt without interruption."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(hashed_token(token_ids, choice))
@@ -39,7 +37,7 @@ def undisturbed(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int
 
 
 def hashed_logprobs(token_ids: list[int], vocab_size: int = 1000) -> NDArray[np.float32]:
-    """Log-probabilities of the next token, float32 [vocab_size]: those of a prefix are its own."""
+    """Return logprobs of the next token, a function of the prefix, float32 [vocab_size]."""
     digest = blake2b(struct.pack(f"<{len(token_ids)}I", *token_ids), digest_size=8).digest()
     draw = np.random.default_rng(int.from_bytes(digest, "little"))
     logits = 3 * draw.standard_normal(vocab_size)
@@ -48,7 +46,7 @@ def hashed_logprobs(token_ids: list[int], vocab_size: int = 1000) -> NDArray[np.
 
 @dataclass
 class Row:
-    """What a worker keeps of a sequence."""
+    """The worker's state of a sequence."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -59,7 +57,7 @@ class Row:
     digests: list[bytes] = field(default_factory=list)
 
     def digest(self, position: int) -> bytes:
-        """Of the tokens [0, position]."""
+        """Return the digest of the tokens [0, position]."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else b""
             token = struct.pack("<I", self.token_ids[len(self.digests)])
@@ -85,16 +83,17 @@ class PagedRunner:
         self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
-        self.misled: dict[int, int] = {}  # rows with KV that was not loaded, and in which step
+        self.invalid_rows: dict[int, int] = {}
+        """The step in which rows got KV that was not loaded, by seq_id."""
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute a step, as a worker would, and check that its message makes sense."""
+        """Compute a step like a worker, and check that its message is consistent."""
         self.steps.append(output)
-        told_anew = {*output.finished_seq_ids, *output.cached_requests.resumed_seq_ids}
-        for seq_id in told_anew & self.misled.keys():
-            if self.misled[seq_id] < output.step:
-                del self.misled[seq_id]
+        described_again = {*output.finished_seq_ids, *output.cached_requests.resumed_seq_ids}
+        for seq_id in described_again & self.invalid_rows.keys():
+            if self.invalid_rows[seq_id] < output.step:
+                del self.invalid_rows[seq_id]
         for seq_id in output.finished_seq_ids:
             del self.rows[seq_id]
         for seq_id in output.preempted_seq_ids:
@@ -102,14 +101,14 @@ class PagedRunner:
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
         self._copy_blocks(output.block_copies)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
-        # As a real forward pass does, write every row of the step before reading any.
+        # Like a real forward pass, write all rows of the step before reading any.
         for seq_id, computed, scheduled in work:
             self._write(self.rows[seq_id], computed, computed + scheduled)
         result = ModelRunnerOutput(output.epoch, output.step, [], [])
         for seq_id, computed, scheduled in work:
             row, end = self.rows[seq_id], computed + scheduled
             result.seq_ids.append(seq_id)
-            if seq_id not in self.misled:
+            if seq_id not in self.invalid_rows:
                 self._read_back(row, computed, end)
             result.sampled_token_ids.append(self._sample(row, end))
             if row.num_candidates and end == len(row.token_ids):
@@ -120,7 +119,7 @@ class PagedRunner:
         return result
 
     def _begin(self, new: NewRequestData) -> tuple[int, int, int]:
-        assert new.seq_id not in self.rows, "a sequence is described once"
+        assert new.seq_id not in self.rows, "a sequence was sent twice as new"
         self.rows[new.seq_id] = Row(
             [*new.prompt_token_ids, *new.output_token_ids],
             len(new.prompt_token_ids),
@@ -187,7 +186,7 @@ class PagedRunner:
         return row.token_ids[-1:]
 
     def _kv(self, row: Row, group: int, position: int) -> bytes:
-        """What a group keeps at a position: the layers of each compute something else."""
+        """Return the content of a group at a position; it differs between groups."""
         return row.digest(position) + bytes([group])
 
     def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:

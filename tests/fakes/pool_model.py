@@ -1,8 +1,8 @@
-"""A second KV cache, written for being obvious: free blocks in a plain list, content known by
-the tokens themselves instead of hashes, a hit found by trying every length.
+"""A simple reference for the KV cache: free blocks in a list, content identified by the tokens
+instead of hashes, hits found by trying every length.
 
-It shares no code with engine_core. What it gives, finds and frees must be what the real
-one does, down to the order of the free blocks.
+It shares no code with engine_core. Its allocations, hits and freed blocks must equal those of the
+real cache, including the order of the free blocks.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Tables = list[list[int]]
 def max_blocks(
     windows: Sequence[int | None], block_size: int, num_tokens: int, longest_chunk: int
 ) -> int:
-    """The bound on what a request holds: a window and a chunk, wherever in a block they begin."""
+    """Return the most blocks of a request: a window and a chunk at any offset in a block."""
     whole = -(-num_tokens // block_size)
     chunk = min(longest_chunk, num_tokens)
     passing = [window for window in windows if window is not None]
@@ -33,7 +33,7 @@ def max_blocks(
 
 
 class PoolModel:
-    """What the KV cache manager should do, by lists and searches.
+    """A reference for the KV cache manager, by lists and searches.
 
     windows: one per KV group, None for full attention.
     """
@@ -50,7 +50,7 @@ class PoolModel:
         self.found: list[tuple[Content, int]] = []  # cached blocks, first cached first
 
     def hits(self, salt: str | None, tokens: list[int]) -> Tables:
-        """The longest prefix of which each group holds what it still needs; in a table each."""
+        """Return block tables of the longest prefix of which all groups hold the needed blocks."""
         first = dict(reversed(self.found))
         for count in range((len(tokens) - 1) // self.size, 0, -1):
             tables = []
@@ -65,7 +65,7 @@ class PoolModel:
         return []
 
     def release_passed(self, seq_id: int, num_computed: int) -> None:
-        """Give back what no token from this position on sees."""
+        """Free blocks that no token from this position on attends to."""
         for table, window in zip(self.tables.get(seq_id, []), self.windows, strict=False):
             if window is None:
                 continue
@@ -80,9 +80,9 @@ class PoolModel:
                 self._drop(block)
 
     def fork(self, seq_id: int, num_tokens: int) -> tuple[Tables, list[int]]:
-        """Per group the full blocks to share, and the block in which the tokens end, or 0.
+        """Return per group the full blocks to share, and the block in which the tokens end, or 0.
 
-        Nothing at all when a group has given back what the next token sees.
+        Return nothing if a group has freed a block that the next token attends to.
         """
         shared, tails = [], []
         for table, window in zip(self.tables[seq_id], self.windows, strict=True):
@@ -114,7 +114,7 @@ class PoolModel:
         lookahead: int,
         hits: Tables,
     ) -> Tables | None:
-        """Room for the new tokens and the lookahead; the new ids per group, or None."""
+        """Allocate the new tokens and the lookahead; return the new ids per group, or None."""
         self.release_passed(seq_id, num_computed)
         tables, wanted = self._wanted(seq_id, num_computed + num_new + lookahead, hits)
         found = {block for table in hits for block in table}
@@ -135,17 +135,17 @@ class PoolModel:
         return new
 
     def num_needed(self, seq_id: int, num_slots: int, hits: Tables) -> int:
-        """Free blocks that so much room would use up, those of the hits that are free included."""
+        """Return how many free blocks an allocation uses, free blocks of hits included."""
         found = {block for table in hits for block in table}
         _, wanted = self._wanted(seq_id, num_slots, hits)
         return sum(wanted) + len([block for block in self.free if block in found])
 
     def _ends(self, count: int) -> list[int]:
-        """Where the first blocks of a table end, in tokens."""
+        """Return the ends of the first blocks of a table, in tokens."""
         return [(number + 1) * self.size for number in range(count)]
 
     def _wanted(self, seq_id: int, num_slots: int, hits: Tables) -> tuple[Tables, list[int]]:
-        """The tables to begin with, and how many blocks each lacks."""
+        """Return the current tables, and the number of blocks that each one lacks."""
         tables = self.tables.get(seq_id) or hits or [[] for _ in self.windows]
         num_blocks = -(-num_slots // self.size)
         return tables, [max(0, num_blocks - len(table)) for table in tables]
@@ -162,19 +162,19 @@ class PoolModel:
             self.offered[seq_id][group] = max(self.offered[seq_id][group], num_full)
 
     def withdraw(self, seq_id: int, num_valid: int) -> None:
-        """Nobody finds any more what was computed after so many tokens."""
+        """Make blocks after this many tokens unfindable."""
         for group, table in enumerate(self.tables[seq_id]):
             kept = num_valid // self.size
             gone = table[kept : self.offered[seq_id][group]]
             self.found = [entry for entry in self.found if entry[1] not in gone]
 
     def rename(self, seq_id: int, new_seq_id: int) -> None:
-        """The blocks change hands."""
+        """Move the blocks to another sequence."""
         self.tables[new_seq_id] = self.tables.pop(seq_id)
         self.offered[new_seq_id] = self.offered.pop(seq_id)
 
     def release(self, seq_id: int, salt: str | None, verified: list[int]) -> None:
-        """Give back all blocks, having made findable what is computed and known."""
+        """Make verified blocks findable, then free all blocks."""
         if seq_id in self.tables:
             self._remember(seq_id, salt, verified)
         for table in self.tables.pop(seq_id, []):

@@ -1,4 +1,4 @@
-"""Workers that share a model, as threads of a test with real connections between them."""
+"""Workers that share a model, as threads with real connections between them."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """So many ranks that have met. waits: who has said that it waits for the others."""
+    """A group of joined ranks. waits: ranks that reported waiting for the others."""
 
     def __init__(self, size: int, epoch: int = 1) -> None:
         self._run_dir = tempfile.TemporaryDirectory(prefix="t-")
@@ -32,10 +32,10 @@ class Ranks:
             )
             for rank in range(size)
         ]
-        self.all(lambda rank: self.groups[rank].join(epoch))
+        self.run_on_all(lambda rank: self.groups[rank].join(epoch))
 
-    def all(self, work: Callable[[int], Result]) -> list[Result]:
-        """Do something on every rank at the same time; what each has found."""
+    def run_on_all(self, work: Callable[[int], Result]) -> list[Result]:
+        """Run a function on all ranks concurrently; return their results."""
         started = [self._threads.submit(work, rank) for rank in range(len(self.groups))]
         return [each.result(LIMIT_SECONDS) for each in started]
 
@@ -54,16 +54,16 @@ class Ranks:
         self._run_dir.cleanup()
 
 
-class RunnersTogether:
-    """Model runners of all ranks in the place of one."""
+class LockstepRunners:
+    """The model runners of all ranks, used like one."""
 
     def __init__(self, ranks: Ranks, runners: Sequence[ModelRunner]) -> None:
         self._ranks = ranks
         self._runners = runners
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """The output of rank 0, which has the tokens of all others."""
-        first, *others = self._ranks.all(lambda rank: self._runners[rank].execute(step))
+        """Return the output of rank 0, after checking that all ranks have the same tokens."""
+        first, *others = self._ranks.run_on_all(lambda rank: self._runners[rank].execute(step))
         for other in others:
             assert other.sampled_token_ids == first.sampled_token_ids
             assert other.candidates == first.candidates

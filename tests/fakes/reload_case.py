@@ -27,19 +27,19 @@ class Process:
     exit_status: int | None = None
     fatal_error: ErrorInfo | None = None
     pid: int = 77
-    asked: bool = False
+    shutdown_requested: bool = False
     signals: list[signal.Signals] = field(default_factory=list)
-    heard: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return process_name(self.role, self.index)
 
     def request_shutdown(self) -> None:
-        self.asked = True
+        self.shutdown_requested = True
 
     def send(self, message: Message) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
     def send_signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
@@ -47,7 +47,7 @@ class Process:
 
 @dataclass
 class Preparation:
-    """What comes of it: None while it goes on."""
+    """A fake preparation of a model. outcome: None while it runs."""
 
     outcome: PreparedModel | ModelError | None = None
 
@@ -62,7 +62,7 @@ class Preparation:
 
 
 class Case:
-    """Two front ends, two workers, one engine, and everybody who is told of something."""
+    """A reload with fake processes: two front ends, two workers and one engine."""
 
     def __init__(self, strategy: str = "side-by-side") -> None:
         self.now = 1000.0
@@ -90,7 +90,7 @@ class Case:
             self.start(self.epochs.make_boot(role, index))
         for each in range(2):
             self.epochs.make_boot("api_server", each)
-        self.told: list[Message] = []
+        self.sent: list[Message] = []
         self.ended: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
         self.num_begun = 0
@@ -100,7 +100,7 @@ class Case:
             self.epochs, self.recovery, self, self, self, strategy, 2, 2, lambda: self.now
         )
 
-    # what is done to processes
+    # ProcessActions
 
     def start_preparation(self) -> Preparation:
         self.preparations.append(Preparation())
@@ -121,9 +121,9 @@ class Case:
         return [each for each in self.running if each.generation == generation]
 
     def send_to_front_ends(self, message: Message) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
-    # who hears of it
+    # reports
 
     def report_begin(self) -> None:
         self.num_begun += 1
@@ -134,26 +134,26 @@ class Case:
     def report_end(self, error: str, seconds: float, *, another: bool) -> None:
         self.ended.append((error, another))
 
-    # what happens
+    # events
 
-    def ask(self, outcome: PreparedModel | ModelError = NEW) -> None:
-        """Up to the meeting."""
+    def start_reload(self, outcome: PreparedModel | ModelError = NEW) -> None:
+        """Request a reload and finish the preparation; the new generation then starts."""
         self.reload.request()
         self.reload.advance()
         self.preparations[0].outcome = outcome
         self.reload.advance()
 
-    def say(self, *messages: Message) -> None:
+    def receive(self, *messages: Message) -> None:
         for each in messages:
             self.reload.note_message(each)
         self.reload.advance()
 
     def switch(self, epoch: int) -> None:
-        self.say(NextReady(0, epoch), NextReady(1, epoch))
-        self.say(Switched(0, epoch), Switched(1, epoch))
+        self.receive(NextReady(0, epoch), NextReady(1, epoch))
+        self.receive(Switched(0, epoch), Switched(1, epoch))
 
-    def die(self, dead: Process, error: Exception | None = None) -> bool:
-        """Whether it is the affair of the reload."""
+    def report_death(self, dead: Process, error: Exception | None = None) -> bool:
+        """Report the death of a process; return whether the reload handles it."""
         if dead in self.running:
             self.running.remove(dead)
         dead.exit_status = -9 if error is None else 1
@@ -162,11 +162,11 @@ class Case:
         self.reload.advance()
         return owned
 
-    def end(self, generation: int) -> None:
-        """Everybody of it does as asked."""
+    def end_generation(self, generation: int) -> None:
+        """End all processes of a generation, whose shutdown was requested."""
         for each in self.of_generation(generation):
-            assert each.asked
-            assert self.die(each)
+            assert each.shutdown_requested
+            assert self.report_death(each)
 
 
 def roles(processes: list[Process]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sessions in tests: how one is opened and brought to rest, and the tokens that it must give."""
+"""Sessions in tests: open one, run it until it is idle, compute its expected tokens."""
 
 from engine_core.request import Request, RequestStatus
 from tests.fakes.engine_harness import EngineHarness
@@ -11,10 +11,10 @@ def open_session(
     return engine.add_one(prompt, max_tokens, resumable=True, **params)
 
 
-def rest(
+def idle_session(
     engine: EngineHarness, prompt: list[int], max_tokens: int = 2, **params: object
 ) -> Request:
-    """A session whose first turn is over and that waits for more; returns its request."""
+    """Open a session and run its first turn; return its request, which waits for more input."""
     session = open_session(engine, prompt, max_tokens, **params)
     while engine.scheduler.has_work:
         engine.step()
@@ -23,14 +23,14 @@ def rest(
 
 
 def current(engine: EngineHarness, session: Request) -> Request:
-    """The request of the turn that goes on or comes next."""
+    """Return the request of the current or next turn."""
     unfinished = [*engine.scheduler.running, *engine.scheduler.waiting]
     (found,) = [each for each in unfinished if each.request_id == session.request_id]
     return found
 
 
-def turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
-    """The tokens of a session, turn by turn, as fresh requests would give them."""
+def expected_turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
+    """Return the tokens of a session, turn by turn, as separate requests generate them."""
     prompt: list[int] = []
     found: list[list[int]] = []
     for tokens, max_tokens in inputs:

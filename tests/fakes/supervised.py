@@ -1,4 +1,4 @@
-"""The daemon of `fake_daemon.py` as a test holds it: what it prints, its processes, its end."""
+"""Start the daemon of `fake_daemon.py`; wait for its output, its processes and its end."""
 
 import contextlib
 import ctypes
@@ -23,16 +23,16 @@ ECHO_SECONDS = 0.1
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal."""
+    """Return whether a process has a handler for this signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 class FakeDaemon:
-    """A supervisor process; `run_parent` is where its run directory lies.
+    """A supervisor process. run_parent: parent folder of its run directory.
 
-    It adopts orphans as process 1 of a container does.
+    It adopts orphans, as process 1 of a container does.
     """
 
     def __init__(self, run_parent: Path, *choices: str, **variables: str) -> None:
@@ -60,7 +60,7 @@ class FakeDaemon:
                 self._printed.notify_all()
 
     def wait_for(self, *texts: str) -> None:
-        """Until all of these were printed."""
+        """Wait until all of these texts were printed."""
         with self._printed:
             done = self._printed.wait_for(
                 lambda: all(each in self.text for each in texts), LIMIT_SECONDS
@@ -68,7 +68,7 @@ class FakeDaemon:
         assert done, f"not printed: {texts}\n{self.text}"
 
     def wait_for_any(self, *texts: str) -> None:
-        """Until one of these was printed."""
+        """Wait until one of these texts was printed."""
         with self._printed:
             done = self._printed.wait_for(
                 lambda: any(each in self.text for each in texts), LIMIT_SECONDS
@@ -76,21 +76,21 @@ class FakeDaemon:
         assert done, f"none was printed: {texts}\n{self.text}"
 
     def wait_ready(self) -> str:
-        """The URL of the ready line."""
+        """Wait for the ready line; return its URL."""
         self.wait_for("is ready: ")
         found = re.search(r"is ready: .* (http://\S+)", self.text)
         assert found is not None
         return found[1]
 
     def children(self) -> dict[str, psutil.Process]:
-        """By role, told by the title; waits until all have one, and obey signals."""
+        """Return processes by role; wait until all have set their title and signal handlers."""
         titles = {"tokend: worker 0", "tokend: engine 0", "tokend: api 0"}
         roles = {"worker": "worker", "engine": "engine_core", "api": "api_server"}
 
         def named() -> dict[str, psutil.Process]:
             found = {}
             for child in psutil.Process(self.process.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # just died
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended
                     title = " ".join(child.cmdline()).strip()
                     if title in titles and _catches(child.pid, signal.SIGUSR2):
                         found[roles[title.split()[1]]] = child
@@ -139,5 +139,5 @@ def assert_nothing_left(daemon: FakeDaemon, children: dict[str, psutil.Process])
     assert eventually(lambda: list(daemon.run_parent.iterdir()) == [])
 
 
-def others_than(role: str, children: dict[str, psutil.Process]) -> dict[str, int]:
+def pids_except(role: str, children: dict[str, psutil.Process]) -> dict[str, int]:
     return {each: child.pid for each, child in children.items() if each != role}

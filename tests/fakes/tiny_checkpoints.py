@@ -97,7 +97,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
-    """A transformers model whose every weight, norm and bias matters to its logits."""
+    """Return a transformers model in which every weight, norm and bias affects the logits."""
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +114,7 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
 
 
 def save_tiny(name: str, folder: Path, **options: Any) -> Any:
-    """The model of that configuration, saved as a checkpoint in `folder`."""
+    """Create the model of a configuration and save it as a checkpoint in `folder`."""
     model = tiny_model(CONFIGS[name])
     model.save_pretrained(folder, **options)
     return model

@@ -1,4 +1,4 @@
-"""Tiny random models as llama.cpp would store them, and as transformers runs them."""
+"""Tiny random models, stored as llama.cpp would and run by transformers."""
 
 import json
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ NO_KINDS: Mapping[str, str] = MappingProxyType({})
 def tiny(
     kind: str, config: PretrainedConfig, permuted: bool, kinds: Mapping[str, str] = NO_KINDS
 ) -> tuple[Any, Tensors]:
-    """A transformers model, and the tensors of the GGUF file that llama.cpp would make of it.
+    """Return a transformers model, and the tensors of the GGUF file that llama.cpp makes of it.
 
-    kind: GGUF type of its matrices. kinds: that of some, by a part of the name in transformers.
+    kind: GGUF type of the matrices. kinds: other types, by a part of the name in transformers.
     """
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()

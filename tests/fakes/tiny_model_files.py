@@ -1,4 +1,4 @@
-"""Small model files as users bring them: a GGUF file, a Hugging Face folder."""
+"""Small model files: a GGUF file, a Hugging Face folder."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Weights by GGUF name, float32, torch's order of dimensions."""
+    """Return weights by GGUF name, float32, in torch's order of dimensions."""
     draw = np.random.default_rng(0)
     shapes = {
         "token_embd.weight": (len(TOKENS), 32),
@@ -42,9 +42,9 @@ def write_gguf(
     layers: int = SIZES["layers"],
     head_dim: int = 8,
 ) -> dict[str, np.ndarray]:
-    """A model of one layer; `extra` is more metadata, by key. Returns its tensors.
+    """Write a model of one layer; return its tensors.
 
-    layers, head_dim: what the metadata promises.
+    extra: more metadata, by key. layers, head_dim: values in the metadata.
     """
     from gguf import GGUFWriter
 
@@ -83,7 +83,7 @@ def write_gguf(
 
 
 def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None = None) -> None:
-    """A Hugging Face folder of a llama model of one layer, in one or more shards."""
+    """Write a Hugging Face folder of a llama model of one layer, in one or more shards."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "architectures": ["LlamaForCausalLM"],
@@ -116,7 +116,7 @@ def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None
 
 
 def tokenizer_json() -> bytes:
-    """A tokenizer over TOKENS, for the `tokenizers` library."""
+    """Return a tokenizer over TOKENS, for the `tokenizers` library."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(TOKENS)}

@@ -10,7 +10,7 @@ LONGER = ('{"', '":', '": ', "true", "ab", "abc", "bc}", "<t", ">{")
 
 
 def _byte_characters() -> list[str]:
-    """What byte-level vocabularies write for each byte, by byte."""
+    """Return the character of every byte in byte-level vocabularies."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     spare = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
@@ -22,7 +22,7 @@ SIZE = BYTE + 256 + len(LONGER)
 
 
 def write_toy_tokenizer(folder: Path) -> Path:
-    """The path of a tokenizer.json in this folder."""
+    """Write a tokenizer.json in this folder; return its path."""
     characters = _byte_characters()
     spelled = ["".join(characters[byte] for byte in text.encode()) for text in LONGER]
     vocab = {"<eos>": EOS, "<special>": SPECIAL}
@@ -62,7 +62,7 @@ def write_toy_tokenizer(folder: Path) -> Path:
 
 
 def text_of(token_ids: list[int]) -> str:
-    """What these tokens say, the end left out."""
+    """Return the text of the tokens, without end tokens."""
     text = b""
     for each in token_ids:
         if each >= BYTE + 256:
@@ -73,5 +73,5 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def tokens_of(text: str) -> list[int]:
-    """One token a byte."""
+    """Return one token for each byte."""
     return [BYTE + byte for byte in text.encode()]

@@ -20,7 +20,7 @@ BUDGET = 64
 
 
 class TracedEngine:
-    """A harness whose recorder keeps the lines. Settings are those of the scheduler."""
+    """A harness that records trace lines. Keyword arguments are scheduler settings."""
 
     def __init__(self, num_blocks: int = 40, **settings: Any) -> None:
         self.lines: list[Any] = []
@@ -112,7 +112,7 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
 def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
     """Run agent jobs of a few turns over growing prefixes, with the reports of a front end.
 
-    While they wait for their tools the engine gives up pins whose time is over.
+    While they wait for their tools, the engine drops expired pins.
     """
     rng = random.Random(seed)
     harness, clock = engine.harness, engine.clock

@@ -29,8 +29,7 @@ from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_supervisor import FakeSupervisor
+from tests.fakes.fake_engine import FakeEngine, FakeSupervisor
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
@@ -162,6 +161,17 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("/detokenize", {"tokens": [5, 6, 7], "model": "toy"}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
     (RESPONSES, {"input": "hello", "max_output_tokens": 4, "top_k": 5, "metadata": {"a": "b"}}),
+    (
+        f"{RESPONSES}/compact",
+        {
+            "model": "toy",
+            "instructions": "y",
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "compaction", "encrypted_content": "tokend-summary:z"},
+            ],
+        },
+    ),
     (RESPONSES, {"input": "x", "store": True, "background": True, "truncation": "auto"}),
     (
         RESPONSES,

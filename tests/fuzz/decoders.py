@@ -142,13 +142,13 @@ def _as_answer(result: ModelRunnerOutput) -> str:
     outcome = "taken"
     step = engine.in_flight.popleft()
     try:
-        engine.note(engine.scheduler.update_from_output(step, result))
+        engine.record_outputs(engine.scheduler.update_from_output(step, result))
     except ImpossibleResultError as error:
         outcome = f"refused: {error}"
-        engine.note(error.outputs)
+        engine.record_outputs(error.outputs)
     engine.lose_workers()
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     return outcome
 
 

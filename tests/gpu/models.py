@@ -227,7 +227,7 @@ def parity(report: Report) -> None:
 
 def decoder_of(gpu: Hardware, model: Any, spec: ModelSpec) -> Decoder:
     """The weights of a transformers Llama, rounded to the dtype of this bench."""
-    from tests.fakes.built_models import build_decoder
+    from tests.fakes.prepared_models import build_decoder
 
     names = {name: weight.hugging_face for name, weight in spec.weights().items()}
     state = model.state_dict()

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import torch
 
-from tests.fakes.built_models import build_decoder, shapes_of
+from tests.fakes.prepared_models import build_decoder, shapes_of
 from worker.models.decoder import Decoder
 from worker.models.spec import ModelSpec
 

@@ -21,7 +21,7 @@ import torch
 
 import tests.gpu.__main__ as gpu_check
 from tests.e2e.daemon import eventually
-from tests.fakes.openai_server import fake_openai, well
+from tests.fakes.openai_server import fake_openai, respond_normally
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.gpu import kernels, models, pack, server
 from tests.gpu.checkpoint import write_checkpoint
@@ -198,7 +198,7 @@ def test_every_dependency_is_packed_or_on_a_bare_host() -> None:
 
 
 def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
-    with fake_openai(well) as fake:
+    with fake_openai(respond_normally) as fake:
         for how in (("--concurrency", "3"), ("--request-rate", "200")):
             run = server.load(fake.url, 6, *how, shape=(8, 4))
             server.demand_answers(run, 6)
@@ -206,7 +206,7 @@ def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
             assert run["output_tokens"] == 24
 
     def short(path: str, body: dict[str, Any]) -> Iterable[bytes]:
-        return well(path, body | {"max_tokens": body["max_tokens"] - 1})
+        return respond_normally(path, body | {"max_tokens": body["max_tokens"] - 1})
 
     with fake_openai(short) as fake:
         run = server.load(fake.url, 2, "--concurrency", "1", shape=(8, 4))

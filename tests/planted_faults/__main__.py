@@ -1,4 +1,4 @@
-"""Plants faults one at a time in copies of the tree and says which test finds each.
+"""Plant faults one at a time in copies of the tree and report which test finds each.
 
 unmodified copy ─ control: the tests of all faults must pass ─▶ for each fault
 copy with the fault ─ its own tests ─ found? ─ else the rest of the suite ─▶ table
@@ -27,7 +27,10 @@ from tests.planted_faults.tree_copy import (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """fault: its name. test: that failed first; empty where none did. seconds: of all runs."""
+    """Result for one fault.
+
+    test: the first test that failed, empty if none did. seconds: duration of all its runs.
+    """
 
     fault: str
     harm: str
@@ -37,9 +40,9 @@ class Finding:
 
 
 class Session:
-    """Copies and logs of one call.
+    """The copies and logs of one command.
 
-    own_only: do without the rest of the suite. limit_seconds: of the tests of one fault.
+    own_only: run only the tests listed for a fault. limit_seconds: for all tests of a fault.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Session:
         self._base = copy_working_tree(work / "base")
 
     def control(self, faults: Sequence[Fault]) -> list[str]:
-        """Tests that fail without any fault, of those that are to find the faults."""
+        """Return the tests listed for the faults that fail on the unmodified copy."""
         paths = sorted({path for fault in faults for path in fault.tests})
         failed: list[str] = []
         for stage in self._stages:
@@ -69,7 +72,7 @@ class Session:
         return failed
 
     def confirmed(self, findings: Sequence[Finding]) -> list[Finding]:
-        """The findings, without the test where that does not pass on the unmodified copy."""
+        """Return the findings, without tests that fail on the unmodified copy as well."""
         failed: set[str] = set()
         for stage in self._stages:
             tests = {_test_id(each) for each in findings if each.stage == stage.name}
@@ -88,7 +91,7 @@ class Session:
             try:
                 copy = copy_with_fault(self._base, fault, Path(folder))
                 return self._find(copy, fault)
-            except SetupError as error:  # the others can be tried all the same
+            except SetupError as error:  # the other faults can still be tried
                 print(f"{fault.name}: {error}", file=sys.stderr, flush=True)
                 return Finding(fault.name, fault.harm, "", "", 0.0)
 
@@ -109,7 +112,10 @@ class Session:
         return Finding(fault.name, fault.harm, "", "", seconds)
 
     def _passes_without(self, stage: Stage, test: str) -> bool:
-        """The search in the rest of a suite is not to end at a test that always fails."""
+        """Return whether a test passes on the unmodified copy.
+
+        The search in the rest of a suite must not end at a test that always fails.
+        """
         log = self._logs / "control.log"
         test = test.removesuffix(NO_END)
         return self._run(self._base, stage, [test], self._limit_seconds, log).passed
@@ -123,7 +129,7 @@ class Session:
         log: Path,
         options: Sequence[str] = (),
     ) -> Outcome:
-        """As `run_stage`; nothing that the tests have started is left afterwards."""
+        """Call `run_stage`, then kill every process that its tests left behind."""
         try:
             outcome = run_stage(copy, stage, paths, limit_seconds, log, options, reaps_orphans=True)
         finally:
@@ -135,7 +141,7 @@ class Session:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when enough faults were found, 1 when not, 2 for a set-up that is broken."""
+    """Return the exit status: 0 if enough faults were found, 1 if not, 2 if the setup is broken."""
     options = _parser().parse_args(arguments)
     known = {fault.name: fault for fault in FAULTS}
     unknown = sorted(set(options.only) - known.keys())
@@ -144,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     faults = [known[name] for name in options.only] or list(FAULTS)
     adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGTERM):  # what was started and copied goes either way
+    for number in (signal.SIGINT, signal.SIGTERM):  # the cleanup below runs for both
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pf") as work:
         logs = options.logs or Path(work)
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 2 if failed else 0
             findings = session.confirmed(_try_all(session, faults, options.json))
         except SetupError as error:
-            print(f"broken set-up: {error}", file=sys.stderr)
+            print(f"broken setup: {error}", file=sys.stderr)
             return 2
     _write(findings, options.json)
     num_found = sum(bool(each.test) for each in findings)
@@ -190,7 +196,7 @@ def _test_id(finding: Finding) -> str:
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a Markdown table."""
     rows = ["| fault | what a user sees | found by | suite | s |", "|---|---|---|---|---|"]
     for each in findings:
         test = f"`{each.test.removeprefix('tests/')}`" if each.test else "**nothing**"

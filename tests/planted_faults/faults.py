@@ -1,7 +1,7 @@
-"""The faults that the test suites are held against, as data.
+"""The faults that the test suites must find, as data.
 
-Each fault is one that a user of the daemon would notice. `old` occurs exactly once in its file;
-test_faults.py fails where a change of the code has made that untrue, so the list stays usable.
+A user of the daemon would notice each of them. `old` occurs exactly once in its file;
+test_faults.py fails when a change of the code makes that untrue, so the list stays usable.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class Fault:
     """One edit of one file that breaks a promise of the daemon.
 
-    harm: what goes wrong for a user. tests: files or folders that most likely find it; they run
-    first.
+    harm: what goes wrong for a user. tests: files or folders whose tests most likely find the
+    fault; these tests run first.
     """
 
     name: str
@@ -211,7 +211,7 @@ SCHEDULER = (
         "engine_core/scheduler/crash_isolation.py",
         "            request.crash_count += 1\n",
         "            request.crash_count += 0\n",
-        "A request that kills the worker is tried again for ever and takes all others along.",
+        "A request that kills the worker is tried again for ever and ends all others with it.",
         ("tests/engine_core/scheduler/test_crash_isolation.py",),
     ),
     Fault(
@@ -350,7 +350,7 @@ WORKER = (
         "worker/sampling/logit_edits.py",
         "            if length <= len(self._tail):\n",
         "            if length < len(self._tail):\n",
-        "A bad word is said where it stands at the very beginning of an answer.",
+        "A bad word is generated at the very beginning of an answer.",
         ("tests/worker/sampling/test_edits.py",),
     ),
     Fault(
@@ -368,7 +368,7 @@ WORKER = (
         "worker/input_batch.py",
         "self.min_output[row] = params.min_tokens",
         "self.min_output[row] = 0",
-        "The model ends its answer before min_tokens, and nonsense follows until they are there.",
+        "The model ends its answer before min_tokens, and nonsense fills the rest.",
         ("tests/worker/test_step_sampler.py",),
     ),
     Fault(
@@ -401,7 +401,7 @@ WORKER = (
         "worker/csrc/attention/piece.h",
         "end = std::min<int64_t>(from + t->piece_len, t->kv_end);",
         "end = std::min<int64_t>(from + t->piece_len - 1, t->kv_end);",
-        "Long prompts are read with a token missing at the end of each full piece of KV.",
+        "Long prompts are read with a token missing at the end of each full KV block.",
         ("tests/worker/attention/test_attention.py",),
     ),
     Fault(
@@ -452,7 +452,7 @@ API_SERVER = (
         "api_server/engine/engine_client.py",
         "if message.epoch != self.epoch:",
         "if message.epoch > self.epoch:",
-        "What a dead engine has sent last is appended to answers of the next one.",
+        "The last messages of a dead engine are appended to answers of the next one.",
         ("tests/api_server/test_engine_restart.py",),
     ),
     Fault(

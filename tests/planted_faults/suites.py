@@ -1,4 +1,4 @@
-"""How the suites of tests/run.py are run on a copy of the tree."""
+"""Run the suites of tests/run.py on a copy of the tree."""
 
 import re
 import signal
@@ -15,24 +15,24 @@ from tests import run
 from tests.planted_faults.tree_copy import TreeCopy
 
 NOTHING_COLLECTED: Final = 5
-"""Exit status of pytest."""
+"""Exit status of pytest when it collected no test."""
 NO_END: Final = " (no end)"
-"""Behind the id of a test that did not end within the limit."""
+"""Suffix of the id of a test that did not end within the limit."""
 REAP_SECONDS: Final = 0.05
 INTERRUPT_SECONDS: Final = 30.0
-"""How long an interrupted pytest may take to end its fixtures."""
+"""Time limit for an interrupted pytest to tear down its fixtures."""
 _FAILED: Final = (
     re.compile(r"^(tests/.+) (?:FAILED|ERROR) +\[ *\d+%\]$", re.MULTILINE),
     re.compile(r"^\[gw\d+\] \[ *\d+%\] (?:FAILED|ERROR) (tests/.+?) *$", re.MULTILINE),
     re.compile(r"^ERROR (tests/\S+\.py)(?: - .*)?$", re.MULTILINE),
 )
-"""Lines of `pytest -v`: of a test, of one that xdist ran, of a file that cannot be collected."""
+"""Lines of `pytest -v` for a failed test, one run by xdist, and a file that cannot be collected."""
 _STARTED: Final = re.compile(r"^(tests/\S+\.py::.*?) *(?:[A-Z]{4,} .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Suites that run together. whole: options of pytest where no files are named."""
+    """Suites that run together. whole: options of pytest when no files are named."""
 
     name: str
     suites: tuple[str, ...]
@@ -50,15 +50,15 @@ SUITES: Final[Mapping[str, tuple[Stage, ...]]] = {
     "test": (QUICK, DAEMONS),
     "all": (QUICK, DAEMONS, FURTHER),
 }
-"""By name: what `make test` runs, and what all suites run together."""
+"""Stages by name: those of `make test`, and those of all suites."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run of pytest.
+    """The result of one run of pytest.
 
-    failed: ids of the tests that failed; one that did not end within the limit is the last.
-    broken: pytest failed, but no test did; the log says why.
+    failed: ids of the tests that failed; a test that did not end within the limit is last.
+    broken: pytest failed although no test did; the log says why.
     """
 
     failed: tuple[str, ...]
@@ -80,7 +80,7 @@ def run_stage(
     *,
     reaps_orphans: bool = False,
 ) -> Outcome:
-    """Run the tests of a stage that are in `paths`, all of its tests if there are none.
+    """Run the tests of a stage that are in `paths`, or all its tests if `paths` is empty.
 
     reaps_orphans: this process has called `adopt_orphans` and has no other children.
     """
@@ -104,7 +104,7 @@ def run_stage(
         try:
             ended = _ends_within(process, limit_seconds, reaps_orphans)
             if not ended:
-                process.send_signal(signal.SIGINT)  # fixtures end their daemons
+                process.send_signal(signal.SIGINT)  # lets fixtures end their daemons
                 _ends_within(process, INTERRUPT_SECONDS, reaps_orphans)
         finally:
             if process.poll() is None:
@@ -116,7 +116,7 @@ def run_stage(
 
 
 def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
-    """What pytest has written says. status: its exit status; None where it did not end in time."""
+    """Parse the output of pytest. status: its exit status, None if it reached the time limit."""
     failed = tuple(dict.fromkeys(chain.from_iterable(each.findall(output) for each in _FAILED)))
     if status is None:
         started = _STARTED.findall(output)
@@ -126,9 +126,9 @@ def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", seconds: float, reaps_orphans: bool) -> bool:
-    """Wait for pytest; False if it takes longer.
+    """Wait for pytest; return False if it exceeds the time limit.
 
-    What its tests orphan is reaped meanwhile, as process 1 would do it elsewhere: a test that
+    Orphaned processes of its tests are reaped meanwhile, as process 1 does elsewhere: a test that
     waits for the end of a process waits until its exit status has been read.
     """
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""The list of planted faults fits the code as it stands."""
+"""The list of planted faults matches the current code."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run of pytest on a copy is taken for, and that it is a run of the copy."""
+"""Running pytest on a copy of the tree, and parsing its output."""
 
 from pathlib import Path
 
@@ -35,11 +35,11 @@ def test_has_an_error(broken): pass
 """
 
 
-HANGS = """
+HANGING_OUTPUT = """
 tests/test_it.py::test_passes PASSED                                     [ 33%]
 tests/test_it.py::test_fails[with blanks] FAILED                         [ 66%]
 tests/test_it.py::test_takes_long[with blanks] """
-OF_XDIST = """
+XDIST_OUTPUT = """
 [gw1] [ 48%] PASSED tests/test_it.py::test_passes
 [gw0] [ 49%] FAILED tests/test_it.py::test_fails[with blanks]
 FAILED tests/test_it.py::test_fails[with blanks] - assert not 'with blanks'
@@ -48,8 +48,8 @@ FAILED tests/test_it.py::test_fails[with blanks] - assert not 'with blanks'
 
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TreeCopy:
-    """A tree of one file of tests."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
+    """A tree with a single test file."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take seconds to import
     copy = TreeCopy(tmp_path)
     (copy.root / "tests").mkdir(parents=True)
     (copy.root / "pytest.ini").write_text("[pytest]")
@@ -63,7 +63,7 @@ def run(copy: TreeCopy, *options: str) -> Outcome:
     return run_stage(copy, QUICK, ["tests/test_it.py"], 600.0, copy.folder / "log", options)
 
 
-def test_what_failed_is_named(copy: TreeCopy) -> None:
+def test_failed_tests_are_named(copy: TreeCopy) -> None:
     outcome = run(copy)
     assert outcome.failed == (
         "tests/test_it.py::test_fails[with blanks - and a dash]",
@@ -72,18 +72,18 @@ def test_what_failed_is_named(copy: TreeCopy) -> None:
     assert run(copy, "-k", "passes").passed
 
 
-def test_what_failed_under_xdist_is_named() -> None:
-    assert outcome_of(OF_XDIST, 2, 1.0).failed == ("tests/test_it.py::test_fails[with blanks]",)
+def test_failed_tests_under_xdist_are_named() -> None:
+    assert outcome_of(XDIST_OUTPUT, 2, 1.0).failed == ("tests/test_it.py::test_fails[with blanks]",)
 
 
 def test_a_test_that_does_not_end_is_named() -> None:
-    assert outcome_of(HANGS, None, 1.0).failed == (
+    assert outcome_of(HANGING_OUTPUT, None, 1.0).failed == (
         "tests/test_it.py::test_fails[with blanks]",
         "tests/test_it.py::test_takes_long[with blanks] (no end)",
     )
 
 
-def test_nothing_to_run_is_no_failure() -> None:
+def test_an_empty_selection_passes() -> None:
     assert outcome_of("", 5, 1.0).passed
 
 
@@ -98,6 +98,6 @@ def test_a_run_that_fails_without_a_failed_test_is_broken(copy: TreeCopy) -> Non
     assert not outcome.passed
 
 
-def test_a_copy_that_would_import_another_tree_is_refused(copy: TreeCopy) -> None:
+def test_a_copy_that_imports_from_another_tree_is_refused(copy: TreeCopy) -> None:
     with pytest.raises(SetupError, match="instead of"):
         copy.check_imports()

@@ -1,13 +1,13 @@
-"""A copy of the source tree with a Python of its own that imports from the copy alone.
+"""A copy of the source tree with a virtual environment that imports only from the copy.
 
     folder/tree/    the files that git tracks or would, and the compiled kernels
     folder/venv/    python and tokend; the packages come from the environment of this process
 
 A daemon that a test starts runs `venv/bin/tokend`, and its processes run the same python, so
-all of it is the copy, also where a test changes the environment variables.
+all of them run the copy, even if a test changes the environment variables.
 
-The scheduler of a copy is interpreted: its compiled form belongs to the sources it was made of.
-Of the kernels there is only the variant that this machine loads.
+The scheduler of a copy is interpreted, because compiled modules match unmodified sources only.
+Only the variant of the kernels that this machine loads is built.
 """
 
 import ctypes
@@ -44,12 +44,12 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class SetupError(Exception):
-    """A copy could not be made as it must be; the message says why."""
+    """A copy could not be made; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeCopy:
-    """folder: of the copy, with its Python."""
+    """The folder of a copy, with its source tree and virtual environment."""
 
     folder: Path
 
@@ -63,7 +63,7 @@ class TreeCopy:
 
     @property
     def environment(self) -> dict[str, str]:
-        """That of this process, without what would lead to another tree."""
+        """Environment variables of this process, without those that lead Python to another tree."""
         return {
             name: value
             for name, value in os.environ.items()
@@ -71,7 +71,7 @@ class TreeCopy:
         }
 
     def run(self, *arguments: str, cwd: Path | None = None) -> str:
-        """Output of its Python; raises SetupError where that fails."""
+        """Run the copy's Python and return its output; raise SetupError if it fails."""
         finished = subprocess.run(
             [str(self.python), *arguments],
             cwd=cwd or self.root,
@@ -85,7 +85,7 @@ class TreeCopy:
         return finished.stdout
 
     def check_imports(self) -> None:
-        """Raise SetupError unless all packages are those of the copy, wherever Python starts."""
+        """Raise SetupError unless Python imports all packages from the copy in any folder."""
         found = self.run("-P", "-c", _SHOW_FILES, cwd=Path("/")).split()
         expected = [str(self.root / name) for name in PACKAGES]
         if found != expected:
@@ -93,7 +93,7 @@ class TreeCopy:
 
 
 def copy_working_tree(folder: Path) -> TreeCopy:
-    """A copy of the working tree as it stands, also of what is not committed."""
+    """Copy the working tree, uncommitted changes included."""
     copy = TreeCopy(folder)
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -114,13 +114,13 @@ def copy_working_tree(folder: Path) -> TreeCopy:
     make_python(copy)
     copy.check_imports()
     _build(copy)
-    # Each further copy takes the bytecode along: compiling it takes longer than copying.
+    # Later copies include the bytecode, since compiling takes longer than copying.
     copy.run("-m", "compileall", "-q", *PACKAGES, "tests")
     return copy
 
 
 def copy_with_fault(base: TreeCopy, fault: Fault, folder: Path) -> TreeCopy:
-    """A copy of an unmodified copy with one fault in it, rebuilt where that is compiled."""
+    """Copy an unmodified copy, apply a fault, and rebuild libraries whose sources it changes."""
     copy = TreeCopy(folder)
     shutil.copytree(base.root, copy.root, symlinks=True)
     make_python(copy)
@@ -136,7 +136,7 @@ def copy_with_fault(base: TreeCopy, fault: Fault, folder: Path) -> TreeCopy:
 
 
 def make_python(copy: TreeCopy) -> None:
-    """The Python of a copy, and the command tokend beside it."""
+    """Create the virtual environment of a copy, with the command `tokend`."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(copy.folder / "venv")
     paths = sysconfig.get_paths(vars={"base": str(copy.folder / "venv")}, scheme="venv")
     packages = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
@@ -148,19 +148,19 @@ def make_python(copy: TreeCopy) -> None:
 
 
 def _build(copy: TreeCopy) -> None:
-    """What is missing of the libraries; their names carry a digest of their sources."""
+    """Build missing libraries; their names contain a digest of their sources."""
     copy.run("-c", _BUILD_KERNELS)
     copy.run("-m", "engine_core.build_native")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what a test leaves behind, so that `end_descendants` finds it."""
+    """Become the parent of orphaned processes of tests, so that `end_descendants` finds them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> None:
-    """Kill every process that descends from this one."""
+    """Kill all descendants of this process."""
     left = psutil.Process().children(recursive=True)
     for process in left:
         process.kill()

@@ -1,4 +1,4 @@
-"""Shared by the tests of proto."""
+"""Fixtures of the tests of `proto`."""
 
 import tempfile
 from pathlib import Path
@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture
 def short_dir():
-    """A directory whose paths fit a Unix socket; pytest's own are often too long."""
+    """A temporary directory with a path short enough for Unix sockets, unlike `tmp_path`."""
     with tempfile.TemporaryDirectory(prefix="t-") as path:
         yield Path(path)

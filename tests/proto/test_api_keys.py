@@ -1,4 +1,4 @@
-"""Keys from the settings and from a file; what is wrong is named, and a key never."""
+"""API keys from settings and from a file; errors name the line and never contain a key."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def write(tmp_path):
     return write
 
 
-def test_no_keys_and_the_one_of_the_settings():
+def test_no_key_and_one_key_from_the_settings():
     assert read_api_keys(FrontEndConfig()) == ()
     assert read_api_keys(FrontEndConfig(api_key="sésame")) == (ApiKey("", "sésame".encode()),)
 
@@ -31,20 +31,20 @@ def test_names_and_keys_of_a_file(write):
     )
 
 
-def test_both_together(write):
+def test_keys_from_settings_and_file_are_combined(write):
     config = write("bob k2")
     both = FrontEndConfig(api_key="k1", api_key_file=config.api_key_file)
     assert [each.name for each in read_api_keys(both)] == ["", "bob"]
 
 
-def test_keys_of_operators_are_nobodys_tenants(write):
+def test_admin_keys_are_marked_as_operator_keys(write):
     path = write("ann k3").api_key_file
     config = FrontEndConfig(api_key="k1", admin_api_key="k2", admin_api_key_file=path)
     found = [(each.name, each.key, each.operator) for each in read_api_keys(config)]
     assert found == [("", b"k1", False), ("", b"k2", True), ("", b"k3", True)]
 
 
-def test_a_key_of_a_client_is_not_one_of_an_operator():
+def test_a_key_cannot_be_both_client_and_operator_key():
     with pytest.raises(ConfigError, match="twice"):
         read_api_keys(FrontEndConfig(api_key="k", admin_api_key="k"))
     with pytest.raises(ConfigError, match="--admin-api-key-file /nowhere/keys: No such file"):
@@ -57,23 +57,23 @@ def test_a_key_of_a_client_is_not_one_of_an_operator():
         ("alice hush\nhush2\n", "line 2 is not a name and a key"),
         ("alice hush more", "line 1 is not a name and a key"),
         ("a" * 129 + " hush", "line 1 is not a name and a key"),
-        ("# nobody\n", "contains no key"),
+        ("# only a comment\n", "contains no key"),
         (b"alice hush\xff", "is not UTF-8 text"),
         ("".join(f"n hush{number}\n" for number in range(MAX_KEYS + 1)), "more than 1024 keys"),
         ("alice hush\nbob hush", "the same API key was given twice"),
     ],
 )
-def test_a_file_that_is_wrong(write, text, words):
+def test_an_invalid_key_file_names_the_line(write, text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_api_keys(write(text))
     assert caught.value.parameter == "api_key_file"
     assert "hush" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there():
+def test_a_missing_key_file_is_a_configuration_error():
     with pytest.raises(ConfigError, match="--api-key-file /nowhere/keys: No such file"):
         read_api_keys(FrontEndConfig(api_key_file="/nowhere/keys"))
 
 
-def test_a_key_shows_itself_to_nobody():
+def test_repr_hides_the_key():
     assert "hush" not in repr(ApiKey("alice", b"hush"))

@@ -1,10 +1,10 @@
-"""When somebody who does not answer is left alone, and for how long."""
+"""The circuit breaker opens after failures, for pauses that double up to a limit."""
 
 from proto.circuit_breaker import MAX_BACKOFF, CircuitBreaker
 from tests.fakes.clock import FakeClock
 
 
-def test_it_opens_for_a_while_and_then_one_failure_opens_it_for_twice_as_long() -> None:
+def test_a_failure_after_the_pause_doubles_the_pause() -> None:
     clock = FakeClock()
     breaker = CircuitBreaker(2.0, clock=clock)
     assert not breaker.is_open
@@ -17,7 +17,7 @@ def test_it_opens_for_a_while_and_then_one_failure_opens_it_for_twice_as_long() 
     assert breaker.seconds_left == 4.0
 
 
-def test_it_is_never_open_for_more_than_a_multiple() -> None:
+def test_the_pause_is_capped_at_max_backoff() -> None:
     clock = FakeClock()
     breaker = CircuitBreaker(1.0, clock=clock)
     for _ in range(20):
@@ -27,7 +27,7 @@ def test_it_is_never_open_for_more_than_a_multiple() -> None:
     assert breaker.seconds_left == MAX_BACKOFF
 
 
-def test_failures_of_what_was_asked_before_count_once() -> None:
+def test_failures_while_open_do_not_lengthen_the_pause() -> None:
     clock = FakeClock()
     breaker = CircuitBreaker(1.0, clock=clock)
     for _ in range(5):
@@ -35,7 +35,7 @@ def test_failures_of_what_was_asked_before_count_once() -> None:
     assert breaker.seconds_left == 1.0
 
 
-def test_some_failures_in_a_row_may_be_allowed() -> None:
+def test_allowed_failures_in_a_row_do_not_open_it() -> None:
     breaker = CircuitBreaker(1.0, allowed=1, clock=FakeClock())
     breaker.record_failure()
     assert not breaker.is_open
@@ -46,7 +46,7 @@ def test_some_failures_in_a_row_may_be_allowed() -> None:
     assert breaker.is_open
 
 
-def test_success_closes_it_and_forgets() -> None:
+def test_success_closes_it_and_resets_the_pause() -> None:
     clock = FakeClock()
     breaker = CircuitBreaker(1.0, clock=clock)
     breaker.record_failure()

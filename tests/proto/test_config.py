@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused by name."""
+"""Invalid settings raise an error that names the parameter."""
 
 import msgspec
 import pytest
@@ -63,7 +63,7 @@ def test_the_defaults_are_valid():
         ("device", {"device": "cpu", "attention_backend": "reference"}),
     ],
 )
-def test_unusual_settings_that_work(section, changes):
+def test_unusual_settings_are_accepted(section, changes):
     validate(config(section, **changes))
 
 
@@ -139,7 +139,7 @@ def test_unusual_settings_that_work(section, changes):
         ("cache", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
-def test_impossible_settings_name_the_parameter(section, changes, parameter):
+def test_invalid_settings_name_the_parameter(section, changes, parameter):
     with pytest.raises(ConfigError) as caught:
         validate(config(section, **changes))
     assert caught.value.parameter == parameter
@@ -147,7 +147,7 @@ def test_impossible_settings_name_the_parameter(section, changes, parameter):
     assert "\n" not in str(caught.value)
 
 
-def test_eight_bits_without_scales_are_refused_for_a_cpu_by_name():
+def test_fp8_without_scales_is_refused_on_a_cpu():
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs --device cuda") as caught:
         validate(
             ServeConfig(cache=CacheConfig(kv_cache_dtype="fp8"), device=DeviceConfig(device="cpu"))
@@ -155,7 +155,7 @@ def test_eight_bits_without_scales_are_refused_for_a_cpu_by_name():
     assert caught.value.parameter == "kv_cache_dtype"
 
 
-def test_pins_without_a_prefix_cache_are_refused_by_both_names():
+def test_pins_without_prefix_cache_name_both_flags():
     config = ServeConfig(
         cache=CacheConfig(enable_prefix_caching=False),
         scheduler=SchedulerConfig(scheduling_policy="continuum"),
@@ -183,7 +183,7 @@ def test_configuration_is_frozen():
         ServeConfig().model.model = "other"
 
 
-def test_two_engines_at_a_time_do_not_publish_at_one_endpoint():
+def test_parallel_engines_need_separate_kv_event_endpoints():
     both = ServeConfig(
         cache=CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557"),
         reliability=ReliabilityConfig(reload_strategy="side-by-side"),
@@ -195,7 +195,7 @@ def test_two_engines_at_a_time_do_not_publish_at_one_endpoint():
     validate(msgspec.structs.replace(both, reliability=ReliabilityConfig()))
 
 
-def test_a_gpu_has_no_form_of_cpu_weights():
+def test_cpu_weight_formats_do_not_apply_to_a_gpu():
     on_gpu = ServeConfig(
         model=ModelConfig(cpu_weights="packed"), device=DeviceConfig(device="cuda")
     )

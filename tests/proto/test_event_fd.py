@@ -1,4 +1,4 @@
-"""An EventFd makes its descriptor readable, until it is closed."""
+"""EventFd: `notify` makes the descriptor readable, `clear` and `close` end that."""
 
 import os
 from select import select
@@ -10,7 +10,7 @@ def is_readable(descriptor: int) -> bool:
     return bool(select([descriptor], [], [], 0)[0])
 
 
-def test_it_is_readable_from_a_ring_until_it_is_silenced() -> None:
+def test_readable_from_notify_until_clear() -> None:
     event_fd = EventFd()
     event_fd.clear()
     assert not is_readable(event_fd.descriptor)
@@ -22,7 +22,7 @@ def test_it_is_readable_from_a_ring_until_it_is_silenced() -> None:
     event_fd.close()
 
 
-def test_a_late_ring_writes_to_nobody_s_file() -> None:
+def test_notify_after_close_does_not_write_to_a_reused_descriptor() -> None:
     event_fd = EventFd()
     number = event_fd.descriptor
     event_fd.close()

@@ -58,7 +58,7 @@ def test_describe_keeps_type_message_and_traceback():
     assert "test_describe" in info.traceback
 
 
-def test_the_name_proto_is_ours():
-    """Another distribution uses the import name as well."""
+def test_proto_is_imported_from_this_repository():
+    """The PyPI distribution `proto-plus` installs a package of the same import name."""
     assert proto.PROTOCOL_VERSION >= 1
     assert "site-packages" not in proto.__file__

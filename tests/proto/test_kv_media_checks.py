@@ -1,4 +1,4 @@
-"""Tiers that outlive the daemon never mix KV of different arithmetic, and say what is wrong."""
+"""KV tiers that outlive the daemon: settings that could mix KV of several numerics are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def config(document: dict[str, Any], device: str = "auto", **model: Any) -> Serv
     ],
     ids=["disk", "remote", "folder", "disk of several", "folder of several"],
 )
-def test_weights_of_several_forms_are_refused(document: dict[str, Any]) -> None:
+def test_several_weight_formats_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--cpu-weights auto does not go with") as raised:
         validate(config(document))
     assert "give --cpu-weights bf16, packed, int8 or f32" in str(raised.value)
@@ -65,18 +65,18 @@ def test_weights_of_several_forms_are_refused(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("model", [{"cpu_weights": "bf16"}, {"dtype": "float32"}])
-def test_weights_of_one_form_are_not(model: dict[str, str]) -> None:
+def test_one_weight_format_is_accepted(model: dict[str, str]) -> None:
     validate(config(offloading(DISK), **model))
     validate(config(multi(offloading(CPU), offloading(REMOTE)), **model))
     validate(config(multi(SHARED, offloading(CPU)), **model))
 
 
-def test_a_gpu_has_one_form() -> None:
+def test_a_gpu_has_one_weight_format() -> None:
     validate(config(offloading(DISK), device="cuda"))
     validate(config(SHARED, device="cuda"))
 
 
-def test_host_memory_ends_with_the_daemon() -> None:
+def test_host_memory_accepts_several_weight_formats() -> None:
     validate(config(offloading(CPU)))
 
 
@@ -88,20 +88,20 @@ def test_host_memory_ends_with_the_daemon() -> None:
         ({**REMOTE, "remote_url": "ftp://host"}, "remote_url must be redis://"),
     ],
 )
-def test_wrong_settings_are_found_before_anything_loads(
+def test_connector_settings_are_checked_without_loading_a_model(
     extra: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(config(multi(offloading(CPU), offloading(extra)), dtype="float32"))
 
 
-def test_swap_is_for_a_gpu_with_host_memory_beside_it() -> None:
+def test_swap_needs_a_gpu_and_a_host_memory_tier() -> None:
     validate(swapping(offloading(CPU)))
     validate(swapping(multi(offloading(DISK), offloading(CPU))))
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
+def test_swap_on_a_cpu_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="a CPU's KV is in host memory already") as raised:
         validate(swapping(offloading(CPU), device))
     assert raised.value.parameter == "preemption"
@@ -117,14 +117,14 @@ def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
         ({**offloading(CPU), "kv_role": "kv_producer"}, "stores and loads, not kv_producer"),
     ],
 )
-def test_swap_is_refused_where_it_could_not_bring_everything_back(
+def test_swap_is_refused_if_the_tier_could_lose_blocks(
     document: dict[str, Any] | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(swapping(document))
 
 
-def test_a_disk_that_others_may_write_to_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_disk_folder_writable_by_other_users_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     document = offloading({**DISK, "disk_path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"disk_path .* may be written to by others") as raised:
@@ -162,7 +162,7 @@ def test_unknown_connectors_and_keys_are_refused_before_any_process_starts(
         check_media(config)
 
 
-def test_connectors_of_other_modules_check_themselves() -> None:
+def test_settings_of_external_connectors_are_not_checked() -> None:
     for connector in (
         {"kv_connector": "Mine", "kv_connector_module_path": "mine"},
         offloading({"spec_name": "Mine", "spec_module_path": "mine", "anything": 1}),

@@ -1,4 +1,4 @@
-"""--kv-transfer-config: vLLM's keys, and a word for whatever is wrong."""
+"""--kv-transfer-config: vLLM's keys; an invalid document is refused with the reason."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from proto.errors import ConfigError
 from proto.kv_transfer_config import NO_TRANSFER, kv_transfer_config
 
 
-def test_none_is_no_connector() -> None:
+def test_no_config_means_no_connector() -> None:
     assert kv_transfer_config(None) is NO_TRANSFER
     assert not NO_TRANSFER.kv_connector
 
 
-def test_the_keys_of_vllm() -> None:
+def test_vllm_keys_are_parsed() -> None:
     config = kv_transfer_config(
         '{"kv_connector": "Mine", "kv_connector_module_path": "mine.kv", "kv_role": "kv_consumer",'
         ' "kv_connector_extra_config": {"a": [1]}, "kv_load_failure_policy": "fail"}'
@@ -38,7 +38,7 @@ def test_the_keys_of_vllm() -> None:
         ("[" * 100_000, "takes JSON"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str) -> None:
+def test_invalid_configs_name_the_key(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as error:
         kv_transfer_config(text)
     assert error.value.parameter == "kv_transfer_config"

@@ -1,4 +1,4 @@
-"""Lines of the log as programs read them."""
+"""Log lines in JSON and in text."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ def record(message: str, **more: object) -> logging.LogRecord:
     return logging.makeLogRecord({"name": "x", "levelname": "ERROR", "msg": message, **more})
 
 
-def test_a_line_is_one_object_whatever_it_says() -> None:
+def test_a_message_with_newlines_and_quotes_is_one_json_object() -> None:
     text = 'two\nlines, a "quote" and an é \x07'
     line = formatter("json", "engine 0").format(record(text))
     assert "\n" not in line
@@ -22,13 +22,13 @@ def test_a_line_is_one_object_whatever_it_says() -> None:
     assert datetime.fromisoformat(found["time"]).utcoffset() is not None
 
 
-def test_fields_have_names_of_their_own() -> None:
+def test_extra_fields_are_top_level_keys() -> None:
     line = formatter("json", "api 0").format(record("m", **{FIELDS: {"id": "r", "ttft": None}}))
     assert json.loads(line)["id"] == "r"
     assert json.loads(line)["ttft"] is None
 
 
-def test_an_error_has_its_traceback() -> None:
+def test_exceptions_are_logged_with_a_traceback() -> None:
     try:
         raise ValueError("broken")
     except ValueError:
@@ -36,9 +36,9 @@ def test_an_error_has_its_traceback() -> None:
     assert "ValueError: broken" in json.loads(line)["traceback"]
 
 
-def test_lines_for_people() -> None:
+def test_text_format() -> None:
     assert formatter("text", "api 0").format(record("m")).endswith(" ERROR api 0: m")
 
 
-def test_a_notice_with_a_percent_sign_is_as_it_is() -> None:
+def test_percent_signs_in_a_notice_are_not_formatted() -> None:
     assert json.loads(notice_line("100 %s", "worker 0"))["message"] == "100 %s"

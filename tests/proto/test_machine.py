@@ -1,4 +1,4 @@
-"""What this process may take of made-up machines: files in the place of /proc and /sys."""
+"""CPU and memory limits, read from a fake /proc and /sys."""
 
 import os
 from pathlib import Path
@@ -52,7 +52,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_least_cpu_limit_of_all_groups_counts(
+def test_the_smallest_cpu_limit_of_nested_cgroups_applies(
     files: dict[str, str], limit: float | None, tmp_path: Path
 ) -> None:
     assert cpu_limit(write(tmp_path, files)) == limit
@@ -61,7 +61,7 @@ def test_the_least_cpu_limit_of_all_groups_counts(
 @pytest.mark.parametrize(
     ("quota", "cores"), [("150000", 2), ("50000", 1), ("900000", 3), ("max", 3)]
 )
-def test_threads_follow_affinity_hardware_threads_and_quota(
+def test_usable_cores_follow_affinity_smt_siblings_and_quota(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proto.host_resources.ALLOWED_CPUS", frozenset({0, 1, 2, 5}))
@@ -75,7 +75,7 @@ def test_threads_follow_affinity_hardware_threads_and_quota(
     assert allowed_cores(tmp_path) == 3
 
 
-def test_threads_of_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+def test_usable_cores_without_topology_files_is_the_affinity(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
 
 
@@ -87,25 +87,25 @@ def memory(folder: str, limit: str, used: int, names: tuple[str, str, str]) -> d
     }
 
 
-NEW = ("memory.max", "memory.current", "inactive_file")
-OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @pytest.mark.parametrize(
     ("limit", "left"), [(str(8 * GIB), 6 * GIB), ("max", 16 * GIB), (str(64 * GIB), 16 * GIB)]
 )
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_the_control_group_counts(
+def test_available_memory_respects_the_cgroup_limit(
     version: int, limit: str, left: int, tmp_path: Path
 ) -> None:
     own, folder, names = {
-        1: ("7:memory:/a/b\n", "sys/fs/cgroup/memory/a", OLD),
-        2: ("0::/a/b\n", "sys/fs/cgroup/a", NEW),
+        1: ("7:memory:/a/b\n", "sys/fs/cgroup/memory/a", CGROUP_V1),
+        2: ("0::/a/b\n", "sys/fs/cgroup/a", CGROUP_V2),
     }[version]
     files = {"proc/self/cgroup": own, **memory(folder, limit, 3 * GIB, names)}
     assert available_memory(write(tmp_path, files)) == left
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    files = memory("sys/fs/cgroup", str(GIB), 9 * GIB, NEW)
+def test_available_memory_is_zero_above_the_cgroup_limit(tmp_path: Path) -> None:
+    files = memory("sys/fs/cgroup", str(GIB), 9 * GIB, CGROUP_V2)
     assert available_memory(write(tmp_path, files)) == 0

@@ -1,4 +1,4 @@
-"""The frequent messages stay small."""
+"""Encoded size of the messages of every step."""
 
 from proto.codec import encode
 from proto.engine_io import EngineCoreOutput, EngineCoreOutputs
@@ -7,7 +7,7 @@ from proto.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 def decodes(count: int) -> SchedulerOutput:
-    """Sequences in the middle of a long answer, none of which needs a block."""
+    """A step of decodes late in a long output, none of which needs a new block."""
     return SchedulerOutput(
         epoch=1,
         step=100_000,
@@ -29,7 +29,7 @@ def test_a_continuing_decode_adds_at_most_16_bytes_to_a_step():
     assert added <= 16
 
 
-def test_a_decoded_token_adds_little_to_the_way_back():
+def test_a_decoded_token_adds_few_bytes_to_results_and_outputs():
     def result(count: int) -> ModelRunnerOutput:
         return ModelRunnerOutput(
             1, 100_000, [1_000_000 + each for each in range(count)], [[49_000]] * count

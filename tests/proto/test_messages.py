@@ -1,4 +1,4 @@
-"""Every message survives the wire."""
+"""Every message decodes to what was encoded."""
 
 import msgspec
 import pytest
@@ -291,7 +291,7 @@ def test_round_trip(message):
     assert MessageDecoder(type(message)).decode(encode(message)) == message
 
 
-def test_every_tagged_message_is_in_the_list_above():
+def test_every_tagged_message_has_a_round_trip_test():
     modules = (engine_io, lifecycle, view)
     tagged = {
         each
@@ -308,7 +308,7 @@ def test_every_tagged_message_is_in_the_list_above():
 @pytest.mark.parametrize(
     "union", [ToEngine, ToSupervisor, FromSupervisor, InitializeCache | SchedulerOutput]
 )
-def test_a_union_takes_its_own_messages_and_no_others(union):
+def test_a_union_decodes_only_its_own_messages(union):
     decoder = MessageDecoder(union)
     for message in MESSAGES:
         if type(message).__struct_config__.tag is None:
@@ -321,13 +321,13 @@ def test_a_union_takes_its_own_messages_and_no_others(union):
 
 
 def test_fields_may_be_appended_later():
-    """A message from a newer process, with a field more, is still understood."""
+    """A message of a newer process with one more field still decodes."""
     message = Abort(1, 2, "disconnect", None)
     fields = [*msgspec.msgpack.decode(encode(message)), "new"]
     assert MessageDecoder(ToEngine).decode(msgspec.msgpack.encode(fields)) == message
 
 
-def test_json_of_a_manifest():
+def test_manifest_survives_json():
     assert from_json(to_json(MODEL), PreparedModel) == MODEL
     with pytest.raises(ProtocolError, match="vocab_size"):
         from_json(to_json(MODEL).replace(b'"vocab_size": 10', b'"vocab_size": "x"'), PreparedModel)

@@ -1,4 +1,4 @@
-"""The Redis client with a real server, and with servers that reply late or with nonsense."""
+"""The Redis client with a real server, and with scripted servers that reply late or invalidly."""
 
 import socket
 import threading
@@ -62,7 +62,7 @@ def scripted() -> Iterator[Callable[..., ScriptedServer]]:
 
 
 @needs_redis
-def test_values_of_any_length_go_and_come(tmp_path: Path) -> None:
+def test_values_of_any_length_round_trip(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         connection = RedisConnection(address(server.url), 5.0)
         for length in (0, 1, 1 << 10, (64 << 10) + 1, 3 << 20):
@@ -80,7 +80,7 @@ def test_values_of_any_length_go_and_come(tmp_path: Path) -> None:
 
 
 @needs_redis
-def test_a_value_of_another_length_is_read_away(tmp_path: Path) -> None:
+def test_a_value_of_another_length_is_discarded(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         connection = RedisConnection(address(server.url), 5.0)
         connection.call(5.0, b"SET", b"a", b"12345")
@@ -92,7 +92,7 @@ def test_a_value_of_another_length_is_read_away(tmp_path: Path) -> None:
 
 
 @needs_redis
-def test_a_refusal_leaves_the_connection_usable(tmp_path: Path) -> None:
+def test_an_error_reply_leaves_the_connection_usable(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         connection = RedisConnection(address(server.url), 5.0)
         with pytest.raises(RemoteRefusalError, match="ERR"):
@@ -126,7 +126,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
 
 
 @needs_redis
-def test_a_server_that_stops_costs_the_time_given(tmp_path: Path) -> None:
+def test_an_unresponsive_server_times_out(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         connection = RedisConnection(address(server.url), 5.0)
         server.stop()
@@ -136,7 +136,7 @@ def test_a_server_that_stops_costs_the_time_given(tmp_path: Path) -> None:
             RedisConnection(address(server.url), SHORT)
 
 
-def test_nobody_there() -> None:
+def test_connection_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(RemoteStoreError, match=f"127.0.0.1:{port}: .*refused"):
@@ -160,7 +160,7 @@ def test_nobody_there() -> None:
     ],
 )
 @pytest.mark.parametrize("hang_up", [False, True])
-def test_nonsense_ends_in_an_error_in_time(
+def test_invalid_handshakes_raise_before_the_timeout(
     scripted: Callable[..., ScriptedServer], answer: bytes, hang_up: bool
 ) -> None:
     with pytest.raises(RemoteStoreError):
@@ -170,9 +170,7 @@ def test_nonsense_ends_in_an_error_in_time(
 @pytest.mark.parametrize(
     "answer", [b"$5\r\nhel", b"$5\r\nhelloXX", b":5\r\n", b"+OK\r\n", b"$x\r\n"]
 )
-def test_nonsense_in_place_of_a_value(
-    scripted: Callable[..., ScriptedServer], answer: bytes
-) -> None:
+def test_invalid_values_raise(scripted: Callable[..., ScriptedServer], answer: bytes) -> None:
     connection = RedisConnection(address(scripted(b"+PONG\r\n" + answer).url), SHORT)
     connection.set_deadline(SHORT)
     with pytest.raises(RemoteStoreError):
@@ -192,19 +190,19 @@ def test_nonsense_in_place_of_a_value(
         ({"remote_url": "redis://host", "load_timeout": "2"}, "Expected `float`, got `str`"),
     ],
 )
-def test_wrong_settings_are_named(extra: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         remote_settings(extra)
     assert "hidden" not in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_url_file_is_named(tmp_path: Path) -> None:
     settings = remote_settings({"remote_url_file": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match="none: No such file"):
         remote_address(settings)
 
 
-def test_what_is_in_the_file_is_not_shown(tmp_path: Path) -> None:
+def test_errors_hide_the_content_of_the_url_file(tmp_path: Path) -> None:
     (tmp_path / "url").write_text("hidden")
     settings = remote_settings({"remote_url_file": str(tmp_path / "url")})
     with pytest.raises(ConfigError, match="must be redis://") as raised:
@@ -221,7 +219,7 @@ def test_what_is_in_the_file_is_not_shown(tmp_path: Path) -> None:
     ],
     ids=["deep", "long", "long in all"],
 )
-def test_an_answer_without_end_is_none(
+def test_oversized_array_replies_raise(
     scripted: Callable[..., ScriptedServer], answer: bytes, message: str
 ) -> None:
     connection = RedisConnection(address(scripted(b"+PONG\r\n" + answer).url), 5.0)

@@ -1,4 +1,4 @@
-"""The run directory: private, shared by locks, removed by the last one out."""
+"""The run directory: private, shared by locks, removed by the last process that leaves it."""
 
 import os
 import stat
@@ -14,16 +14,16 @@ from proto.run_directory import RunDirectory, default_parent, sweep
 from proto.sockets import Link
 
 
-def test_it_is_private(short_dir):
+def test_the_directory_is_private(short_dir):
     directory = RunDirectory.create(str(short_dir))
     assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o700
     assert os.path.dirname(directory.path) == str(short_dir)
     directory.leave()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_nobody_else_reaches_its_sockets():
-    """Not even where the directory above lets everybody through."""
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can switch to another user")
+def test_other_users_cannot_reach_the_sockets():
+    """The parent directory is open to all users and the socket file is writable by all."""
     with tempfile.TemporaryDirectory(prefix="t-") as above:
         os.chmod(above, 0o755)
         directory = RunDirectory.create(above)
@@ -47,7 +47,7 @@ def test_nobody_else_reaches_its_sockets():
         directory.leave()
 
 
-def test_the_last_one_out_removes_it(short_dir):
+def test_the_last_process_to_leave_removes_the_directory(short_dir):
     first = RunDirectory.create(str(short_dir))
     second = RunDirectory.join(first.path)
     (short_dir / os.path.basename(first.path) / "socket").touch()
@@ -59,7 +59,7 @@ def test_the_last_one_out_removes_it(short_dir):
     assert not os.path.exists(first.path)
 
 
-def test_sweep_takes_the_dead_and_leaves_the_living(short_dir):
+def test_sweep_removes_only_directories_of_dead_daemons(short_dir):
     living = RunDirectory.create(str(short_dir))
     code = (
         "import os, sys; from proto.run_directory import RunDirectory; "
@@ -79,7 +79,7 @@ def test_sweep_takes_the_dead_and_leaves_the_living(short_dir):
     living.leave()
 
 
-def test_create_sweeps(short_dir):
+def test_create_removes_directories_of_dead_daemons(short_dir):
     code = (
         "import os, sys; from proto.run_directory import RunDirectory; "
         "RunDirectory.create(sys.argv[1]); os._exit(0)"
@@ -91,7 +91,7 @@ def test_create_sweeps(short_dir):
     directory.leave()
 
 
-def test_sweep_follows_no_links(short_dir):
+def test_sweep_does_not_follow_symlinks(short_dir):
     target = short_dir / "target"
     target.mkdir()
     (target / "lock").touch()
@@ -100,7 +100,7 @@ def test_sweep_follows_no_links(short_dir):
     assert target.exists()
 
 
-def test_the_parent_is_the_runtime_directory_where_there_is_one(short_dir, monkeypatch):
+def test_the_parent_is_the_runtime_directory_if_it_exists(short_dir, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(short_dir))
     assert default_parent("/somewhere/else") == str(short_dir)
     assert default_parent(None) == str(short_dir)
@@ -109,7 +109,7 @@ def test_the_parent_is_the_runtime_directory_where_there_is_one(short_dir, monke
     assert default_parent(str(runtime)) == str(runtime)
 
 
-def test_no_parent_at_all_is_an_error(monkeypatch):
+def test_a_parent_that_is_not_writable_is_an_error(monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/does/not/exist")
     with pytest.raises(TokendError, match="not writable"):
         default_parent(None)

@@ -1,4 +1,4 @@
-"""Sampling parameters check themselves."""
+"""Validation of sampling parameters, and the values derived from them."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_invalid_names_the_parameter(param, value):
         ("allowed_token_ids", {"allowed_token_ids": (5, 6), "bad_words": ((5,), (7, 6))}),
     ],
 )
-def test_invalid_edits_name_the_parameter(param, edits):
+def test_invalid_logits_edits_name_the_parameter(param, edits):
     params = SamplingParams(max_tokens=16, edits=LogitEdits(**edits))
     with pytest.raises(InvalidRequestError) as caught:
         params.validate(VOCAB_SIZE)
@@ -99,7 +99,7 @@ def test_invalid_edits_name_the_parameter(param, edits):
     assert param in caught.value.message
 
 
-def test_edits_at_their_limits():
+def test_logits_edits_at_their_limits_are_valid():
     edits = LogitEdits(
         presence_penalty=-2.0,
         frequency_penalty=2.0,
@@ -113,7 +113,7 @@ def test_edits_at_their_limits():
     params.validate(VOCAB_SIZE)
 
 
-def test_something_is_left_to_choose_before_min_tokens():
+def test_min_tokens_with_only_stop_tokens_allowed_is_refused():
     edits = LogitEdits(allowed_token_ids=(2, 3))
     params = SamplingParams(
         max_tokens=9, edits=edits, eos_token_ids=(2,), stop_token_ids=(3,), min_tokens=1
@@ -125,7 +125,7 @@ def test_something_is_left_to_choose_before_min_tokens():
 
 
 def repeats(tokens: list[int], most: int, least: int, count: int) -> bool:
-    """Whether they end with a pattern, tried out."""
+    """Return whether the tokens end with a repeated pattern, by trying all sizes."""
     return any(
         len(tokens) >= size * count and tokens[-size:] * count == tokens[-size * count :]
         for size in range(least, most + 1)
@@ -138,7 +138,7 @@ def repeats(tokens: list[int], most: int, least: int, count: int) -> bool:
     st.integers(1, 8),
     st.integers(2, 5),
 )
-def test_a_repetition_is_found_where_there_is_one(tokens, most, least, count):
+def test_repetition_detection_agrees_with_brute_force(tokens, most, least, count):
     assume(least <= most)
     rule = RepetitionDetection(max_pattern_size=most, min_pattern_size=least, min_count=count)
     rule.validate()
@@ -156,7 +156,7 @@ def test_a_repetition_is_found_where_there_is_one(tokens, most, least, count):
         {"max_pattern_size": 256, "min_count": 17},
     ],
 )
-def test_repetitions_that_cannot_be_looked_for(values):
+def test_invalid_repetition_settings_are_refused(values):
     params = SamplingParams(max_tokens=9, repetition=RepetitionDetection(**values))
     with pytest.raises(InvalidRequestError) as caught:
         params.validate(VOCAB_SIZE)
@@ -173,19 +173,19 @@ def test_stop_ids_join_stop_tokens_and_eos():
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-4, False)])
-def test_greedy(temperature, greedy):
+def test_near_zero_temperature_is_greedy(temperature, greedy):
     assert SamplingParams(max_tokens=1, temperature=temperature).greedy is greedy
 
 
 @pytest.mark.parametrize("width", [-1, 99])
-def test_more_beams_than_tokens_are_too_many(width):
+def test_beam_width_outside_the_vocabulary_is_refused(width):
     params = SamplingParams(max_tokens=1, beam_width=width, eos_token_ids=(2, 3))
     with pytest.raises(InvalidRequestError) as caught:
         params.validate(VOCAB_SIZE)
     assert caught.value.param == "n"
 
 
-def test_a_beam_row_tells_of_as_many_tokens_as_may_end_and_still_go_on():
+def test_a_beam_row_reports_enough_candidates_to_end_and_to_continue():
     assert SamplingParams(max_tokens=1).num_candidates == 0
     params = SamplingParams(max_tokens=1, beam_width=4, eos_token_ids=(2, 3), stop_token_ids=(2,))
     assert params.num_candidates == 6

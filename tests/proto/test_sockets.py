@@ -1,4 +1,4 @@
-"""Links: delivery, bounds, garbage, and the end of a peer."""
+"""Links: delivery, bounded buffers, undecodable frames, and peers that stop reading."""
 
 import os
 import pickle
@@ -51,7 +51,7 @@ def receive(link, count):
 
 
 def send_until_stalled(link):
-    """How many messages of 100 kB a link takes, 10,000 at most."""
+    """Return how many messages of 100 kB a link accepts before it stalls, 10,000 at most."""
     for count in range(10_000):
         try:
             link.send(Blob(bytes(100_000)))
@@ -70,7 +70,7 @@ def test_messages_go_both_ways_in_order(pair):
     assert receive(connected, 1) == [Abort(1, 2, "disconnect")]
 
 
-def test_what_is_sent_before_anyone_listens_arrives(short_dir):
+def test_messages_sent_before_the_peer_binds_are_delivered(short_dir):
     path = str(short_dir / "late")
     connected = Link.connect(path, ToEngine)
     connected.send(Abort(1, 1, "disconnect"))
@@ -88,9 +88,9 @@ def test_what_is_sent_before_anyone_listens_arrives(short_dir):
     connected.close()
 
 
-def test_a_wait_does_not_end_early_because_a_message_could_be_sent(short_dir):
+def test_a_poll_is_not_ended_by_becoming_writable(short_dir):
     bound = Link.bind(str(short_dir / "late"), ToEngine)
-    bound.send(Abort(1, 2, "disconnect"))  # to no peer yet, so it stays in the buffer
+    bound.send(Abort(1, 2, "disconnect"))  # without a peer it stays in the buffer
     connected = Link.connect(bound.path, ToEngine)
     begun = time.monotonic()
     assert Poller([bound]).wait(0.3) == []
@@ -121,7 +121,7 @@ def test_garbage_is_dropped_and_counted(pair):
     ],
     ids=["empty", "random", "pickle", "unknown type", "nested", "in two parts"],
 )
-def test_whatever_comes_the_next_message_counts(pair, frames):
+def test_a_message_after_garbage_is_received(pair, frames):
     bound, connected = pair()
     connected.zmq_socket.send_multipart(frames)
     connected.send(Abort(1, 1, "disconnect"))
@@ -129,8 +129,8 @@ def test_whatever_comes_the_next_message_counts(pair, frames):
     assert bound.num_undecodable == len(frames)
 
 
-def test_a_frame_that_is_too_large_is_never_taken_in(pair, monkeypatch):
-    """ZMQ ends the connection over it and makes another, over which the rest comes."""
+def test_a_frame_above_the_limit_is_never_received(pair, monkeypatch):
+    """ZMQ closes the connection and opens another one, which delivers later messages."""
     monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1000)
     bound, connected = pair(Blob | Abort)
     connected.send(Blob(bytes(2000)))
@@ -144,7 +144,7 @@ def test_a_frame_that_is_too_large_is_never_taken_in(pair, monkeypatch):
     assert bound.num_undecodable == 0
 
 
-def test_garbage_is_logged_less_and_less_and_cannot_forge_lines(pair, caplog):
+def test_garbage_is_logged_with_backoff_and_cannot_forge_lines(pair, caplog):
     bound, connected = pair()
     evil = msgspec.msgpack.encode([2, 1, 2, "\x1b[2J\nFATAL forged"])
     for _ in range(600):
@@ -166,7 +166,7 @@ def test_a_peer_that_does_not_read_is_reported_and_memory_is_bounded(pair, monke
     assert sent < 200
 
 
-def test_what_waited_goes_out_when_the_peer_reads_again(pair, monkeypatch):
+def test_buffered_messages_are_sent_when_the_peer_reads_again(pair, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 20)
     bound, connected = pair(Blob)
     sent = 0
@@ -184,7 +184,7 @@ def test_what_waited_goes_out_when_the_peer_reads_again(pair, monkeypatch):
     assert bound.flush()
 
 
-def test_a_message_does_not_overtake_one_that_waits(pair, monkeypatch):
+def test_messages_do_not_overtake_buffered_ones(pair, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 20)
     bound, connected = pair(Blob)
     sent = 0
@@ -192,7 +192,7 @@ def test_a_message_does_not_overtake_one_that_waits(pair, monkeypatch):
         bound.send(Blob(sent.to_bytes(4, "little")))
         sent += 1
     received = receive(connected, sent - 1)
-    assert bound.zmq_socket.poll(WAIT_SECONDS * 1000, zmq.POLLOUT)  # there is room again
+    assert bound.zmq_socket.poll(WAIT_SECONDS * 1000, zmq.POLLOUT)  # ZMQ accepts messages again
     bound.send(Blob(sent.to_bytes(4, "little")))
     received += receive(connected, 2)
     assert [int.from_bytes(each.data, "little") for each in received] == list(range(sent + 1))
@@ -215,7 +215,7 @@ def test_a_poller_waits_on_links_and_descriptors(pair):
     os.close(writer)
 
 
-def test_paths_name_epoch_and_incarnation():
+def test_paths_differ_by_epoch_and_incarnation():
     paths = [
         worker_path("/r", 1, 0),
         worker_path("/r", 2, 0),
@@ -234,7 +234,7 @@ def test_a_path_too_long_for_the_kernel_is_refused_by_name(short_dir):
         Link.bind(str(short_dir / ("x" * 120)), ToEngine)
 
 
-def test_the_owner_of_a_path_takes_it_away(pair):
+def test_close_of_the_bound_end_removes_the_path(pair):
     bound, connected = pair()
     connected.close()
     assert os.path.exists(bound.path)
@@ -243,7 +243,7 @@ def test_the_owner_of_a_path_takes_it_away(pair):
     bound.close()
 
 
-def test_fileno_is_readable_when_a_message_is_there(pair):
+def test_fileno_is_readable_when_a_message_arrives(pair):
     bound, connected = pair()
     assert bound.receive() == []
     connected.send(Abort(1, 1, "disconnect"))

@@ -1,4 +1,4 @@
-"""TLS settings: what cannot work is refused before anything loads, by the name of its flag."""
+"""TLS settings: errors name the flag and are raised when the settings are read."""
 
 import ssl
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.fakes.certificates import Authority, needs_openssl
         ({"ssl_certfile": "c", "ssl_cert_reqs": 3}, "--ssl-cert-reqs must be 0, 1 or 2"),
     ],
 )
-def test_half_a_setting_is_refused(settings: dict[str, str | int], expected: str) -> None:
+def test_incomplete_settings_are_refused(settings: dict[str, str | int], expected: str) -> None:
     config = ServeConfig(frontend=FrontEndConfig(**settings))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=expected):
         validate(config)
@@ -50,13 +50,13 @@ class TestContext:
         assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
         assert all(each["aead"] for each in context.get_ciphers())
 
-    def test_both_in_one_file(self, authority: Authority, tmp_path: Path) -> None:
+    def test_certificate_and_key_in_one_file(self, authority: Authority, tmp_path: Path) -> None:
         together = tmp_path / "both.pem"
         together.write_text("".join(Path(path).read_text() for path in authority.sign("both")))
         config = FrontEndConfig(ssl_certfile=str(together))
         assert server_context(config).cert_store_stats()["x509"] == 0
 
-    def test_clients_are_checked(self, authority: Authority) -> None:
+    def test_client_certificates_are_verified(self, authority: Authority) -> None:
         certificate, key = authority.sign("server")
         config = FrontEndConfig(
             ssl_certfile=certificate,
@@ -70,7 +70,7 @@ class TestContext:
         config = msgspec.structs.replace(config, ssl_cert_reqs=1)
         assert server_context(config).verify_mode == ssl.CERT_OPTIONAL
 
-    def test_a_file_that_is_not_there(self, authority: Authority) -> None:
+    def test_a_missing_file_is_named(self, authority: Authority) -> None:
         certificate, _ = authority.sign("server")
         assert self.refusal(ssl_certfile="/nowhere/c.pem") == (
             "--ssl-certfile /nowhere/c.pem: No such file or directory"
@@ -78,18 +78,18 @@ class TestContext:
         refusal = self.refusal(ssl_certfile=certificate, ssl_keyfile="/nowhere/k.pem")
         assert refusal == "--ssl-keyfile /nowhere/k.pem: No such file or directory"
 
-    def test_the_key_of_another(self, authority: Authority) -> None:
+    def test_a_key_of_another_certificate_is_refused(self, authority: Authority) -> None:
         certificate, _ = authority.sign("server")
         _, key = authority.sign("other")
         refusal = self.refusal(ssl_certfile=certificate, ssl_keyfile=key)
         assert refusal.endswith(f"with the key in {key}: key values mismatch")
 
-    def test_a_key_with_a_password_asks_no_terminal(self, authority: Authority) -> None:
+    def test_an_encrypted_key_does_not_prompt_for_a_password(self, authority: Authority) -> None:
         certificate, key = authority.sign_encrypted("locked")
         refusal = self.refusal(ssl_certfile=certificate, ssl_keyfile=key)
         assert "password" in refusal or "decrypt" in refusal
 
-    def test_no_pem_at_all(self, authority: Authority, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_pem_is_refused(self, authority: Authority, tmp_path: Path) -> None:
         (tmp_path / "x").write_text("hello")
         certificate, key = authority.sign("server")
         assert "not a valid PEM file" in self.refusal(ssl_certfile=str(tmp_path / "x"))

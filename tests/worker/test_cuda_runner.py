@@ -22,7 +22,7 @@ from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.fake_cuda import CUDA, FakeCuda, InThisThread
+from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
@@ -129,7 +129,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load in one thread, and use none of the kernels for CPUs."""
-    monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
+    monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
     for module in (activation, norm):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
+from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
@@ -82,7 +82,7 @@ def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
         store_by_index,
         OPTIONS,
     )
-    found = faked.tokens(AcrossTheBoundary(device, backend), prompts)
+    found = faked.tokens(DeviceAttentionForHost(device, backend), prompts)
     assert found == plain.tokens(ReferenceAttention(plain.cache, plain.shape), prompts)
     assert all(len(set(tokens)) > 5 for tokens in found.values())
     # Prefills, mixed decodes and those of each captured size have all been planned.

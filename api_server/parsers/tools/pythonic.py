@@ -73,8 +73,7 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
     try:
         properties = schema_properties(compact_schema(tool.schema))
     except InvalidRequestError as error:
-        where = f"{tool.field}.function.parameters"
-        raise InvalidRequestError(f"{where}: {error.message}", where) from None
+        raise error.in_field(f"{tool.field}.function.parameters") from None
     for index, (name, required, schema) in enumerate(properties):
         value = f"{rule}_value_{index}"
         pair = f"{quoted(name + '=')} {value}"

@@ -24,7 +24,7 @@ from api_server.protocol.fields import (
 from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
 from api_server.text.chat_template import REASONING_SWITCHES
-from proto.errors import InvalidRequestError, RequestError, shown
+from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
 Request = TypeVar("Request", bound="CountTokensRequest")
@@ -42,19 +42,17 @@ PASSED: Final = frozenset(
 
 _CLIENT_NAMES: Final = {
     "stop": "stop_sequences",
-    "response_format": "output_config",
     "thinking_token_budget": "thinking",
     "parallel_tool_calls": "tool_choice",
     "continue_final_message": "messages",
 }
 """Field of a chat completion → name of the same in the client's API."""
 _MENTIONED: Final = re.compile(
-    r"^stop\b|\bresponse_format\.json_schema\b|\bresponse_format\b|\bthinking_token_budget\b"
+    r"^stop\b|\bresponse_format(?:\.json_schema)?\b|\bthinking_token_budget\b"
 )
-_CLIENT_WORDS: Final = _CLIENT_NAMES | {"response_format.json_schema": "output_config.format"}
 _MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
-_TOO_LONG: Final = re.compile(r"the prompt has (\d+) tokens, the maximum context length is (\d+)")
+_TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* The prompt has (\d+) tokens")
 
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Anthropic's effort → the effort that chat templates know."""
@@ -157,15 +155,20 @@ class MessagesTranslation(ChatTranslation):
         template_names: frozenset[str],
         has_reasoning: bool,
     ) -> None:
+        super().__init__(ignored)
         self._request = request
         self._system = system
-        self._ignored = ignored
         self._tools = MessageTools(request.tools, request.tool_choice, ignored)
         self._source_indices: Sequence[int] = ()
+        format_field, output_format = _output_format(request, ignored)
+        self._client_names = _CLIENT_NAMES | {
+            "response_format": format_field,
+            "response_format.json_schema": format_field,
+        }
         self._fields: Json = {
             **passed,
             "model": request.model,
-            "response_format": _response_format(request, ignored),
+            "response_format": output_format,
             **self._tools.chat_fields(),
         }
         if isinstance(request, MessagesRequest):
@@ -193,16 +196,21 @@ class MessagesTranslation(ChatTranslation):
         except InvalidRequestError as error:
             raise self.translate_error(error) from None
 
-    def translate_error(self, error: RequestError) -> RequestError:
-        if not isinstance(error, InvalidRequestError):
-            return error
-        name = error.param
-        if name is not None:
-            first, dot, rest = name.partition(".")
-            name = self._translate_paths(_CLIENT_NAMES.get(first, first) + dot + rest)
-        return InvalidRequestError(self._translate_paths(_client_message(error.message)), name)
+    def client_path(self, path: str) -> str:
+        first, dot, rest = path.partition(".")
+        return self._translate_indices(self._client_names.get(first, first) + dot + rest)
 
-    def _translate_paths(self, text: str) -> str:
+    def client_message(self, message: str) -> str:
+        """Agents look for "prompt is too long" to shorten their conversation."""
+        too_long = _TOO_LONG.search(message)
+        if too_long:
+            return f"prompt is too long: {too_long.group(2)} tokens > {too_long.group(1)} maximum"
+        if "maximum context length is" in message:
+            return f"prompt is too long: {message}"
+        message = _MENTIONED.sub(lambda found: self._client_names[found.group()], message)
+        return self._translate_indices(message)
+
+    def _translate_indices(self, text: str) -> str:
         """Replace the indices of messages and tools in a text by those of the request."""
         return _FUNCTION.sub(self._tool_path, _MESSAGE.sub(self._message_path, text))
 
@@ -269,7 +277,8 @@ def _template_variables(
     return variables
 
 
-def _response_format(request: CountTokensRequest, ignored: IgnoredFields) -> Json | None:
+def _output_format(request: CountTokensRequest, ignored: IgnoredFields) -> tuple[str, Json | None]:
+    """Return the format's field, and its value as the `response_format` of a chat completion."""
     config = given_fields(
         request.output_config or {}, ("format", "effort"), {}, ignored, "output_config."
     )
@@ -277,24 +286,11 @@ def _response_format(request: CountTokensRequest, ignored: IgnoredFields) -> Jso
     if output_format is None:
         where, output_format = "output_format", request.output_format
     if output_format is None:
-        return None
+        return where, None
     if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
         raise InvalidRequestError(f"{where}.type must be 'json_schema'", where)
     given = given_fields(output_format, ("type", "schema"), {}, ignored, f"{where}.")
     if not isinstance(given.get("schema"), dict):
         raise InvalidRequestError(f"{where}.schema must be a JSON schema", where)
     schema = {"name": "answer", "schema": given["schema"]}
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _client_message(message: str) -> str:
-    """Return an error message about the chat completion in the terms of the client's API.
-
-    Agents look for "prompt is too long" to shorten their conversation.
-    """
-    too_long = _TOO_LONG.search(message)
-    if too_long:
-        return f"prompt is too long: {too_long.group(1)} tokens > {too_long.group(2)} maximum"
-    if "longer than the maximum context length" in message:
-        return f"prompt is too long: {message}"
-    return _MENTIONED.sub(lambda found: _CLIENT_WORDS[found.group()], message)
+    return where, {"type": "json_schema", "json_schema": schema}

@@ -7,9 +7,10 @@ created ─ in_progress ─ items (see output_items.py), one after the other ─
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
-from api_server.errors import error_body
+from api_server.errors import error_body, public_message
 from api_server.parsers.output import (
     ChoiceParser,
     ContentText,
@@ -18,7 +19,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
-from api_server.protocol.encoder import KEEP_ALIVE_COMMENT, ResponseOptions
+from api_server.protocol.encoder import KEEP_ALIVE, ResponseOptions
 from api_server.protocol.responses.output_items import (
     CallItem,
     ContentTokens,
@@ -48,10 +49,10 @@ class ResponsesEncoder:
     """Encoder of /v1/responses, for the only choice of a request.
 
     translation: knows the client's tools and field names. record: stores the finished response;
-    None if it is not stored.
+    None if it is not stored. final_response: the finished response; None while it is generated.
     """
 
-    keep_alive = KEEP_ALIVE_COMMENT
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,
@@ -72,12 +73,14 @@ class ResponsesEncoder:
         self._call_index = -1
         self._content_tokens = ContentTokens()
         self._finish_reason = ""
-        self.is_finished = False
+        self.final_response: Json | None = None
         self._events = EventBuffer()
 
-    def encode_start(self) -> str:
-        for name in ("created", "in_progress"):
-            self._events.add_event(name, response=self.snapshot())
+    def encode_start(self, ignored: str = "") -> str:
+        """Return the first events. ignored: names of fields, where no header can list them."""
+        extra = {"ignored_fields": ignored} if ignored else {}
+        self._events.add_event("created", response=self.snapshot(), **extra)
+        self._events.add_event("in_progress", response=self.snapshot())
         return self._events.take_events()
 
     def encode_delta(self, delta: Delta) -> str:
@@ -91,16 +94,22 @@ class ResponsesEncoder:
         return self._events.take_events()
 
     def encode_error(self, error: RequestError) -> str:
-        body = error_body(self._translation.translate_error(error))["error"]
-        code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
-        message, param = body["message"], body["param"]
         self._close_item("incomplete")
-        response = self._response("failed") | {"error": {"code": code, "message": message}}
-        self._save(response)
+        body = error_body(self._translation.translate_error(error))["error"]
+        code, message, param = _error_code(error), body["message"], body["param"]
         details = {"type": body["type"], "code": code, "message": message, "param": param}
         self._events.add_unprefixed_event(
             "error", code=code, message=message, param=param, error=details
         )
+        return self.encode_failure(error)
+
+    def encode_failure(self, error: RequestError) -> str:
+        """Return the last events of a failed response where an event `error` is not part of it."""
+        self._close_item("incomplete")
+        message = public_message(self._translation.translate_error(error))
+        failure = {"code": _error_code(error), "message": message}
+        response = self._response("failed") | {"error": failure}
+        self._save(response)
         self._events.add_event("failed", response=response)
         return self._events.take_events()
 
@@ -132,7 +141,7 @@ class ResponsesEncoder:
         return response
 
     def _save(self, response: Json) -> None:
-        self.is_finished = True
+        self.final_response = response
         if self._record is not None:
             self._record.save_response(response)
 
@@ -198,6 +207,26 @@ class ResponsesEncoder:
         if self._open_item is not None:
             output.append(self._open_item.full_item("in_progress"))
         return self._envelope | {"status": status, "output": output}
+
+
+class WarmupEncoder(ResponsesEncoder):
+    """Encoder of a response without output, whose request only computes the KV of its prompt."""
+
+    def _add_delta(self, delta: Delta) -> None:
+        """Drop the output: the engine generates at least one token."""
+
+    def _finish_response(self, usage: Usage) -> Json:
+        response = self._response("completed") | {
+            "completed_at": int(time.time()),
+            "usage": _usage_object(replace(usage, completion_tokens=0, reasoning_tokens=0)),
+        }
+        self._save(response)
+        return response
+
+
+def _error_code(error: RequestError) -> str:
+    """Return the code of the error in a response, one of the few that OpenAI defines."""
+    return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
 
 
 def _usage_object(usage: Usage) -> Json:

@@ -47,6 +47,13 @@ _SERVER_ITEMS: Final = frozenset(
 """Items about tools of OpenAI's servers. They contain nothing that this model can read."""
 
 
+_CALLS: Final = ("function_call", "custom_tool_call")
+_RESULTS: Final = ("function_call_output", "custom_tool_call_output")
+
+SUMMARY_MARK: Final = "tokend-summary:"
+"""Begins the `encrypted_content` of a compaction item that this server made."""
+_SUMMARY_TITLE: Final = "Summary of the conversation up to here:"
+
 _ITEM_FIELDS: Final = frozenset(
     {
         *("type", "id", "status", "role", "content", "phase", "summary", "encrypted_content"),
@@ -92,6 +99,22 @@ def listed_item(item: Item) -> Item:
     return listed
 
 
+def is_message(item: Item) -> bool:
+    """Return whether an item is a message; messages need not name their type."""
+    return (item.get("type") or ("message" if "role" in item else None)) == "message"
+
+
+def split_pending_calls(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Return (the items without calls of tools that have no result, these calls)."""
+    answered = {str(item.get("call_id")) for item in items if item.get("type") in _RESULTS}
+    rest: list[Item] = []
+    pending: list[Item] = []
+    for item in items:
+        is_pending = item.get("type") in _CALLS and str(item.get("call_id")) not in answered
+        (pending if is_pending else rest).append(item)
+    return rest, pending
+
+
 class ItemTranslator:
     """Translates the items of a conversation into chat messages.
 
@@ -107,6 +130,7 @@ class ItemTranslator:
         self._messages: list[Item] = []
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
+        self._call_ids: set[str] = set()
 
     def append_items(self, items: Sequence[Item]) -> None:
         """Translate the items; raise InvalidRequestError that names the invalid item."""
@@ -115,18 +139,17 @@ class ItemTranslator:
             for name in item:
                 if name not in _ITEM_FIELDS:
                     self._ignored.add(f"input.{name}")
-            kind = item.get("type") or ("message" if "role" in item else None)
-            if kind == "message":
+            kind = item.get("type")
+            if is_message(item):
                 self._append_message_item(item, where)
             elif kind == "reasoning":
                 self._append_reasoning(item, where)
-            elif kind in ("function_call", "custom_tool_call"):
+            elif kind in _CALLS:
                 self._append_call(item, kind, where)
-            elif kind in ("function_call_output", "custom_tool_call_output"):
-                content = self._tool_result(item.get("output"), f"{where}.output")
-                call_id = _string(item, "call_id", where)
-                message = {"role": "tool", "tool_call_id": call_id, "content": content}
-                self._append_message(message)
+            elif kind in _RESULTS:
+                self._append_call_output(item, where)
+            elif kind == "compaction":
+                self._append_summary(item, where)
             elif isinstance(kind, str) and kind in _SERVER_ITEMS:
                 self._ignored.add(f"input.{kind}")
             else:
@@ -173,8 +196,10 @@ class ItemTranslator:
             arguments = _arguments(_string(item, "arguments", where))
         else:
             arguments = json.dumps({CUSTOM_INPUT: _string(item, "input", where)})
+        call_id = _string(item, "call_id", where)
+        self._call_ids.add(call_id)
         call = {
-            "id": _string(item, "call_id", where),
+            "id": call_id,
             "type": "function",
             "function": {
                 "name": self._tools.function_name(name, namespace),
@@ -182,6 +207,25 @@ class ItemTranslator:
             },
         }
         self._assistant_message().setdefault("tool_calls", []).append(call)
+
+    def _append_summary(self, item: Item, where: str) -> None:
+        content = _string(item, "encrypted_content", where)
+        if not content.startswith(SUMMARY_MARK):
+            raise InvalidRequestError(
+                f"{where}.encrypted_content: this server cannot read it, another one made it",
+                "input",
+            )
+        summary = content.removeprefix(SUMMARY_MARK)
+        self._append_message({"role": "user", "content": f"{_SUMMARY_TITLE}\n{summary}"})
+
+    def _append_call_output(self, item: Item, where: str) -> None:
+        content = self._tool_result(item.get("output"), f"{where}.output")
+        call_id = _string(item, "call_id", where)
+        if call_id not in self._call_ids:
+            raise InvalidRequestError(
+                f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
+            )
+        self._append_message({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _tool_result(self, value: Any, where: str) -> str:
         """Return a tool's result as text.

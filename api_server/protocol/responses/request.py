@@ -32,7 +32,7 @@ from api_server.protocol.responses.input import (
 )
 from api_server.protocol.responses.tools import ResponseTools
 from api_server.text.chat_template import REASONING_SWITCHES
-from proto.errors import InvalidRequestError, RequestError
+from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -62,14 +62,15 @@ _CLIENT_NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
 """Field of a chat completion → name of the same in the client's API."""
 _MENTIONED: Final = re.compile(
-    r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b|\bresponse_format\b"
-    r"|\breasoning_effort\b"
+    r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b"
+    r"|\bresponse_format(?:\.json_schema)?\b|\breasoning_effort\b"
 )
 _EFFORT_VARIABLES: Final = frozenset({"reasoning_effort", *REASONING_SWITCHES})
 """Template variables that an effort can set. Agents ask every model for an effort, so it is ignored
@@ -118,16 +119,17 @@ def _check_item_count(value: Any) -> Any:
     return value
 
 
+InputItems = Annotated[
+    Annotated[Text, Field(min_length=1)] | list[dict[str, Any]], BeforeValidator(_check_item_count)
+]
 Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 
 class ResponsesRequest(Strict):
-    input: Annotated[
-        Annotated[Text, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)],
-        BeforeValidator(_check_item_count),
-    ]
+    input: InputItems
     """A text, or up to 4096 items: messages, function_call, function_call_output,
-    custom_tool_call, custom_tool_call_output and reasoning."""
+    custom_tool_call, custom_tool_call_output, reasoning and compaction. May be empty beside
+    instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     instructions: Text | None = None
@@ -247,10 +249,10 @@ class ResponsesTranslation(ChatTranslation):
         *,
         template_names: frozenset[str],
     ) -> None:
+        super().__init__(ignored)
         self._request = request
         self._passed = passed
         self._items = items
-        self._ignored = ignored
         self._template_names = template_names
         self.tools = ResponseTools(request.tools, request.tool_choice, ignored)
 
@@ -285,15 +287,13 @@ class ResponsesTranslation(ChatTranslation):
         except InvalidRequestError as error:
             raise self.translate_error(error) from None
 
-    def translate_error(self, error: RequestError) -> RequestError:
-        if not isinstance(error, InvalidRequestError):
-            return error
-        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], error.message)
-        name = error.param
-        if name is not None:
-            first, dot, rest = name.partition(".")
-            name = _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
-        return InvalidRequestError(_FUNCTION.sub(self._tool_path, message), name)
+    def client_path(self, path: str) -> str:
+        first, dot, rest = path.partition(".")
+        return _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
+
+    def client_message(self, message: str) -> str:
+        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], message)
+        return _FUNCTION.sub(self._tool_path, message)
 
     def _tool_path(self, found: re.Match[str]) -> str:
         number, paths = int(found.group(1)), self.tools.paths
@@ -317,5 +317,6 @@ def _response_format(request: ResponsesRequest, ignored: IgnoredFields) -> dict[
         return {"type": kind}
     for name in ("name", "schema"):
         if name not in given:
-            raise InvalidRequestError(f"text.format.{name} is missing", "text")
+            where = f"text.format.{name}"
+            raise InvalidRequestError(f"{where} is missing", where)
     return {"type": kind, "json_schema": given}

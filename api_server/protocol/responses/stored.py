@@ -60,7 +60,7 @@ class RunningResponse:
     @property
     def is_finished(self) -> bool:
         """The response is complete, though its last bytes may still have to be sent."""
-        return self._encoder.is_finished
+        return self._encoder.final_response is not None
 
     def snapshot(self) -> Json:
         """Return the response with all output so far."""

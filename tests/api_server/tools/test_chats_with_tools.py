@@ -324,7 +324,7 @@ def deep(levels: int) -> dict:
                 "tool_choice": "required",
                 "structured_outputs": {"regex": "a"},
             },
-            "structured_outputs",
+            "structured_outputs.regex",
         ),
     ],
 )

@@ -5,8 +5,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def heap_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs collect no garbage first: that of a test process with all its modules takes a second.
+    """Skip the garbage collection before a run, which takes a second in a test process.
 
-    test_serving.py tests what runs do otherwise.
+    test_serving.py tests it.
     """
     monkeypatch.setattr("deploy.bench.load.frozen_heap", contextlib.nullcontext)

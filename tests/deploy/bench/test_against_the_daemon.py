@@ -1,4 +1,4 @@
-"""The load test and the daemon count the same, with a worker that computes nothing."""
+"""The figures of the load test equal the daemon's, with a worker that computes nothing."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ LOADS = [
 ]
 
 
-def test_tokens_and_requests_are_those_of_the_daemon(tmp_path: Path) -> None:
+def test_tokens_and_requests_equal_the_daemons_metrics(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
     with MeasuredDaemon([], NULL_DAEMON) as daemon:

@@ -42,7 +42,7 @@ def cell(
     )
 
 
-def test_targets_are_judged_by_the_worst_seed() -> None:
+def test_verdicts_use_the_worst_seed() -> None:
     cells = [
         cell("fcfs", 50, 90, 30.0, 1.0),
         cell("rule", 50, 90, 15.0, 2.0),
@@ -59,14 +59,14 @@ def test_targets_are_judged_by_the_worst_seed() -> None:
     assert table(cells).row_count == 5
 
 
-def test_nothing_is_compared_where_jobs_failed() -> None:
+def test_runs_with_failed_jobs_are_not_compared() -> None:
     cells = [cell("fcfs", 50, 90, 30.0, 1.0), cell("rule", 50, 90, 15.0, 2.0)]
     assert list(verdicts([cells[0], replace(cells[1], num_failed=20)])) == [
         "50 % pool, 90 % arrivals: 20 jobs failed, not compared"
     ]
 
 
-def test_a_pool_has_room_for_the_longest_job() -> None:
+def test_the_pool_holds_the_longest_job() -> None:
     grid = AgentGrid(
         num_jobs=3,
         seeds=[0],
@@ -92,7 +92,7 @@ def test_a_pool_has_room_for_the_longest_job() -> None:
 
 
 @pytest.mark.suite("daemons")
-def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
+def test_a_daemon_gets_the_drawn_jobs() -> None:
     turns = [JobTurn(20, 5, "shell", 0.5), JobTurn(30, 4, "shell", 0.2), JobTurn(8, 3)]
     jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
     shape = AgentLoad(num_jobs=5, system_tokens=64)
@@ -112,7 +112,7 @@ def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
 
 
 @pytest.mark.suite("daemons")
-def test_no_more_jobs_are_under_way_than_asked_for() -> None:
+def test_concurrent_jobs_are_limited() -> None:
     turns = [JobTurn(20, 5, "shell", 9.0), JobTurn(30, 4)]
     jobs = [AgentJob(1000.0 * each, 0, turns) for each in range(4)]
     shape = AgentLoad(num_jobs=4, system_tokens=64)

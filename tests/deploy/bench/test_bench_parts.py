@@ -1,4 +1,4 @@
-"""Bars, tables of processes, and words of the command lines."""
+"""Progress bars, tables of processes, argument types and prompt words of the benchmarks."""
 
 import io
 from pathlib import Path
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_a_bar_and_a_file_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_is_drawn_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal, file = Terminal(), io.StringIO()
     run = LoadRun(
@@ -38,7 +38,7 @@ def test_a_terminal_sees_a_bar_and_a_file_nothing(monkeypatch: pytest.MonkeyPatc
     assert "in flight" in terminal.getvalue()
 
 
-def test_cpu_time_is_shared_out_by_the_step() -> None:
+def test_cpu_time_is_reported_per_step() -> None:
     def usage(cpu_seconds: float, resident_mib: float) -> ProcessUsage:
         return ProcessUsage(1, cpu_seconds, resident_mib, 0, 0)
 
@@ -65,12 +65,12 @@ def test_cpu_time_is_shared_out_by_the_step() -> None:
         ("5..5", [5]),
     ],
 )
-def test_several_values_are_one_word(text: str, expected: list[int]) -> None:
+def test_several_values_are_one_argument(text: str, expected: list[int]) -> None:
     assert several_counts(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "..4", "1..", "a"])
-def test_values_that_are_none_are_named(text: str) -> None:
+def test_invalid_values_are_named(text: str) -> None:
     parser = BenchParser(prog="bench")
     parser.add_argument("--counts", type=several_counts)
     parser.add_argument("--rates", type=several_rates)
@@ -79,7 +79,7 @@ def test_values_that_are_none_are_named(text: str) -> None:
             parser.parse_args([f"{flag}={text}"])
 
 
-def test_a_file_keeps_what_it_has_until_there_is_something_new(tmp_path: Path) -> None:
+def test_a_file_keeps_its_content_until_the_new_one_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_text("the last run, which was longer")
     with pytest.raises(KeyboardInterrupt), writable("--json", str(file)):
@@ -97,6 +97,6 @@ def test_a_file_keeps_what_it_has_until_there_is_something_new(tmp_path: Path) -
         pytest.fail("it is open")
 
 
-def test_words_are_plain() -> None:
+def test_prompt_words_are_plain_ascii() -> None:
     assert len(set(WORDS)) > 150
     assert all(word.isascii() and word.isalpha() for word in WORDS)

@@ -1,4 +1,4 @@
-"""`tokend bench serve` from its words to its files, against a server in a thread."""
+"""`tokend bench serve`, from its arguments to its files, against a server in a thread."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from rich.console import Console
 from deploy import cli
 from deploy.bench.client import CHAT, COMPLETIONS
 from deploy.bench.figures import METRICS, AnswerComparison, RunFigures, show
-from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, token, well
+from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, respond_normally, token
 
 
 def bench(fake: FakeOpenAI, *words: str) -> int:
@@ -51,7 +51,10 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert all(each["temperature"] == 0 and each["ignore_eos"] for each in asked)
     repeated = Counter(str(each["prompt"]) for each in asked)
-    assert Counter(repeated.values()) == {6: 2, 1: 48}  # two are checked, in each of six runs
+    assert Counter(repeated.values()) == {
+        6: 2,
+        1: 48,
+    }  # two requests are checked in each of six runs
     assert (found["answers_compared"], found["answers_different"]) == (10, 0)
     assert found["runs"][0]["ttft_ms_p50"] <= found["runs"][0]["ttft_ms_p99"]
 
@@ -76,7 +79,7 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line in page
 
 
-def test_wide_tables_are_turned_upright_on_a_narrow_screen() -> None:
+def test_wide_tables_are_transposed_on_a_narrow_screen() -> None:
     times = {metric: [1.0, 2.0] for metric in METRICS}
     runs = [RunFigures(f"concurrency {number}", 1.0, 0.5, None, times, []) for number in (1, 2)]
     narrow, wide = (Console(file=StringIO(), width=width) for width in (40, 150))
@@ -90,9 +93,7 @@ def test_wide_tables_are_turned_upright_on_a_narrow_screen() -> None:
     assert sum("output tokens/s" in line for line in wide.file.getvalue().splitlines()) == 1
 
 
-def test_what_goes_wrong_is_counted_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Errors in the stream, answers that are too short, answers that change."""
     number = 0
 
@@ -118,7 +119,7 @@ def test_what_goes_wrong_is_counted_and_shown(
     assert "a difference need not be an error" in text
 
 
-def test_nothing_answered_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_answers_fails(capsys: pytest.CaptureFixture[str]) -> None:
     def never(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         return [event(error="no")]
 
@@ -157,7 +158,7 @@ def test_every_kind_of_load_reaches_the_server(words: list[str], path: str) -> N
         assert set(fields) == {(3, None)}
 
 
-def test_a_trace_is_played_once(tmp_path: Path) -> None:
+def test_a_trace_is_replayed_once(tmp_path: Path) -> None:
     trace, file = tmp_path / "trace", tmp_path / "rows.json"
     lines = [{"timestamp": 10 * each, "input_length": 5, "output_length": 2} for each in range(6)]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -168,7 +169,7 @@ def test_a_trace_is_played_once(tmp_path: Path) -> None:
     assert run["duration_s"] >= 0.05
 
 
-def test_goodput_counts_those_within_all_limits(tmp_path: Path) -> None:
+def test_goodput_counts_requests_within_all_limits(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--max-requests", "4", "--concurrency", "1", "--json", str(file), "--goodput"]
     for limits, part in ((["ttft:60000", "e2el:60000"], 1), (["ttft:60000", "e2el:0.0001"], 0)):
@@ -197,7 +198,7 @@ def test_goodput_counts_those_within_all_limits(tmp_path: Path) -> None:
         (["--url", "localhost"], "not a URL"),
     ],
 )
-def test_what_the_user_must_change_is_one_line(
+def test_usage_errors_are_one_line(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9", *words]) == 2
@@ -205,6 +206,6 @@ def test_what_the_user_must_change_is_one_line(
     assert expected in line
 
 
-def test_the_fake_answers_the_same_again() -> None:
+def test_the_fake_server_is_deterministic() -> None:
     body = {"prompt": [1], "max_tokens": 2}
-    assert list(well("", body)) == list(well("", body))
+    assert list(respond_normally("", body)) == list(respond_normally("", body))

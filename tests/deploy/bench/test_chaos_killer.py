@@ -1,4 +1,4 @@
-"""Which process is killed and when, and that no other may be replaced."""
+"""Which process is killed and when; the replacement of any other process is a fault."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ from proto.errors import TokendError
 
 @dataclass
 class FakeClients:
-    """Streams that are mid-generation, as many as the test says."""
+    """Clients with a given number of streams in mid-generation."""
 
     mid_generation: list[CompletionStream]
     counts: ClientCounts = field(default_factory=ClientCounts)
@@ -32,9 +32,9 @@ class FakeClients:
 
 @dataclass
 class FakeDaemon:
-    """A killed process is replaced at once, and all streams get a token.
+    """A daemon that replaces a killed process at once and sends all streams a token.
 
-    also_dies: how titles begin that change their process with any other.
+    also_dies: prefix of the titles of processes that are replaced together with any other.
     """
 
     clients: FakeClients
@@ -88,7 +88,7 @@ async def test_a_disruption_of_two_processes() -> None:
     assert daemon.sent == [(10, signal.SIGSEGV), (20, signal.SIGSEGV)]
 
 
-async def test_workers_that_share_a_model_are_replaced_together_whichever_dies() -> None:
+async def test_all_ranks_are_replaced_after_the_death_of_one() -> None:
     pids = {ENGINE: 10, WORKER: 200, "tokend: worker 1": 300}
     daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)), "tokend: worker", pids)
     chosen = killer_of(daemon, Disruption((WORKER,), signal.SIGKILL))
@@ -98,7 +98,7 @@ async def test_workers_that_share_a_model_are_replaced_together_whichever_dies()
     assert daemon.pids == {ENGINE: 10, WORKER: 208, "tokend: worker 1": 308}
 
 
-async def test_another_process_may_not_change() -> None:
+async def test_replacement_of_another_process_is_a_fault() -> None:
     daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)), also_dies=ENGINE)
     with pytest.raises(TokendError, match="became"):
         await killer_of(daemon, Disruption((WORKER,), signal.SIGKILL)).disrupt()
@@ -117,7 +117,7 @@ async def test_a_failed_request_ends_the_wait() -> None:
         await killer_of(FakeDaemon(clients), Disruption((WORKER,), signal.SIGKILL)).disrupt()
 
 
-async def test_each_kind_comes_as_often_as_any_other() -> None:
+async def test_all_kinds_of_disruption_are_equally_frequent() -> None:
     daemon = FakeDaemon(FakeClients(streams(NUM_STREAMS)))
     disruptions = [Disruption((title,), signal.SIGKILL) for title in (WORKER, ENGINE)]
     chosen = killer_of(daemon, *disruptions)
@@ -129,10 +129,10 @@ async def test_each_kind_comes_as_often_as_any_other() -> None:
     ]
 
 
-async def test_time_in_which_it_was_stopped_itself_is_not_waited(
+async def test_time_while_the_benchmark_is_stopped_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a machine that sleeps does, or a group of processes that is stopped."""
+    """For example the machine sleeps, or the process group is stopped."""
     hits = killer_of(FakeDaemon(FakeClients([])))
     now = iter([0.0, 0.5, 1.0, 9000.0, 9000.5])
     monkeypatch.setattr(killer, "time", SimpleNamespace(monotonic=lambda: next(now)))

@@ -20,11 +20,11 @@ def findings(**changes: object) -> ChaosFindings:
     return ChaosFindings(**({"counts": counts, "disruptions": []} | changes))
 
 
-def test_no_faults() -> None:
+def test_a_clean_run_has_no_faults() -> None:
     assert findings().faults == []
 
 
-def test_a_tie_is_none_and_a_difference_is_one() -> None:
+def test_a_tie_is_not_a_fault_but_a_difference_is() -> None:
     assert findings(differences=[(DIFFERENCE, 1e-4)]).faults == []
     (fault,) = findings(differences=[(DIFFERENCE, 2e-3)]).faults
     assert "token 1: 9 instead of 2" in fault
@@ -43,7 +43,7 @@ def test_a_tie_is_none_and_a_difference_is_one() -> None:
         {"aborted": ["waited 120 s for a process"]},
     ],
 )
-def test_each_of_these_is_a_fault(changes: dict[str, object]) -> None:
+def test_every_finding_is_a_fault(changes: dict[str, object]) -> None:
     assert len(findings(**changes).faults) == 1
 
 
@@ -69,12 +69,12 @@ def missed(found: ChaosFindings) -> list[str]:
         ({"aborted": ["waited 120 s for a process"]}, "ended early"),
     ],
 )
-def test_each_fault_misses_the_limit_of_its_kind(changes: dict[str, object], name: str) -> None:
+def test_every_fault_misses_its_limit(changes: dict[str, object], name: str) -> None:
     assert missed(findings(**changes)) == [name]
 
 
-def test_a_gap_is_judged_by_who_died() -> None:
-    """2 s after an engine's death, a worker's start and 2 s after a worker's; medians."""
+def test_recovery_gaps_have_limits_by_role() -> None:
+    """Medians: 2 s after an engine's death, a worker's start time plus 2 s after a worker's."""
 
     def run(engine: float, worker: float) -> list[str]:
         disruptions = [
@@ -90,14 +90,14 @@ def test_a_gap_is_judged_by_who_died() -> None:
     assert run(2.0, 3.6) == ["worker 0: median gap"]
 
 
-def test_the_figures_are_data() -> None:
+def test_figures_are_written_as_json() -> None:
     disruptions = [DisruptionResult(Disruption((ENGINE,), signal.SIGKILL), (2.0, 3.0))]
     read = json.loads(json.dumps(findings(disruptions=disruptions).to_dict()))
     assert read["kills"] == [{"kind": "engine SIGKILL", "gap": 2.0, "gaps": [2.0, 3.0]}]
     assert (read["requests"], read["tokens"], read["faults"]) == (5, 2_000, [])
 
 
-def test_what_is_printed() -> None:
+def test_printed_report() -> None:
     disruptions = [
         DisruptionResult(Disruption((WORKER,), signal.SIGKILL), (2.0, 3.0)),
         DisruptionResult(Disruption((ENGINE, WORKER), signal.SIGSEGV), (4.0,)),

@@ -1,4 +1,4 @@
-"""A stream that is not what it must be never passes for a good one."""
+"""Parsing of streams: any malformed stream is reported as broken."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def run(stream: CompletionStream, text: str, status: int = 200) -> Complet
         return await stream.receive(client)
 
 
-async def test_tokens_ends_and_usage_are_kept() -> None:
+async def test_tokens_finish_reasons_and_usage_are_recorded() -> None:
     usage = 'data: {"choices": [], "usage": {"prompt_tokens": 2}}\n\n'
     begin = event([1, 2], prompt_token_ids=[7, 8])
     stream = await run(CompletionStream(BODY), begin + event([3], "length") + usage + DONE)
@@ -44,21 +44,21 @@ async def test_tokens_ends_and_usage_are_kept() -> None:
     ],
     ids=["no [DONE]", "no reason", "error event", "status"],
 )
-async def test_anything_else_is_broken(text: str, status: int) -> None:
+async def test_malformed_streams_are_broken(text: str, status: int) -> None:
     stream = CompletionStream(BODY)
     with pytest.raises(InvalidStreamError):
         await run(stream, text, status)
-    assert stream.ended, "whoever waits for its tokens must not wait for ever"
+    assert stream.ended, "waiting for tokens of a broken stream must end"
 
 
-async def test_reaching_ends_with_the_stream() -> None:
+async def test_waiting_for_tokens_ends_with_the_stream() -> None:
     stream = CompletionStream(BODY)
     waiting = asyncio.create_task(stream.wait_for_tokens(100))
     await run(stream, event([1], "stop") + DONE)
     await asyncio.wait_for(waiting, 5)
 
 
-def test_the_first_token_after_a_moment() -> None:
+def test_first_token_after_a_given_time() -> None:
     stream = CompletionStream(BODY, token_times=[1.0, 2.0, 3.0])
     assert [stream.first_token_after(moment) for moment in (0.5, 1.0, 2.5, 3.0)] == [
         1.0,

@@ -16,7 +16,7 @@ from deploy import cli
         (["overload", "--hours", "1"], "--hours"),
     ],
 )
-def test_a_word_that_is_wrong_is_one_line_and_status_2(
+def test_an_invalid_argument_is_one_line_and_status_2(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *words]) == 2

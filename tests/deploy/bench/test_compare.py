@@ -1,4 +1,4 @@
-"""Servers beside each other: who goes first, and what is made of the rounds."""
+"""Comparison of servers: order of the runs, and figures over rounds."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SMALL = (
 
 
 def test_servers_are_compared_round_by_round() -> None:
-    """The second round was slow for both: the figures differ by half, the ratios do not."""
+    """The second round was slow for both servers: figures differ by half, ratios do not."""
     figure = ComparedFigure("x_ms", "x")
     comparison = Comparison(["ours", "theirs"], [figure])
     for number, (ours, theirs) in enumerate([(9.0, 10.0), (18.0, 20.0), (12.0, 10.0)]):
@@ -35,7 +35,7 @@ def test_servers_are_compared_round_by_round() -> None:
     assert comparison.median("ours", figure) == 12.0
 
 
-def test_a_round_without_a_figure_is_left_out() -> None:
+def test_rounds_without_a_figure_are_skipped() -> None:
     assert RoundRatios.of([1.0, math.nan, 3.0], [2.0, 1.0, math.nan]).values == [0.5]
     assert RoundRatios.of([math.nan], [1.0]).describe() == "-"
     comparison = Comparison(["a", "b"], [ComparedFigure("x", "x")])
@@ -46,19 +46,19 @@ def test_a_round_without_a_figure_is_left_out() -> None:
     assert figures["x"] == {"medians": {"a": None, "b": 1.0}, "ratios": {"a / b": {}}}
 
 
-def test_the_longest_gaps_are_held_against_the_usual_one() -> None:
+def test_the_longest_gaps_are_relative_to_the_median() -> None:
     gaps = {"itl_ms_p50": 20.0, "itl_ms_p99": 50.0}
     assert compare.with_gap_ratio(gaps) == {**gaps, "itl_p99_of_p50": 2.5}
-    for none in ({}, {"itl_ms_p50": 0.0, "itl_ms_p99": 0.0}):  # one token, or all at once
+    for none in ({}, {"itl_ms_p50": 0.0, "itl_ms_p99": 0.0}):  # one token, or all tokens at once
         assert compare.with_gap_ratio(none) == none
 
 
 def prompts(fake: FakeOpenAI) -> list[str]:
-    """Without the warm-up."""
+    """Return the requests without the warm-up."""
     return [str(body["prompt"]) for _, body in fake.seen if body["max_tokens"] == 3]
 
 
-def test_each_takes_its_turn_with_the_same_new_prompts(
+def test_servers_alternate_with_the_same_new_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
@@ -69,7 +69,10 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
     assert len(prompts(one)) == 3 * (1 + 3 + 2)
     assert sorted(prompts(one)) == sorted(prompts(other))
     repeated = Counter(prompts(one))
-    assert Counter(repeated.values()) == {1: 3 * (1 + 3), 3: 2}  # the checks, in each round
+    assert Counter(repeated.values()) == {
+        1: 3 * (1 + 3),
+        3: 2,
+    }  # the checked requests of every round
     found = json.loads(file.read_text())
     assert found["servers"]["one"] == {
         "client_cpu_share": found["servers"]["one"]["client_cpu_share"],
@@ -93,7 +96,7 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
 
 
 def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
-    """What is started and ended, in order; all of it is the same server."""
+    """Record starts and ends of servers, in order; all of them are one fake server."""
     events: list[str] = []
 
     @contextmanager
@@ -119,7 +122,7 @@ def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
         ),
     ],
 )
-def test_daemons_run_all_the_time_or_in_their_turn(
+def test_daemons_run_together_or_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], expected: list[str]
 ) -> None:
     with fake_openai() as fake:
@@ -150,6 +153,6 @@ def test_two_settings_are_two_commands() -> None:
         (["--server", "a='serve {port}"], "quotation"),
     ],
 )
-def test_what_the_user_must_change_is_said(words: list[str], expected: str) -> None:
+def test_usage_errors_are_reported(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         compare.main(words)

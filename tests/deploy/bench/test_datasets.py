@@ -1,4 +1,4 @@
-"""What a load asks: the same for the same seed, and of the sizes that are asked for."""
+"""Datasets of load tests: deterministic by seed, with the requested sizes."""
 
 import itertools
 import json
@@ -69,7 +69,7 @@ def test_random_prompts_have_their_sizes(spread: float) -> None:
         SharedPrefixDataset(RequestSizes(8, 4), RandomWords(), 2, 5),
     ],
 )
-def test_a_seed_says_everything_and_the_checked_are_always_the_same(dataset: Dataset) -> None:
+def test_requests_depend_on_the_seed_but_checked_ones_do_not(dataset: Dataset) -> None:
     one, other = SessionSeeds(1, 0.25), SessionSeeds(2, 0.25)
     asked, again, differently = (
         first_asks(dataset, each, 40) for each in (one, SessionSeeds(1, 0.25), other)
@@ -81,11 +81,11 @@ def test_a_seed_says_everything_and_the_checked_are_always_the_same(dataset: Dat
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.0, 0), (1.0, 100), (0.05, 5), (0.333, 34)])
-def test_so_many_are_checked(share: float, number: int) -> None:
+def test_number_of_checked_requests(share: float, number: int) -> None:
     assert sum(SessionSeeds(0, share).is_checked(index) for index in range(100)) == number
 
 
-def test_prompts_of_a_group_begin_alike() -> None:
+def test_prompts_of_a_group_share_a_prefix() -> None:
     found = prompts(
         SharedPrefixDataset(RequestSizes(3, 1), RandomTokenIds(), num_groups=2, prefix_tokens=6),
         SessionSeeds(0),
@@ -102,14 +102,14 @@ def test_prompts_of_a_group_begin_alike() -> None:
 
 
 def load_result(session: BenchSession) -> list[BenchRequest]:
-    """All requests of a session whose n-th answer is `answer n`."""
+    """Return all requests of a session whose n-th answer is `answer n`."""
     found: list[BenchRequest] = []
     while (ask := session.next_request(f"answer {len(found)}" if found else "")) is not None:
         found.append(ask)
     return found
 
 
-def test_a_conversation_repeats_what_was_said() -> None:
+def test_a_conversation_repeats_earlier_messages() -> None:
     first, second, third = load_result(
         next(MultiTurnDataset(RequestSizes(4, 2), 3).sessions(SessionSeeds(0)))
     )
@@ -146,7 +146,7 @@ def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
     assert sessions[0][0] != sessions[1][0]
 
 
-def test_sessions_may_be_jobs_that_the_server_is_told_of() -> None:
+def test_sessions_may_be_agent_jobs() -> None:
     dataset = AgentDataset(RequestSizes(4, 2), 3, system_tokens=5, num_tools=1, jobs="run")
     first, second = (
         load_result(each) for each in itertools.islice(dataset.sessions(SessionSeeds(7)), 2)
@@ -158,7 +158,7 @@ def test_sessions_may_be_jobs_that_the_server_is_told_of() -> None:
     assert [(each.job, each.is_last_step) for each in alone] == [("", False)] * 2
 
 
-def test_jobs_are_told_of_sessions_only() -> None:
+def test_agent_jobs_need_sessions() -> None:
     def dataset(*words: str) -> Dataset:
         return dataset_of(parse(["--url", "http://x", *words], ""))
 
@@ -173,7 +173,7 @@ def test_jobs_are_told_of_sessions_only() -> None:
             dataset(*words, "--agent-hints")
 
 
-def test_a_trace_is_played_in_its_order_and_with_its_prefixes(tmp_path: Path) -> None:
+def test_a_trace_keeps_its_order_and_prefixes(tmp_path: Path) -> None:
     trace = TraceDataset.read(write(tmp_path / "x", TRACE), 0.001, 4, IDS, chat=False)
     assert trace.offsets == [0.0, 0.5, 2.5, 2.5]
     asks = first_asks(trace, SessionSeeds(0), 10)
@@ -187,8 +187,8 @@ def test_a_trace_is_played_in_its_order_and_with_its_prefixes(tmp_path: Path) ->
     assert prompts(trace, SessionSeeds(1), 4)[0] != short
 
 
-def test_tokens_that_no_block_stands_for_are_new(tmp_path: Path) -> None:
-    """A trace without hash ids, or with blocks that are larger here than there."""
+def test_tokens_without_a_hash_id_are_unique(tmp_path: Path) -> None:
+    """A trace without hash ids, or with a smaller block size than ours."""
     line = {"timestamp": 0, "input_length": 9, "output_length": 1}
     file = write(tmp_path / "x", [line, line, {**line, "hash_ids": [1]}, {**line, "hash_ids": [1]}])
     trace = TraceDataset.read(file, 1.0, 4, RandomTokenIds(), chat=False)
@@ -199,7 +199,7 @@ def test_tokens_that_no_block_stands_for_are_new(tmp_path: Path) -> None:
     assert c[4:] != d[4:]
 
 
-def test_a_file_is_asked_as_it_is_and_from_the_start_again(tmp_path: Path) -> None:
+def test_a_prompt_file_is_used_unchanged_and_repeated(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "x"}]
     lines = [
         {"prompt": "a", "output_tokens": 3},
@@ -230,14 +230,14 @@ def test_a_file_is_asked_as_it_is_and_from_the_start_again(tmp_path: Path) -> No
         ("\n", "the file is empty"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "trace"
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         TraceDataset.read(str(file), 0.001, 4, IDS, chat=False)
 
 
-def test_a_file_without_prompts_or_without_anything_is_refused(tmp_path: Path) -> None:
+def test_an_empty_file_or_one_without_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 1: prompt or messages is missing"):
         FileDataset.read(write(tmp_path / "x", [{"text": "a"}]), 1)
     with pytest.raises(ConfigError, match="No such file"):

@@ -1,4 +1,4 @@
-"""Verdicts of the measurements: when a limit is met, how it is shown, and what ends the run."""
+"""Limits of measurements: when they are met, how they are shown, and the exit status."""
 
 import io
 import json
@@ -25,13 +25,13 @@ MISSED = Limit("engine 0: growth", 1.25, "at most", 1.0, "MiB")
         (math.nan, "at least", False),
     ],
 )
-def test_a_limit_is_kept_up_to_its_bound_and_by_no_missing_figure(
+def test_a_limit_is_met_up_to_its_bound_and_not_by_a_missing_figure(
     value: float, kind: str, met: bool
 ) -> None:
     assert Limit("x", value, kind, 1.0).met is met  # type: ignore[arg-type]
 
 
-def test_what_was_missed_is_named_with_both_figures() -> None:
+def test_missed_limits_are_named_with_both_figures() -> None:
     check_limits("bench x", [KEPT])
     with pytest.raises(TokendError) as caught:
         check_limits("bench x", [KEPT, MISSED])
@@ -40,7 +40,7 @@ def test_what_was_missed_is_named_with_both_figures() -> None:
     )
 
 
-def test_the_table_has_the_verdict_of_each() -> None:
+def test_the_table_shows_every_verdict() -> None:
     text = io.StringIO()
     Console(file=text, width=110).print(limits_table([KEPT, MISSED]))
     kept, missed = [line for line in text.getvalue().splitlines() if ":" in line or "'" in line]
@@ -50,7 +50,7 @@ def test_the_table_has_the_verdict_of_each() -> None:
     assert "MISSED" in missed
 
 
-def test_the_file_has_figures_and_verdicts_and_no_nan() -> None:
+def test_the_file_has_figures_and_verdicts_without_nan() -> None:
     text = limits_json([MISSED, Limit("y", math.nan, "at most", 1)], {"requests": 7})
     read = json.loads(text, parse_constant=pytest.fail)
     assert read["requests"] == 7

@@ -1,4 +1,4 @@
-"""The client against a server in a thread, good and bad."""
+"""The load test's client against a fake server, with good and bad responses."""
 
 import threading
 from collections.abc import Iterable
@@ -18,34 +18,43 @@ from deploy.bench.client import (
 )
 from deploy.bench.stream import RequestResult
 from proto.errors import ConfigError, TokendError
-from tests.fakes.openai_server import FakeOpenAI, Respond, event, fake_openai, token, well
+from tests.fakes.openai_server import (
+    FakeOpenAI,
+    Respond,
+    event,
+    fake_openai,
+    respond_normally,
+    token,
+)
 
-ASK = BenchRequest(COMPLETIONS, {"prompt": [1, 2, 3]}, 4, checked=True)
+REQUEST = BenchRequest(COMPLETIONS, {"prompt": [1, 2, 3]}, 4, checked=True)
 
 
-async def asked(fake: FakeOpenAI, *asks: BenchRequest, **settings: Any) -> list[RequestResult]:
+async def send_requests(
+    fake: FakeOpenAI, *requests: BenchRequest, **settings: Any
+) -> list[RequestResult]:
     client = BenchClient(Target(fake.url, "m", **settings))
     try:
-        return [await client.send_request(each) for each in asks]
+        return [await client.send_request(each) for each in requests]
     finally:
         client.close()
 
 
 async def failing(respond: Respond, **settings: Any) -> str:
     with fake_openai(respond) as fake:
-        (result,) = await asked(fake, ASK, **settings)
+        (result,) = await send_requests(fake, REQUEST, **settings)
     return result.error
 
 
-async def test_requests_say_what_they_must_and_share_a_connection() -> None:
+async def test_requests_have_the_required_fields_and_share_a_connection() -> None:
     chat = BenchRequest(CHAT, {"messages": [{"role": "user", "content": "a b"}]}, 2)
     with fake_openai() as fake:
         fields = {"temperature": 0.5, "ignore_eos": True}
-        first, second = await asked(fake, ASK, chat, fields=fields, api_key="k")
+        first, second = await send_requests(fake, REQUEST, chat, fields=fields, api_key="k")
     assert (first.output_tokens, first.input_tokens, first.num_chunks) == (4, 3, 4)
     assert (second.output_tokens, second.input_tokens) == (2, 2)
     assert first.text == "< 3]0>< 3]1>< 3]2>< 3]3>"
-    assert second.text == ""  # nobody wants it
+    assert second.text == ""  # usage is not requested
     assert 0 < first.ttft <= first.e2el
     (path, body), (chat_path, chat_body) = fake.seen
     assert (path, chat_path) == (COMPLETIONS, CHAT)
@@ -57,10 +66,12 @@ async def test_requests_say_what_they_must_and_share_a_connection() -> None:
     assert "authorization: bearer k" in fake.heads[0].lower()
 
 
-async def test_a_turn_names_its_job() -> None:
+async def test_requests_of_a_session_carry_the_job_id() -> None:
     with fake_openai() as fake:
-        await asked(
-            fake, ASK, BenchRequest(COMPLETIONS, {"prompt": [1]}, 2, job="j-1", is_last_step=True)
+        await send_requests(
+            fake,
+            REQUEST,
+            BenchRequest(COMPLETIONS, {"prompt": [1]}, 2, job="j-1", is_last_step=True),
         )
     (_, without), (_, body) = fake.seen
     assert "agent_hint" not in without
@@ -68,7 +79,7 @@ async def test_a_turn_names_its_job() -> None:
     assert [("x-session-id: j-1" in head.lower()) for head in fake.heads] == [False, True]
 
 
-async def test_what_goes_wrong_is_part_of_the_exchange() -> None:
+async def test_errors_are_part_of_the_result() -> None:
     def half(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         yield token(path, "x")
         raise ConnectionError
@@ -82,10 +93,10 @@ async def test_what_goes_wrong_is_part_of_the_exchange() -> None:
     assert "without [DONE]" in await failing(lambda path, body: [token(path, "x")])
 
 
-async def test_nobody_there_and_nobody_answering() -> None:
+async def test_connection_refused_and_timeout() -> None:
     with fake_openai() as fake:
         pass
-    (result,) = await asked(fake, ASK)
+    (result,) = await send_requests(fake, REQUEST)
     assert "Connect" in result.error
 
     released = threading.Event()
@@ -95,35 +106,35 @@ async def test_nobody_there_and_nobody_answering() -> None:
         return []
 
     with fake_openai(never) as fake:
-        (result,) = await asked(fake, ASK, timeout=0.05)
+        (result,) = await send_requests(fake, REQUEST, timeout=0.05)
         released.set()
     assert result.error == "not complete after 0.05 s"
 
 
-async def test_a_connection_that_the_server_closed_meanwhile_is_made_anew() -> None:
+async def test_a_connection_closed_by_the_server_is_reopened() -> None:
     with fake_openai() as fake:
-        fake.hang_up_after = 1
-        results = await asked(fake, ASK, ASK, ASK)
+        fake.close_after = 1
+        results = await send_requests(fake, REQUEST, REQUEST, REQUEST)
     assert [each.error for each in results] == ["", "", ""]
     assert fake.num_connections == 3
 
 
-async def test_the_server_is_not_asked_twice_when_it_has_begun_to_answer() -> None:
+async def test_a_request_is_not_resent_after_a_partial_response() -> None:
     calls = []
 
     def half(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         calls.append(path)
         if len(calls) == 1:
-            yield from well(path, body)
+            yield from respond_normally(path, body)
         raise ConnectionError
 
     with fake_openai(half) as fake:
-        results = await asked(fake, ASK, ASK)
+        results = await send_requests(fake, REQUEST, REQUEST)
     assert [bool(each.error) for each in results] == [True, True]
     assert len(calls) == 2
 
 
-def test_a_server_is_asked_what_it_serves() -> None:
+def test_the_model_name_comes_from_the_server() -> None:
     with fake_openai() as fake:
         assert first_model(fake.url) == "fake"
         assert is_up(f"{fake.url}/health", 5.0)

@@ -1,4 +1,4 @@
-"""Bytes to events, however the network cuts them."""
+"""Parsing of responses and events from chunks of any size."""
 
 import random
 
@@ -21,7 +21,7 @@ BODY = (
 
 
 def chunked(body: bytes, rng: random.Random) -> bytes:
-    """In chunks of random sizes, with an extension and a trailer."""
+    """Encode a body in chunks of random sizes, with an extension and a trailer."""
     found = b""
     while body:
         size = rng.randint(1, 9)
@@ -40,13 +40,13 @@ def cut(data: bytes, rng: random.Random) -> list[bytes]:
 
 
 @pytest.mark.parametrize("place", range(len(BODY) + 1))
-def test_an_event_may_be_cut_anywhere(place: int) -> None:
+def test_events_split_at_any_byte_are_parsed(place: int) -> None:
     splitter = EventSplitter()
     assert splitter.feed(BODY[:place]) + splitter.feed(BODY[place:]) == EVENTS
     assert splitter.end() == []
 
 
-def test_an_event_that_nothing_closes_counts_at_the_end() -> None:
+def test_an_unterminated_event_counts_at_the_end() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"data: 1\n") + splitter.feed(b"data: 2") == []
     assert splitter.end() == [b"1\n2"]
@@ -54,7 +54,7 @@ def test_an_event_that_nothing_closes_counts_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_response_may_be_cut_anywhere(seed: int) -> None:
+def test_responses_split_at_any_byte_are_parsed(seed: int) -> None:
     rng = random.Random(seed)
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n"
     encoded = [
@@ -83,27 +83,27 @@ def test_a_response_may_be_cut_anywhere(seed: int) -> None:
         b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000,
     ],
 )
-def test_what_is_no_response_is_said(data: bytes) -> None:
+def test_invalid_responses_are_reported(data: bytes) -> None:
     with pytest.raises(InvalidResponseError):
         HttpResponseParser().feed(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nab"])
-def test_a_response_that_ends_early_is_said(data: bytes) -> None:
+def test_truncated_responses_are_reported(data: bytes) -> None:
     reader = HttpResponseParser()
     reader.feed(data)
     with pytest.raises(InvalidResponseError, match="closed"):
         reader.end()
 
 
-def test_a_connection_that_is_to_close_carries_no_other_request() -> None:
+def test_a_closing_connection_is_not_reused() -> None:
     reader = HttpResponseParser()
     reader.feed(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 1\r\n\r\nx")
     assert (reader.complete, reader.reusable) == (True, False)
 
 
 def answered(*events: bytes, status: int = 200, now: float = 1.0) -> RequestResult:
-    """An answer of one event every second."""
+    """Return the result of an answer with one event every second."""
     result = RequestResult(requested_tokens=3, keep_text=True)
     answer = StreamedResponse(result)
     answer.feed(b"HTTP/1.1 %d x\r\n\r\n" % status, now)
@@ -113,8 +113,8 @@ def answered(*events: bytes, status: int = 200, now: float = 1.0) -> RequestResu
     return result
 
 
-def test_an_exchange_is_measured_as_vllm_does_it() -> None:
-    """Chunks with a choice are tokens, whatever their text; the usage comes without time."""
+def test_timings_are_measured_like_vllm() -> None:
+    """Chunks with a choice are tokens, whatever their text; the usage chunk is not timed."""
     result = answered(
         b'{"choices":[{"text":"","index":0}]}',
         b'{"choices":[{"text":"ab","unknown":{"x":[1]}}]}',
@@ -130,7 +130,7 @@ def test_an_exchange_is_measured_as_vllm_does_it() -> None:
     assert (result.text, result.error) == ("abc", "")
 
 
-def test_chunks_are_counted_where_the_server_does_not() -> None:
+def test_chunks_are_counted_without_usage() -> None:
     chat = b'{"choices":[{"delta":{"role":"assistant","content":"x"}}],"usage":null}'
     result = answered(chat, chat, b'{"choices":[{"delta":{},"finish_reason":"stop"}]}')
     assert (result.output_tokens, result.text, result.error) == (3, "xx", "")
@@ -146,11 +146,11 @@ def test_chunks_are_counted_where_the_server_does_not() -> None:
         (b'{"choices":[]}', "without [DONE]"),
     ],
 )
-def test_what_is_wrong_in_a_stream_is_its_error(event: bytes, expected: str) -> None:
+def test_errors_in_a_stream_are_recorded(event: bytes, expected: str) -> None:
     assert expected in answered(event).error
 
 
-def test_a_refusal_is_shown_with_its_status() -> None:
+def test_an_error_response_is_shown_with_its_status() -> None:
     result = RequestResult(requested_tokens=3)
     answer = StreamedResponse(result)
     answer.feed(b"HTTP/1.1 503 x\r\ncontent-length: 4\r\n\r\nfull", 1.0)
@@ -158,6 +158,6 @@ def test_a_refusal_is_shown_with_its_status() -> None:
 
 
 @pytest.mark.parametrize("event", [b"{", b'{"choices":[{"text":1}]}', b"\xff", b"[" * 5000])
-def test_an_event_that_is_none_is_an_error_that_can_be_caught(event: bytes) -> None:
+def test_an_invalid_event_raises(event: bytes) -> None:
     with pytest.raises(ProtocolError):
         answered(event)

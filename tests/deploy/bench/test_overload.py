@@ -1,4 +1,4 @@
-"""The load generator for overload, against a server that answers what the test says."""
+"""The overload load generator against a scripted server."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ def ok(text: str) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(answer: Callable[[int], str]) -> AsyncIterator[tuple[str, Counter[str]]]:
-    """A server that answers the n-th request so; yields its URL and what it has seen."""
+    """Run a server that answers the n-th request with the n-th reply; yield its URL and counts."""
     seen: Counter[str] = Counter()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,7 +123,7 @@ async def test_the_table_has_a_row_for_each_part() -> None:
     assert run.report.with_stay.attempts
 
 
-async def test_the_control_only_closes() -> None:
+async def test_the_control_server_only_closes_connections() -> None:
     with ClosingServer() as control:
         url = urlsplit(control.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -151,7 +151,7 @@ def missed_limits(
     grown: float = 0.0,
     left: list[str] | None = None,
 ) -> list[str]:
-    """The limits missed by a run whose usual wait is 1 s and whose clients get 10 tokens/s."""
+    """Return the limits missed by a run with a typical wait of 1 s and 10 tokens/s per client."""
     report = OverloadReport(
         full=PartResult([accepted(1.0)], 1.0),
         overload=result_of(overload),
@@ -192,31 +192,31 @@ GOOD_CHURN = [accepted(1.0)]
         ([*GOOD_OVERLOAD, Attempt(500)], GOOD_CHURN, ["failed requests"]),
     ],
 )
-def test_each_limit_is_missed_by_what_it_is_for(
+def test_every_limit_can_be_missed(
     overload: list[Attempt], with_churn: list[Attempt], missed: list[str]
 ) -> None:
     assert missed_limits(overload, with_churn) == missed
 
 
-def test_memory_that_grows_and_gauges_that_stay_are_limits_too() -> None:
+def test_growing_memory_and_nonzero_gauges_miss_limits() -> None:
     assert missed_limits(GOOD_OVERLOAD, GOOD_CHURN, grown=8.5) == ["api 0: growth"]
     assert missed_limits(GOOD_OVERLOAD, GOOD_CHURN, left=["a gauge stays at 1"]) == [
         "gauges not back at 0"
     ]
 
 
-def test_a_part_that_was_not_run_has_no_limits() -> None:
+def test_skipped_parts_have_no_limits() -> None:
     names = [each.name for each in OverloadReport().limits(MemoryLog(1), [])]
     assert names == ["failed requests", "gauges not back at 0"]
 
 
-def test_growth_is_counted_after_the_first_tenth() -> None:
+def test_memory_growth_is_measured_after_the_first_tenth() -> None:
     memory = MemoryLog(1)
     memory.sizes["x"] = [1.0, 50.0, *[60.0] * 18]
     assert memory.growth("x") == 0.0
 
 
-def test_the_command_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--help"]) == 0
     assert "overload" in capsys.readouterr().out
     assert cli.main(["bench"]) == cli.main(["bench", "everything"]) == 2

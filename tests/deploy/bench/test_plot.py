@@ -1,4 +1,4 @@
-"""Drawings: where values lie, what is written beside axes, and that the file is well formed."""
+"""Plots: positions of values, axis labels, and a well-formed file."""
 
 from xml.etree import ElementTree
 
@@ -19,7 +19,7 @@ def drawings(text: str) -> list[ElementTree.Element]:
 
 
 def check_scale(scale: Scale, values: list[float]) -> None:
-    """All values lie on it in their order, and its marks go from end to end."""
+    """Assert that all values lie on the axis in order and its ticks span it."""
     parts = [scale.position(value) for value in sorted(values)]
     assert parts == sorted(parts)
     assert -1e-9 <= parts[0] <= parts[-1] <= 1 + 1e-9
@@ -29,23 +29,23 @@ def check_scale(scale: Scale, values: list[float]) -> None:
 
 
 @given(VALUES)
-def test_all_values_have_room_on_an_axis_from_zero(values: list[float]) -> None:
+def test_an_axis_from_zero_fits_all_values(values: list[float]) -> None:
     scale = LinearScale.including(values)
     check_scale(scale, values)
-    assert scale.position(max(values)) > 0.5  # and no more room than that
+    assert scale.position(max(values)) > 0.5  # and does not waste space
     steps = {round(b - a, 9) for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)}
     assert max(steps) - min(steps) <= 1e-6 * max(steps)
 
 
 @given(VALUES)
-def test_all_values_have_room_on_an_axis_of_ratios(values: list[float]) -> None:
+def test_a_log_axis_fits_all_values(values: list[float]) -> None:
     scale = LogScale.including(values)
     check_scale(scale, values)
     assert len(scale.ticks) <= 14
     assert scale.low >= min(values) / 2.5 - 1e-9
 
 
-def test_equal_ratios_are_equal_ways() -> None:
+def test_equal_ratios_have_equal_distances() -> None:
     scale = LogScale.including([3.0, 80.0])
     assert list(scale.ticks) == [2, 5, 10, 20, 50, 100]
     assert scale.position(20) - scale.position(10) == pytest.approx(
@@ -56,7 +56,7 @@ def test_equal_ratios_are_equal_ways() -> None:
     assert list(LogScale.including([0.0, -1.0]).ticks) == [1, 2, 5, 10]
 
 
-def test_many_decades_have_powers_of_ten() -> None:
+def test_many_decades_have_ticks_at_powers_of_ten() -> None:
     ticks = LogScale.including([2e-3, 3e3]).ticks
     assert ticks == pytest.approx([2e-3, 1e-2, 0.1, 1, 10, 100, 1000, 5000])
 
@@ -85,7 +85,7 @@ def test_a_page_has_tables_names_and_both_colour_schemes() -> None:
     assert "<script" not in text
 
 
-def test_names_that_would_touch_are_left_out() -> None:
+def test_overlapping_labels_are_omitted() -> None:
     points = [(1.0 + 0.01 * each, 1.0) for each in range(5)] + [(9.0, 1.0)]
     panel = PlotPanel("x", {"one": points}, names=["a", "b", "c", "d", "e", "far"])
     (drawing,) = drawings(plot_page("t", [], [panel], "x"))
@@ -93,7 +93,7 @@ def test_names_that_would_touch_are_left_out() -> None:
     assert shown == ["far", "e"]
 
 
-def test_shares_are_written_as_percent_and_colours_come_again_dashed() -> None:
+def test_shares_are_percentages_and_repeated_colours_are_dashed() -> None:
     curves = {f"curve {number}": [(1.0, 0.5), (2.0, 1.0)] for number in range(8)}
     (drawing,) = drawings(
         plot_page("t", [], [PlotPanel("x", curves, log_x=True, shares=True)], "x")

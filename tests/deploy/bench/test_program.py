@@ -1,4 +1,4 @@
-"""No program outlives its measurement."""
+"""Programs started by a measurement end with it."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ WAITS = "import sys; print(flush=True); sys.stdin.read()"
 @pytest.mark.parametrize(
     ("source", "number"), [(WAITS, signal.SIGTERM), (f"{STUBBORN}; {WAITS}", signal.SIGKILL)]
 )
-def test_a_program_is_asked_to_end_and_killed_when_it_does_not(
+def test_a_program_that_ignores_sigterm_is_killed(
     monkeypatch: pytest.MonkeyPatch, source: str, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(program, "END_SECONDS", 0.2 if number == signal.SIGKILL else 20.0)

@@ -1,4 +1,4 @@
-"""What is left of a disturbance, and the look at the processes behind it."""
+"""Leftovers after a disturbance (gauges, descriptors, files), and usage figures of processes."""
 
 import os
 from pathlib import Path
@@ -29,13 +29,13 @@ BEFORE = IdleState({"running": 0.0}, {"api": 20, "engine": 10}, 6)
         (IdleState({"running": 0.0}, BEFORE.descriptors, 7), ["7 files in the run directory"]),
     ],
 )
-def test_what_is_left_over(after: IdleState, found: list[str]) -> None:
+def test_leftovers_are_reported(after: IdleState, found: list[str]) -> None:
     left = BEFORE.find_leftovers(after)
     assert len(left) == len(found)
     assert all(part in line for part, line in zip(found, left, strict=True))
 
 
-def test_of_a_process_its_memory_and_what_it_has_open() -> None:
+def test_memory_and_open_descriptors_of_a_process() -> None:
     (usage,) = usage_by_title(os.getpid()).values()
     assert usage.pid == pids_by_title(os.getpid())[SUPERVISOR] == os.getpid()
     assert usage.resident_mib > 1
@@ -47,7 +47,7 @@ def test_of_a_process_its_memory_and_what_it_has_open() -> None:
         os.close(write)
 
 
-def test_the_run_directory_is_found_by_its_lock(tmp_path: Path) -> None:
+def test_the_run_directory_of_a_process_is_found_by_its_lock(tmp_path: Path) -> None:
     directory = RunDirectory.create(str(tmp_path))
     try:
         assert str(run_directory(os.getpid())) == directory.path

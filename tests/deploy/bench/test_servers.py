@@ -1,4 +1,4 @@
-"""Servers that a command starts, and how long that takes."""
+"""Servers started by a command, and the measurement of their start."""
 
 import json
 import os
@@ -21,17 +21,17 @@ def spec(command: str = FAKE, seconds: float = 60.0) -> ServerSpec:
     return ServerSpec.parse(f"fake={command}", "/health", seconds)
 
 
-def test_a_server_is_up_until_the_block_is_left() -> None:
+def test_a_server_runs_until_the_context_ends() -> None:
     with StartedServer(spec()) as server:
         pid = server._process.pid
-        assert eventually(lambda: server.lines)  # it may answer before what it printed is read
+        assert eventually(lambda: server.lines)  # it may answer before its output is read
         assert server.lines[0].text == "fake 0: loading weights …"
         assert 0 < server.lines[0].seconds < server.seconds_to_ready + 5.0
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
 
 
-def test_what_its_processes_leave_behind_is_ended_with_it() -> None:
+def test_orphans_of_a_server_are_ended_with_it() -> None:
     with StartedServer(spec(f"sh -c 'sleep 1000 & exec {FAKE}'")) as server:
         pid = server._process.pid
         os.killpg(pid, 0)
@@ -39,10 +39,10 @@ def test_what_its_processes_leave_behind_is_ended_with_it() -> None:
 
 
 def _num_running(group: int) -> int:
-    """Processes of a group that are not over; one that was killed may take a moment."""
+    """Return the running processes of a group; a killed one may take a moment to end."""
     number = 0
     for each in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # over meanwhile
+        with suppress(OSError):  # it has ended
             state, _, its_group, *_ = each.read_text().rpartition(")")[2].split()
             number += its_group == str(group) and state != "Z"
     return number
@@ -60,7 +60,7 @@ def _num_running(group: int) -> int:
         (f"{sys.executable} -c 'import time; time.sleep(99)' {{port}}", 0.05, "fake is not ready"),
     ],
 )
-def test_a_server_that_does_not_come_up_says_why(
+def test_a_server_that_fails_to_start_reports_its_output(
     command: str, seconds: float, expected: str
 ) -> None:
     with pytest.raises(TokendError) as caught, running(spec(command, seconds)):
@@ -68,7 +68,7 @@ def test_a_server_that_does_not_come_up_says_why(
     assert expected in str(caught.value)
 
 
-def test_a_program_that_there_is_not() -> None:
+def test_a_missing_program_is_reported() -> None:
     with (
         pytest.raises(ConfigError, match="/nowhere/serve: No such file"),
         running(spec("/nowhere/serve {port}")),
@@ -76,12 +76,12 @@ def test_a_program_that_there_is_not() -> None:
         pytest.fail("it is up")
 
 
-def test_a_server_that_runs_already_is_left_alone() -> None:
+def test_a_running_server_is_not_ended() -> None:
     with running(ServerSpec.parse("a=http://127.0.0.1:9/v1", "/health", 1.0)) as url:
         assert url == "http://127.0.0.1:9"
 
 
-def test_phases_are_what_a_server_prints() -> None:
+def test_start_phases_are_parsed_from_the_output() -> None:
     lines = [
         PrintedLine(0.1, "tokend: starting smollm2 …"),
         PrintedLine(0.5, "worker 0: loading weights …"),
@@ -109,7 +109,7 @@ def test_phases_are_what_a_server_prints() -> None:
 
 
 @pytest.mark.suite("bench")
-def test_starts_are_measured_in_turns(
+def test_starts_alternate_between_servers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(startup, "tokend", lambda name, flags, seconds: spec())
@@ -134,6 +134,6 @@ def test_starts_are_measured_in_turns(
         (["--rounds", "0"], "--rounds"),
     ],
 )
-def test_what_the_user_must_change_is_said(words: list[str], expected: str) -> None:
+def test_usage_errors_are_reported(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         startup.main(words)

@@ -1,4 +1,4 @@
-"""When requests go out, and what is made of the answers, against plain models of both."""
+"""Arrival times and figures of a load test, compared with simple models of both."""
 
 import asyncio
 import gc
@@ -42,7 +42,7 @@ from deploy.bench.stream import RequestResult, no_gaps
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
-def test_arrivals_are_those_of_the_seed_and_end_when_they_should(burstiness: float) -> None:
+def test_arrivals_depend_on_the_seed_and_end_in_time(burstiness: float) -> None:
     arrivals = list(gamma_arrivals(4.0, burstiness, 7, 1000))
     assert arrivals == list(gamma_arrivals(4.0, burstiness, 7, 1000))
     assert arrivals[-1] == pytest.approx(250.0)
@@ -54,12 +54,12 @@ def test_arrivals_are_those_of_the_seed_and_end_when_they_should(burstiness: flo
         assert arrivals != list(gamma_arrivals(4.0, burstiness, 8, 1000))
 
 
-def test_arrivals_without_end_have_the_rate_in_the_mean() -> None:
+def test_endless_arrivals_have_the_mean_rate() -> None:
     arrivals = list(itertools.islice(gamma_arrivals(50.0, 1.0, 0, None), 5000))
     assert arrivals[-1] == pytest.approx(100.0, rel=0.05)
 
 
-def test_the_rate_grows_evenly_and_then_stays() -> None:
+def test_the_rate_ramps_up_linearly_and_then_stays() -> None:
     arrivals = list(ramped((each / 100 for each in range(10_000)), 20.0))
     assert arrivals == sorted(arrivals)
     counts, _ = np.histogram(arrivals, bins=np.arange(0.0, 81.0, 5.0))
@@ -67,7 +67,7 @@ def test_the_rate_grows_evenly_and_then_stays() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 101])
-def test_percentiles_are_those_of_numpy(number: int) -> None:
+def test_percentiles_equal_numpy(number: int) -> None:
     rng = random.Random(number)
     values = [rng.uniform(0, 9) for _ in range(number)]
     for percent in (0, 1, 50, 90, 95, 99, 100):
@@ -75,7 +75,7 @@ def test_percentiles_are_those_of_numpy(number: int) -> None:
 
 
 def result(rng: random.Random) -> RequestResult:
-    """Some answer, or a failure."""
+    """Return a random answer or failure."""
     found = RequestResult(requested_tokens=rng.randint(1, 6), waited=rng.random())
     found.started = rng.uniform(0, 20)
     found.first = found.last = found.started + rng.random()
@@ -90,7 +90,7 @@ def result(rng: random.Random) -> RequestResult:
     return found
 
 
-def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> None:
+def test_without_answers_rates_are_zero_and_times_missing() -> None:
     failed = result(random.Random(0))
     failed.error = "broken"
     plain = figures_of(
@@ -102,11 +102,11 @@ def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_figures_are_those_of_a_plain_model(seed: int) -> None:
-    """Written down once more, with numpy, as vLLM's `calculate_metrics` does it."""
+def test_figures_equal_a_simple_model(seed: int) -> None:
+    """The model follows vLLM's `calculate_metrics`, with numpy."""
     rng = random.Random(seed)
     results = [result(rng) for _ in range(rng.randint(2, 40))]
-    results[0].error = ""  # one in which all failed is above
+    results[0].error = ""  # the test above covers a run of failures only
     done = [each for each in results if not each.error]
     lengths = [each.counted_tokens or each.num_chunks for each in done]
     ttfts = [each.first - each.started for each in done]
@@ -148,7 +148,7 @@ def test_figures_are_those_of_a_plain_model(seed: int) -> None:
 
 
 class FakeClient:
-    """A client that answers after some turns of the loop, and counts concurrent requests."""
+    """A client that answers after some event loop iterations and counts concurrent requests."""
 
     target = Target("http://nowhere", "m")
 
@@ -184,14 +184,14 @@ async def run(client: FakeClient, some: Iterator[BenchSession], pattern: LoadPat
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
-async def test_so_many_are_under_way_in_a_closed_loop(concurrency: int) -> None:
+async def test_a_closed_loop_keeps_its_concurrency(concurrency: int) -> None:
     client = FakeClient()
     load_result = await run(client, sessions(), LoadPattern(concurrency, max_requests=20))
     assert (client.most, len(client.requests), len(load_result.results)) == (concurrency, 20, 20)
     assert load_result.seconds > 0
 
 
-async def test_an_open_loop_does_not_wait_for_answers_unless_it_is_limited() -> None:
+async def test_an_open_loop_waits_for_answers_only_at_its_limit() -> None:
     together = [0.0] * 9
     for limit in (None, 1):
         client = FakeClient()
@@ -200,7 +200,7 @@ async def test_an_open_loop_does_not_wait_for_answers_unless_it_is_limited() -> 
         assert (client.most == 1) == (limit == 1)
 
 
-async def test_a_run_ends_with_its_sessions_its_number_or_its_time() -> None:
+async def test_a_run_ends_after_its_sessions_requests_or_time() -> None:
     three = itertools.islice(sessions(), 3)
     assert len((await run(FakeClient(), three, LoadPattern(5))).results) == 3
     three = itertools.islice(sessions(), 3)
@@ -216,11 +216,11 @@ async def test_a_run_ends_with_its_sessions_its_number_or_its_time() -> None:
         LoadPattern(2, ramp_seconds=0.01, duration=0.02),
     ):
         assert (await run(FakeClient(), sessions(), pattern)).results
-    nobody = await run(FakeClient(), iter([]), LoadPattern(1))
-    assert figures_of("x", nobody, Goodput({})).output_tokens_per_s == 0
+    empty = await run(FakeClient(), iter([]), LoadPattern(1))
+    assert figures_of("x", empty, Goodput({})).output_tokens_per_s == 0
 
 
-async def test_the_collector_stays_away_from_prompts_during_a_run(
+async def test_garbage_collection_skips_prompts_during_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Observer(FakeClient):
@@ -237,7 +237,7 @@ async def test_the_collector_stays_away_from_prompts_during_a_run(
     assert gc.get_freeze_count() == 0
 
 
-async def test_turns_follow_each_other_and_a_failure_ends_the_session() -> None:
+async def test_turns_are_sequential_and_a_failure_ends_the_session() -> None:
     client = FakeClient(fail_every=5)
     talks = itertools.islice(MultiTurnDataset(RequestSizes(2, 1), 3).sessions(SessionSeeds(0)), 2)
     load_result = await run(client, talks, LoadPattern(1))
@@ -265,15 +265,15 @@ async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
     ]
 
 
-async def test_what_failed_is_not_compared() -> None:
+async def test_failed_answers_are_not_compared() -> None:
     one = SingleRequest(BenchRequest(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
     load_result = await run(FakeClient(fail_every=1), iter([one]), LoadPattern(1))
     assert (len(load_result.results), load_result.checked) == (1, [])
 
 
 @pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])
-def test_a_distribution_is_drawn_in_steps(number: int) -> None:
-    """Where it has risen to a part, so many of the values are not above."""
+def test_a_distribution_is_a_step_function(number: int) -> None:
+    """At every height the given share of the values is at most the step's value."""
     rng = random.Random(number)
     values = [rng.expovariate(1.0) for _ in range(number)]
     points = _distribution(values)

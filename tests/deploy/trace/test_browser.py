@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, how it moves, and that it stays quick when large."""
+"""The trace page in a real browser: content, navigation, and speed with a large trace."""
 
 import shutil
 from collections.abc import Iterator
@@ -30,40 +30,40 @@ def browser() -> Iterator[Any]:
 
 
 class Shown:
-    """An open page. wrong: what its scripts and its console complained of."""
+    """An open page. wrong: errors of its scripts and its console."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1200, "height": 800}, **options)
         self.wrong: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", self._said)
-        self.page.on("request", lambda request: self._requested(request.url))
+        self.page.on("console", self._on_console)
+        self.page.on("request", lambda request: self._on_request(request.url))
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("#stage[data-drawn]")
         self.box = self.page.locator("#stage").bounding_box()
 
-    def _said(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         if message.type == "error":
             self.wrong.append(message.text)
 
-    def _requested(self, url: str) -> None:
+    def _on_request(self, url: str) -> None:
         if not url.startswith("file:"):
             self.wrong.append(url)
 
     def numbers(self, name: str) -> list[float]:
-        """Of an attribute of the stage, when what was asked for is drawn."""
+        """Return the numbers of an attribute of the stage once the requested view is drawn."""
         self.page.evaluate(
             "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
         return [float(each) for each in self.page.get_attribute("#stage", name).split()]
 
     def point(self, right: float, down: float) -> None:
-        """Parts of the stage."""
+        """Move the mouse to a position given as fractions of the stage."""
         box = self.box
         self.page.mouse.move(box["x"] + right * box["width"], box["y"] + down * box["height"])
 
     def colours(self, canvas: int = 0) -> int:
-        """How many different colours a canvas has."""
+        """Return the number of different colours of a canvas."""
         return self.page.evaluate(
             """(index) => {
                 const canvas = document.querySelectorAll("canvas")[index];
@@ -89,7 +89,7 @@ def small(browser, tmp_path: Path) -> Iterator[Shown]:
     shown.page.close()
 
 
-def test_everything_is_drawn_and_hovering_tells_what_it_is(small: Shown) -> None:
+def test_the_trace_is_drawn_and_hovering_shows_details(small: Shown) -> None:
     assert small.page.locator("canvas").count() == 5
     for canvas in range(5):
         assert small.colours(canvas) > 3
@@ -123,7 +123,7 @@ def test_wheel_drag_and_buttons(small: Shown) -> None:
     assert again[1] - again[0] == pytest.approx((end - start) / 2)
 
 
-def test_it_can_be_used_with_keys_alone(small: Shown) -> None:
+def test_keyboard_navigation(small: Shown) -> None:
     page = small.page
     for _ in range(20):
         page.keyboard.press("Tab")
@@ -152,7 +152,7 @@ def test_it_can_be_used_with_keys_alone(small: Shown) -> None:
     assert page.inner_text("#step").startswith("Step 2 ")
 
 
-def test_orders_and_finding(small: Shown) -> None:
+def test_sorting_and_searching(small: Shown) -> None:
     page = small.page
     for order in ("tenant", "duration", "job", "arrival"):
         page.select_option("#order", order)
@@ -163,7 +163,7 @@ def test_orders_and_finding(small: Shown) -> None:
     assert page.evaluate("window.page.view.hovered") == 5
 
 
-def test_light_and_dark(browser, small: Shown, tmp_path: Path) -> None:
+def test_light_and_dark_colour_schemes(browser, small: Shown, tmp_path: Path) -> None:
     dark = Shown(browser, tmp_path / "small.html", color_scheme="dark")
     colours = [
         each.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -175,7 +175,7 @@ def test_light_and_dark(browser, small: Shown, tmp_path: Path) -> None:
 
 
 def large(num_requests: int, num_steps: int) -> Condensed:
-    """As many requests and steps as are promised, without the lines that would make them."""
+    """Return condensed data of this many requests and steps, without trace lines."""
     condensed = Condensed(TracedEngine().header)
     span = 10_000 * num_steps
     for step in range(num_steps):

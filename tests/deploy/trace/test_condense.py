@@ -1,4 +1,4 @@
-"""What the page is told of a trace: states of sequences, steps, and what lines do not say."""
+"""Condensing a trace for the page: states of sequences, steps, and derived values."""
 
 import msgspec
 import pytest
@@ -50,7 +50,7 @@ def hit(num_tokens, local=0, external=0):
     return PrefixHit(seq_id=0, num_tokens=num_tokens, local_tokens=local, external_tokens=external)
 
 
-LIFE = [
+SEQUENCE = [
     arrival(10),
     step(20, 1, new=[0], new_tokens=[30], hits=[hit(60, 16)], num_tokens=30),
     Result(time_us=30, step=1),
@@ -67,8 +67,8 @@ LIFE = [
 ]
 
 
-def test_a_life_is_cut_into_its_states() -> None:
-    condensed = condense([HEADER, *LIFE])
+def test_a_sequence_is_divided_into_states() -> None:
+    condensed = condense([HEADER, *SEQUENCE])
     assert condensed.segments == [
         (0, State.QUEUED, 10, 20),
         (0, State.PREFILL, 20, 40),
@@ -83,7 +83,7 @@ def test_a_life_is_cut_into_its_states() -> None:
 
 
 def test_steps_are_columns() -> None:
-    steps = condense([HEADER, *LIFE]).steps
+    steps = condense([HEADER, *SEQUENCE]).steps
     assert list(steps["step"]) == [1, 2, 3, 4, 5]
     assert list(steps["prefill"]) == [30, 14, 0, 0, 14]
     assert list(steps["decode"]) == [0, 0, 1, 0, 0]
@@ -98,12 +98,17 @@ def test_steps_are_columns() -> None:
     assert [steps[name][0] for name in ("free", "cached", "requests", "held", "pinned")] == [
         4, 3, 2, 1, 0,
     ]  # fmt: skip
-    condensed = condense([HEADER, *LIFE])
+    condensed = condense([HEADER, *SEQUENCE])
     assert list(condensed.step_ends) == [30, 40, 50, 0, 70]
 
 
-def test_what_is_under_way_lasts_until_the_end() -> None:
-    lines = [*LIFE[:2], arrival(25, 1), LIFE[2], Event(time_us=44, what="pause", detail="freeze")]
+def test_unfinished_states_last_until_the_end() -> None:
+    lines = [
+        *SEQUENCE[:2],
+        arrival(25, 1),
+        SEQUENCE[2],
+        Event(time_us=44, what="pause", detail="freeze"),
+    ]
     condensed = condense([HEADER, *lines])
     assert condensed.segments == [
         (0, State.QUEUED, 10, 20),
@@ -130,7 +135,7 @@ def test_overlapped_results_end_the_prefill_of_their_own_step() -> None:
     ]
 
 
-def test_lines_about_what_came_before_the_trace_harm_nothing() -> None:
+def test_lines_about_requests_before_the_trace_are_ignored() -> None:
     lines = [
         step(
             10, 7, running=[5], num_tokens=1, preempted=[6], hits=[hit(9)], new=[0], new_tokens=[1]
@@ -146,7 +151,7 @@ def test_lines_about_what_came_before_the_trace_harm_nothing() -> None:
 
 
 def test_a_trace_begins_with_its_header() -> None:
-    for lines in ([], LIFE):
+    for lines in ([], SEQUENCE):
         with pytest.raises(ProtocolError):
             condense(lines)
     again = msgspec.structs.replace(HEADER)

@@ -1,4 +1,4 @@
-"""`tokend trace view`: the page as a file; how it looks is for test_browser.py."""
+"""`tokend trace view`: the page as a file; test_browser.py tests its display."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def engine() -> TracedEngine:
 
 
 def data_of(page: str) -> tuple[dict, dict[str, list]]:
-    """What the page's script reads."""
+    """Return the data that the page's script reads."""
     (text,) = re.findall(r'<script type="text/plain" id="data">([^<]*)</script>', page)
     data = zlib.decompress(base64.b64decode(text))
     length = int.from_bytes(data[:4], "little")
@@ -55,7 +55,7 @@ def test_the_page_has_every_request_and_step(engine, tmp_path: Path, capsys) -> 
         assert len(columns[name]) == len(columns["step"])
 
 
-def test_it_loads_nothing_and_runs_only_its_own_script(engine, tmp_path: Path) -> None:
+def test_the_page_loads_no_resources_and_runs_only_its_script(engine, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     evil = b'"job":"</script><script>alert(1)</script>",'
     path.write_bytes(
@@ -69,13 +69,13 @@ def test_it_loads_nothing_and_runs_only_its_own_script(engine, tmp_path: Path) -
     assert page.count("<script") == 2
 
 
-def test_a_name_is_only_text(engine, tmp_path: Path) -> None:
+def test_names_are_escaped(engine, tmp_path: Path) -> None:
     path = tmp_path / "<b>&.jsonl"
     path.write_bytes(engine.content)
     assert "<title>&lt;b&gt;&amp;.jsonl - scheduler trace</title>" in page_of(path)
 
 
-def test_a_cut_off_line_is_passed_over_and_a_wrong_one_is_told(
+def test_a_truncated_line_is_skipped_and_an_invalid_one_reported(
     engine, tmp_path: Path, capsys
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -90,7 +90,7 @@ def test_a_cut_off_line_is_passed_over_and_a_wrong_one_is_told(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_words_that_make_no_sense(capsys) -> None:
+def test_invalid_arguments(capsys) -> None:
     for words in (["trace"], ["trace", "look"], ["trace", "view"]):
         assert cli.main(words) == 2
     assert cli.main(["trace", "--help"]) == 0

@@ -31,13 +31,13 @@ def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
-    rig.settle()
+    rig.run_until_idle()
     assert rig.offloading._manager.usage == 0.0
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.loads.clear()
     rig.generate(list(request.prompt_token_ids))
     assert rig.loads == []
-    rig.assert_at_rest()
+    rig.assert_idle()
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -79,12 +79,12 @@ class Machine:
             rig.step()
             assert check(rig.kv_cache) == []
         self.is_patient = False
-        rig.settle()
+        rig.run_until_idle()
         for request, prompt, num_tokens in self.requests:
             if request.seq_id not in self.aborted:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
-                assert rig.reason_of(request) is FinishReason.LENGTH
-        rig.assert_at_rest()
+                assert rig.finish_reason_of(request) is FinishReason.LENGTH
+        rig.assert_idle()
         assert rig.offloading.reset_cache()
         assert not rig.offloading._loads._loading
         assert not rig.offloading._requests

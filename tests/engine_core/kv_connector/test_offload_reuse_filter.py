@@ -120,10 +120,10 @@ def test_repeated_lookups_of_a_request_count_once(
         backing, "touch", lambda keys, *, is_new_use=True: touched.append(is_new_use)
     )
     request = rig.add_one(list(range(37)), 1)
-    while rig.reason_of(request) is None:
+    while rig.finish_reason_of(request) is None:
         rig.step()
         rig.offloading.process_notifications()
-    rig.settle()
+    rig.run_until_idle()
     assert num_asked > 6
     assert touched.count(True) == 1
     assert rig.stores == []

@@ -37,7 +37,7 @@ def test_a_reuse_threshold_keeps_scans_out() -> None:
     assert rig.stores == []
     (stats,) = rig.offloading.drain_stats()
     assert stats.num_skipped == 3
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert len(rig.stores) == 1
 
@@ -48,16 +48,16 @@ def test_a_request_waiting_for_blocks_repeats_its_lookup() -> None:
     blocker = rig.add_one([7] * 30, 10)
     rig.step()
     rig.add_one(PROMPT, 1)
-    while rig.reason_of(blocker) is None:
+    while rig.finish_reason_of(blocker) is None:
         rig.step()
-    rig.settle()
+    rig.run_until_idle()
     assert rig.stores == []
 
 
 def test_kv_producer_loads_nothing_and_kv_consumer_stores_nothing() -> None:
     producer = OffloadRig(role="kv_producer")
     producer.generate(PROMPT)
-    producer.forget_device()
+    producer.reset_prefix_cache()
     producer.generate(PROMPT)
     assert producer.stores
     assert not producer.loads
@@ -74,9 +74,9 @@ def test_start_over_forgets_the_workers_memory() -> None:
     assert rig.half.under_way
     rig.lose_workers()
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
-    rig.forget_device()
+    rig.run_until_idle()
+    rig.assert_idle()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert len(rig.loads) == 1, "stored anew by the workers that came"
 
@@ -88,9 +88,9 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     rig.step()
     assert not rig.offloading.reset_cache()
     rig.finishes = lambda job: True
-    rig.settle()
+    rig.run_until_idle()
     assert rig.offloading.reset_cache()
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.generate(PROMPT)
     assert rig.loads == []
 

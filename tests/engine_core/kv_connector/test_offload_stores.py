@@ -20,7 +20,7 @@ def test_stores_are_planned_for_full_offloaded_blocks_only() -> None:
     assert store.medium == "CPU"
     assert store.device == [DeviceBlocks(0, list(range(1, 10)))]
     assert store.slots == [[0, 1, 2]]
-    rig.assert_at_rest()
+    rig.assert_idle()
 
 
 def test_only_what_prepare_store_wants_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_growing_request_stores_each_block_once_it_is_full() -> None:
     assert len(rig.stores) == 1
     rig.step()
     assert [device_of(store) for store in rig.stores] == [[1, 2, 3], [4, 5, 6]]
-    rig.settle()
+    rig.run_until_idle()
     assert [device_of(store) for store in rig.stores] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
@@ -54,7 +54,7 @@ def test_a_full_medium_is_retried_with_new_blocks_only() -> None:
     (stats,) = rig.offloading.drain_stats()
     assert (stats.num_unstored, stats.num_stores, stats.usage) == (3, 0, 0.0)
     rig.finishes = lambda job: True
-    rig.settle()
+    rig.run_until_idle()
     rig.add_one(PROMPT[:24], 13)
     rig.step()
     assert [device_of(store) for store in rig.stores] != []
@@ -110,9 +110,9 @@ def test_abort_while_storing_keeps_blocks_until_the_copy_ends() -> None:
     (store,) = rig.stores
     assert not set(device_of(store)) & set(rig.kv_cache.pool.free_queue)
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
-    rig.forget_device()
+    rig.run_until_idle()
+    rig.assert_idle()
+    rig.reset_prefix_cache()
     assert rig.generate(PROMPT).num_cached_tokens == 36
 
 
@@ -134,8 +134,8 @@ def test_handle_preemptions_flushes_the_stores_of_the_victims() -> None:
     victims = {store.job_id for store in rig.stores}
     assert set(rig.half.flushed) <= victims
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
+    rig.run_until_idle()
+    rig.assert_idle()
 
 
 def test_a_copy_ends_when_all_ranks_have_reported() -> None:
@@ -153,15 +153,15 @@ def test_a_copy_ends_when_all_ranks_have_reported() -> None:
     (stats,) = rig.offloading.drain_stats()
     assert (stats.num_stores, stats.store_bytes, stats.store_seconds) == (1, 300, 0.5)
     rig.finishes = lambda job: True
-    rig.settle()
-    rig.assert_at_rest()
+    rig.run_until_idle()
+    rig.assert_idle()
 
 
 def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
     rig = OffloadRig(num_ranks=2, finishes=lambda job: False)
     rig.generate(PROMPT)
     assert rig.offloading._manager.usage == 0.0
-    rig.forget_device()
+    rig.reset_prefix_cache()
     rig.finishes = lambda job: True
     rig.generate(PROMPT)
     assert not rig.loads
@@ -178,7 +178,7 @@ def test_blocks_that_depend_on_an_unfinished_load_are_not_stored() -> None:
     rig.trusts = True
     rig.step()
     assert [len(device_of(store)) for store in rig.stores] == [9]
-    rig.settle()
+    rig.run_until_idle()
     rig.trusts = False
     rig.generate([*range(300, 337)])
     assert len(rig.stores) == 2, "nor when it ends"

@@ -377,10 +377,10 @@ class Life:
 
     def hold(self, index: int) -> None:
         if self.talks:
-            self.engine.gate.closed_for |= {*self.talks[index % len(self.talks)].requests}
+            self.engine.gate.blocked |= {*self.talks[index % len(self.talks)].requests}
 
     def release(self) -> None:
-        self.engine.gate.open_for(*self.engine.gate.closed_for)
+        self.engine.gate.unblock(*self.engine.gate.blocked)
 
     def _is_open(self, talk: Talk) -> bool:
         return self.engine.scheduler.has_request(talk.request_id)
@@ -402,7 +402,9 @@ class Life:
         tokens = [(300 + 7 * index + position) % 900 for position in range(length)]
         talk.inputs.append((tokens, max_tokens))
         try:
-            self.engine.give(talk.requests[0], tokens, max_tokens, stop_token_ids=STOPS)
+            self.engine.add_session_input(
+                talk.requests[0], tokens, max_tokens, stop_token_ids=STOPS
+            )
         except InvalidRequestError as error:
             assert talk.expected(0)[1], "it would have fitted"
             talk.cut_short.add(0)
@@ -411,7 +413,7 @@ class Life:
     def close(self, index: int) -> None:
         talk = self._session(index)
         if talk is not None:
-            self.engine.give(talk.requests[0], [], last=True)
+            self.engine.add_session_input(talk.requests[0], [], last=True)
 
     def _session(self, index: int) -> Talk | None:
         """One of those that take input."""
@@ -425,7 +427,7 @@ class Life:
         ended = {each.request_id for outputs in overdue.values() for each in outputs}
         for talk in self.talks:
             talk.is_ended |= talk.request_id in ended
-        self.engine.note(overdue)
+        self.engine.record_outputs(overdue)
 
     # AgentSessions
 
@@ -497,7 +499,7 @@ class Life:
 
     def wake(self, index: int) -> None:
         if self.asked:
-            self.engine.wake(self.asked[index % len(self.asked)])
+            self.engine.unblock(self.asked[index % len(self.asked)])
 
     def end_copy(self, index: int) -> None:
         sending = self._connector.sending
@@ -525,7 +527,7 @@ class Life:
             assert most > 0, "it never ends"
             most -= 1
             for each in self.asked:
-                self.engine.wake(each)
+                self.engine.unblock(each)
             if self.connector is not None:
                 self.finish_load(0)
                 self.end_copy(0)
@@ -542,7 +544,7 @@ class Life:
             self.engine.step()
             self.engine.step()
             assert len(scheduler._retained_prefixes) == 0
-        self.engine.assert_at_rest()
+        self.engine.assert_idle()
         self._assert_forgotten()
         for talk in self.talks:
             for request in talk.requests:

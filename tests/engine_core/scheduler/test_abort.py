@@ -11,7 +11,7 @@ def test_waiting_requests_leave_one_by_one():
         assert engine.scheduler.abort_request(each.request_id) == 1
         assert len(engine.scheduler.waiting) == left
         assert not engine.scheduler.has_request(each.request_id)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_the_worker_is_notified_of_aborted_running_requests_only():
@@ -24,7 +24,7 @@ def test_the_worker_is_notified_of_aborted_running_requests_only():
     output = engine.step()
     assert output.finished_seq_ids == [running.seq_id]
     assert output.total_num_scheduled_tokens == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_late_tokens_of_an_aborted_request_are_dropped():
@@ -35,9 +35,9 @@ def test_late_tokens_of_an_aborted_request_are_dropped():
     engine.collect(output)
     assert engine.tokens_of(gone) == []
     engine.run()
-    assert engine.reason_of(gone) is None
+    assert engine.finish_reason_of(gone) is None
     assert engine.tokens_of(stays) == undisturbed([3], 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
@@ -50,7 +50,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     assert scheduled(engine.step()) == {taker.seq_id: 30}
     engine.run()
     assert engine.tokens_of(taker) == undisturbed(list(range(100, 130)), 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_can_be_aborted():
@@ -62,7 +62,7 @@ def test_a_preempted_request_can_be_aborted():
     engine.scheduler.abort_request(young.request_id)
     assert engine.step().finished_seq_ids == [young.seq_id]
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_one_choice_can_be_aborted_alone():
@@ -73,7 +73,7 @@ def test_one_choice_can_be_aborted_alone():
     assert engine.scheduler.abort_request(choices[0].request_id, 1) == 1
     engine.run()
     assert [len(engine.tokens_of(each)) for each in choices] == [3, 1, 3]
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_aborting_a_finished_or_unknown_request_does_nothing():
@@ -82,7 +82,7 @@ def test_aborting_a_finished_or_unknown_request_does_nothing():
     engine.run()
     assert engine.scheduler.abort_request(request.request_id) == 0
     assert engine.scheduler.abort_request(12345, 7) == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_disconnected_client_aborts_only_its_own_requests():
@@ -93,8 +93,8 @@ def test_a_disconnected_client_aborts_only_its_own_requests():
     assert engine.scheduler.abort_client_requests(1) == 3
     engine.run()
     assert all(len(engine.tokens_of(each)) == 3 for each in mine)
-    assert all(engine.reason_of(each) is None for each in others)
-    engine.assert_at_rest()
+    assert all(engine.finish_reason_of(each) is None for each in others)
+    engine.assert_idle()
 
 
 def test_aborted_in_every_order_they_have_the_tokens_they_had():
@@ -107,4 +107,4 @@ def test_aborted_in_every_order_they_have_the_tokens_they_had():
         engine.collect(output)
     assert [len(engine.tokens_of(requests[each])) for each in order] == list(range(10))
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()

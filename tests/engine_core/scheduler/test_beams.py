@@ -48,8 +48,8 @@ def test_results_are_those_of_a_plain_search(width, overlapped, caching):
     rows = add(engine, PROMPT, width, 12)
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, width, 12)
-    assert {engine.reason_of(row) for row in rows} == {FinishReason.LENGTH}
-    engine.assert_at_rest()
+    assert {engine.finish_reason_of(row) for row in rows} == {FinishReason.LENGTH}
+    engine.assert_idle()
 
 
 @CACHING
@@ -75,7 +75,7 @@ def test_all_rows_share_what_they_have_in_common(caching):
     computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
     assert computed == 19 + 3 * 39
     assert outputs(engine, rows) == expected(PROMPT, 3, 40)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_rows_without_a_hypothesis_wait_for_the_first():
@@ -123,7 +123,7 @@ def test_hypotheses_end_at_stop_tokens(length_penalty, early_stopping):
             assert final.stop_reason == (tokens[-1] if stopped and tokens[-1] else None)
             assert (final.first is not None) is (row.choice == 0)
             reasons.add(final.finish_reason)
-        engine.assert_at_rest()
+        engine.assert_idle()
     assert FinishReason.STOP in reasons
 
 
@@ -133,7 +133,7 @@ def test_one_token_needs_one_round():
     engine.step()
     assert outputs(engine, rows) == expected(PROMPT, 3, 1)
     engine.step()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_prompt_of_one_token():
@@ -156,7 +156,7 @@ def test_other_requests_run_beside_beam_search(caching):
     assert outputs(engine, others) == expected([*PROMPT, 77], 2, 10)
     for each in after:
         assert engine.tokens_of(each) == undisturbed(PROMPT, 9, each.choice)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @CACHING
@@ -168,7 +168,7 @@ def test_an_abort_frees_all(num_rounds, caching):
         engine.step()
     assert engine.scheduler.abort_request(rows[0].request_id) == 4
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     assert engine.final == {}
 
 
@@ -178,7 +178,7 @@ def test_aborting_one_beam_aborts_the_search():
     engine.step()
     assert engine.scheduler.abort_request(rows[0].request_id, 1) == 3
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_an_abort_while_a_step_computes():
@@ -190,7 +190,7 @@ def test_an_abort_while_a_step_computes():
     engine.scheduler.abort_request(rows[0].request_id)
     engine.collect(output)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @CACHING
@@ -203,7 +203,7 @@ def test_preempted_rows_change_nothing(policy, caching):
     assert sum(row.num_preemptions for row in rows) > 0
     assert engine.tokens_of(old) == undisturbed(list(range(500, 520)), 30)
     assert outputs(engine, rows) == expected(PROMPT, 3, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @CACHING
@@ -214,7 +214,7 @@ def test_rows_that_never_fit_together_run_alternately(settings, caching):
     rows = add(engine, PROMPT, 4, 20)
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 4, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_two_searches_that_do_not_fit_together_do_not_wait_for_each_other():
@@ -226,7 +226,7 @@ def test_two_searches_that_do_not_fit_together_do_not_wait_for_each_other():
     engine.run()
     assert outputs(engine, low) == expected(PROMPT, 3, 16)
     assert outputs(engine, high) == expected([*PROMPT[:9], 70], 3, 16)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_pause_lets_a_search_that_has_begun_end():
@@ -244,7 +244,7 @@ def test_groups_with_windows(windows):
     rows = add(engine, PROMPT, 3, 20)
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 3, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_row_without_candidates_is_a_protocol_error():
@@ -270,7 +270,7 @@ def test_a_row_with_a_token_is_a_protocol_error():
     engine.lose_workers()
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -283,7 +283,7 @@ def test_hypotheses_outlive_the_workers(num_steps, overlapped):
     engine.lose_workers()
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 3, 12)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
@@ -295,7 +295,7 @@ def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
     assert list(engine.final.values()) == [FinishReason.ERROR]
     assert not engine.scheduler.has_request(rows[0].request_id)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -308,17 +308,19 @@ def test_nonfinite_logits_of_a_row_end_the_search(failed, overlapped):
         engine.step()
     engine.send()
     while not (result := engine.runner.execute(engine.in_flight[0])).candidates:
-        engine.note(engine.scheduler.update_from_output(engine.in_flight.popleft(), result))
+        engine.record_outputs(
+            engine.scheduler.update_from_output(engine.in_flight.popleft(), result)
+        )
         engine.send()
     output = engine.in_flight.popleft()
     seq_ids = [rows[slot].seq_id for slot in failed]
     candidates = [each for each in result.candidates if each.seq_id not in seq_ids]
     result = msgspec.structs.replace(result, failed_seq_ids=seq_ids, candidates=candidates)
-    engine.note(engine.scheduler.update_from_output(output, result))
+    engine.record_outputs(engine.scheduler.update_from_output(output, result))
     assert engine.final == {(rows[0].request_id, failed[0]): FinishReason.ERROR}
     engine.run()
     assert engine.tokens_of(other) == undisturbed([500, 501], 9)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -370,7 +372,7 @@ def test_random_request_sequences_keep_the_invariants(seed, overlapped):
             assert waits or not engine.scheduler.has_work
         assert check(engine.kv_cache) == []
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     for row, tokens in wanted.items():
         if row.request_id not in aborted:
             assert engine.tokens_of(row) == tokens
@@ -390,9 +392,9 @@ def test_a_search_that_crashes_may_be_due_to_is_tried_with_all_its_rows(num_step
     late = engine.add_one([9], 3)
     seq_ids = {row.seq_id for row in rows}
     while not engine.tokens_of(late):
-        output = engine.step_on()
+        output = engine.step_with_progress()
         assert set(scheduled(output)) <= seq_ids or late.seq_id in scheduled(output)
     engine.run()
     assert outputs(engine, rows) == expected(PROMPT, 3)
     assert engine.tokens_of(late) == undisturbed([9], 3)
-    engine.assert_at_rest()
+    engine.assert_idle()

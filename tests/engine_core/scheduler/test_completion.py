@@ -19,7 +19,7 @@ def finish(tokens, **params):
     engine = EngineHarness(next_token=scripted(tokens))
     request = engine.add_one([1, 2, 3], **params)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     (final,) = [
         each for each in engine.outputs[request.request_id, 0] if each.finish_reason is not None
     ]
@@ -93,7 +93,7 @@ def test_a_resumed_request_repeats_what_it_had_before():
     request = engine.add_one([1, 2], repetition=TWICE, max_tokens=8, output_token_ids=((5, 10),))
     engine.run()
     assert engine.tokens_of(request)[-1] == 10
-    assert engine.reason_of(request) is FinishReason.REPETITION
+    assert engine.finish_reason_of(request) is FinishReason.REPETITION
 
 
 def test_ends_at_the_usable_length():
@@ -101,7 +101,7 @@ def test_ends_at_the_usable_length():
     request = engine.add_one([1, 2, 3], max_tokens=16)
     engine.run()
     assert engine.tokens_of(request) == [7, 8, 9]
-    assert engine.reason_of(request) is FinishReason.LENGTH
+    assert engine.finish_reason_of(request) is FinishReason.LENGTH
 
 
 def test_tokens_after_the_one_that_ends_are_cut_off():

@@ -67,7 +67,7 @@ def test_blocks_of_a_corrupt_request_are_not_findable(windows):
         assert repeated.num_cached_tokens == found
         assert check(engine.kv_cache) == []
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_chunk_can_fail_before_its_prompt_is_complete():
@@ -81,7 +81,7 @@ def test_a_chunk_can_fail_before_its_prompt_is_complete():
     engine.run()
     assert follower.num_cached_tokens == 0
     assert engine.tokens_of(follower) == undisturbed([*prompt(40), 7], 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_corrupt_request_may_have_a_step_in_flight():
@@ -99,7 +99,7 @@ def test_a_corrupt_request_may_have_a_step_in_flight():
         engine.step()
     engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
@@ -113,7 +113,7 @@ def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
     answer(engine, steps[2], bad)
     assert len(engine.kv_cache.pool.index) == 0
     engine.step()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -134,7 +134,7 @@ def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
     assert all(map(engine.kv_cache.is_cached, other.block_hashes))
     assert engine.scheduler.pop_stats().num_corrupted == 0, "no request ended because of it"
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_corrupt_request_may_be_preempted_during_its_step():
@@ -150,7 +150,7 @@ def test_a_corrupt_request_may_be_preempted_during_its_step():
     engine.collect(step_1)
     assert not any(map(engine.kv_cache.is_cached, bad.block_hashes))
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_corrupt_request_outside_the_step_is_a_protocol_error():
@@ -176,4 +176,4 @@ def test_a_beam_that_fails_ends_its_whole_search(num_rounds):
     while engine.scheduler.has_work:
         engine.step()
     assert good.output_token_ids == undisturbed(prompt(20, 5), 12)
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -76,7 +76,7 @@ def test_three_crashes_without_a_token_make_suspects_that_run_alone(overlapped):
     for each in [*requests, late]:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
         assert each.crash_count == 0 or each is late
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_that_crashes_alone_is_ended_and_others_continue():
@@ -94,7 +94,7 @@ def test_a_request_that_crashes_alone_is_ended_and_others_continue():
     engine.run()
     for each in others:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_token_between_crashes_resets_the_count():
@@ -123,7 +123,7 @@ def test_a_long_prompt_that_gets_further_each_time_is_no_suspect(overlapped):
         assert request.crash_count == 1
     engine.run()
     assert engine.tokens_of(request) == undisturbed(list(range(200)), 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -156,14 +156,14 @@ def test_five_crashes_at_one_position_end_a_request_whatever_its_chunks(overlapp
     poison = engine.add_one(list(range(200)), 3)
     chunks = set()
     for _ in range(5):
-        assert engine.reason_of(poison) is None
+        assert engine.finish_reason_of(poison) is None
         while poison.num_computed_tokens <= place:
             engine.send()
             if poison.num_computed_tokens <= place:
                 engine.receive()
         chunks.add(poison.num_computed_tokens)
         engine.lose_workers(engine.scheduler.worker_epoch + 1)
-    assert engine.reason_of(poison) is FinishReason.ERROR
+    assert engine.finish_reason_of(poison) is FinishReason.ERROR
     assert len(chunks) > 1 or place not in (100, 177)
     engine.run()
     for each in others:
@@ -196,7 +196,7 @@ def test_a_waiting_request_is_no_suspect():
     poison, waiting = engine.add_one([1], 3), engine.add_one([2], 3)
     for _ in range(5):
         crash(engine)
-    assert engine.reason_of(poison) is FinishReason.ERROR
+    assert engine.finish_reason_of(poison) is FinishReason.ERROR
     assert waiting.crash_count == 0
     engine.run()
     assert engine.tokens_of(waiting) == undisturbed([2], 3)
@@ -213,7 +213,7 @@ def test_a_suspect_of_a_crashed_engine_preempts_running_requests():
     engine.run()
     for each in [*running, suspect]:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 5)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("which", ["the one on trial", "one that is held"])
@@ -226,7 +226,7 @@ def test_aborting_the_suspect_ends_the_isolation(which):
     engine.scheduler.abort_request(leaving.request_id)
     engine.run()
     assert engine.tokens_of(other) == undisturbed([9], 5)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -236,7 +236,7 @@ def test_choices_of_a_suspect_run_alone_one_by_one(overlapped):
     engine.run()
     for each in choices:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4, each.choice)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_suspect_with_a_long_prompt_runs_alone_until_its_token():
@@ -304,7 +304,7 @@ def test_isolation_is_reported_first_and_other_requests_are_held():
     assert herald.trials == [first, second]
     for each in (first, second, late, newcomer):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_without_suspects_no_request_is_held():
@@ -365,7 +365,7 @@ def test_requests_continue_when_a_pause_forbids_the_isolation():
     assert herald.trials[-1] is suspect
     assert engine.tokens_of(suspect) == undisturbed([1], 3)
     assert engine.tokens_of(begun) == undisturbed([2], 6)[1:]
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_pause_ends_others_before_a_suspect_that_it_stops():
@@ -381,4 +381,4 @@ def test_a_pause_ends_others_before_a_suspect_that_it_stops():
     engine.scheduler.resume()
     engine.run()
     assert engine.tokens_of(suspect) == undisturbed([1], 3)
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -137,4 +137,4 @@ def test_an_expired_request_leaves_no_state(state, overlapped):
     engine.run()
     if engine.scheduler.has_work or engine.in_flight:
         engine.step()
-    engine.assert_at_rest()
+    engine.assert_idle()

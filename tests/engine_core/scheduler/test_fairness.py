@@ -67,7 +67,7 @@ class Flooded:
         while not self.engine.tokens_of(probe):
             self.steps(1)
             steps += 1
-        while self.engine.reason_of(probe) is None:
+        while self.engine.finish_reason_of(probe) is None:
             self.steps(1)
         return steps
 
@@ -118,7 +118,7 @@ def test_two_floods_share_the_throughput():
     flights = []
 
     def pour() -> None:
-        flights[:] = [each for each in flights if engine.engine.reason_of(each) is None]
+        flights[:] = [each for each in flights if engine.engine.finish_reason_of(each) is None]
         for tenant, shape in ((1, (250, 2)), (2, (20, 40)), (3, (100, 10))):
             while sum(each.tenant == tenant for each in flights) < 12:
                 flights.append(engine.add(tenant, *shape))
@@ -143,6 +143,6 @@ def test_a_flood_is_not_starved_by_many_quiet_tenants():
     for tenant in range(10, 400):
         engine.add(tenant, STEP_TOKENS, 1)
         engine.steps(1)
-        if all(engine.engine.reason_of(each) is not None for each in mine):
+        if all(engine.engine.finish_reason_of(each) is not None for each in mine):
             break
-    assert all(engine.engine.reason_of(each) is not None for each in mine)
+    assert all(engine.engine.finish_reason_of(each) is not None for each in mine)

@@ -33,7 +33,7 @@ def test_a_long_request_holds_fewer_blocks_than_full_attention_would(caching):
         held[windows] = most_blocks_in_use(engine)
         assert engine.tokens_of(request) == undisturbed(prompt, 20)
         engine.run()
-        engine.assert_at_rest()
+        engine.assert_idle()
     assert held[(None,) * 6] == 6 * 189
     assert held[GEMMA] <= 189 + 5 * 49
     assert held[GEMMA] < held[(None,) * 6] / 2
@@ -65,4 +65,4 @@ def test_the_longest_request_that_the_pool_holds_runs_to_its_end():
         request = engine.add_one([1] * (length // 2), max_tokens=length, ignore_eos=True)
         engine.run()
         assert request.num_tokens == length
-        engine.assert_at_rest()
+        engine.assert_idle()

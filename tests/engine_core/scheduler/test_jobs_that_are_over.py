@@ -109,7 +109,7 @@ def test_blocks_in_use_by_other_requests_stay():
     engine.step()
     engine.step()
     play_job(engine)
-    engine.run_until_over(beside)
+    engine.run_until_finished(beside)
     assert check(engine.kv_cache) == []
     assert engine.found(tokens(4000, 36)) == 36
 

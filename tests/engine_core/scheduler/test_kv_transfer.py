@@ -44,7 +44,7 @@ def test_admission_rules_apply_to_loads(rule):
     assert not engine.connector.under_way
     finish(engine)
     assert engine.tokens_of(loads) == undisturbed(loads.prompt_token_ids, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 class TestGetNumNewMatchedTokens:
@@ -69,7 +69,7 @@ class TestGetNumNewMatchedTokens:
         assert num_free(engine) == free
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_the_connector_is_queried_for_tokens_missing_on_the_device(self):
         """KVC-03: 64 tokens are cached here and 32 more elsewhere: 32 of 128 are computed."""
@@ -96,7 +96,7 @@ class TestGetNumNewMatchedTokens:
         engine.step()
         assert engine.connector.asked.count((first.seq_id, 0)) == 1, "nobody looks before the wake"
         answers[first.seq_id] = Match(16, is_async=False)
-        engine.wake(first)
+        engine.unblock(first)
         assert scheduled(engine.step())[first.seq_id] == 24
         finish(engine)
         assert engine.tokens_of(first) == undisturbed(first.prompt_token_ids, 16)
@@ -105,7 +105,7 @@ class TestGetNumNewMatchedTokens:
         engine = engine_with(lambda request, num_local: NO_MATCH)
         request = engine.add_one(prompt(40))
         engine.step()
-        engine.wake(request)
+        engine.unblock(request)
         assert request.status is RequestStatus.RUNNING
         finish(engine)
 
@@ -158,7 +158,7 @@ class TestGetNumNewMatchedTokens:
         assert second.status is RequestStatus.WAITING
         finish(engine)
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
 
 class TestWaitingForRemoteKvs:
@@ -177,7 +177,7 @@ class TestWaitingForRemoteKvs:
         assert num_hashed(engine, request) == 2
         assert scheduled(engine.step()) == {request.seq_id: 8}
         finish(engine)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_an_equal_prompt_does_not_hit_blocks_being_loaded(self):
         """KVC-15: who computes for itself meanwhile has blocks of its own."""
@@ -230,7 +230,7 @@ class TestWaitingForRemoteKvs:
         assert remote.num_preemptions + local.num_preemptions > 0
         for each in (local, remote):
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_a_pause_lets_loads_end(self):
         engine = engine_with(always(32, is_async=True))
@@ -249,7 +249,7 @@ class TestWaitingForRemoteKvs:
         finish(engine)
         for each in choices:
             assert engine.tokens_of(each) == undisturbed(prompt(40), 4, each.choice)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
 
 class TestAborts:
@@ -268,7 +268,7 @@ class TestAborts:
         assert engine.kv_cache.transfer_refs.num_blocks == 0
         assert len(engine.kv_cache.pool.index) == 0, "nobody knows whether it is good"
         engine.step()
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_an_abort_after_the_load_frees_at_once(self):
         """KVC-08."""
@@ -292,15 +292,15 @@ class TestAborts:
         finish(engine)
         engine.report(late)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_a_request_waiting_for_the_connector_can_be_aborted(self):
         engine = engine_with(lambda request, num_local: NOT_KNOWN_YET)
         request = engine.add_one(prompt(40))
         engine.step()
         engine.scheduler.abort_request(request.request_id)
-        engine.wake(request)
-        engine.assert_at_rest()
+        engine.unblock(request)
+        engine.assert_idle()
 
 
 class TestRequestFinished:
@@ -318,7 +318,7 @@ class TestRequestFinished:
         free = num_free(engine)
         request = engine.add_one(prompt(40), max_tokens=1)
         engine.step()
-        assert engine.reason_of(request) is FinishReason.LENGTH
+        assert engine.finish_reason_of(request) is FinishReason.LENGTH
         (blocks,) = json.loads(request.kv_transfer_params)["remote_block_ids"]
         assert len(blocks) == 3, "the one in which the prompt ends among them (KVC-20)"
         assert num_free(engine) == free - 3
@@ -327,7 +327,7 @@ class TestRequestFinished:
         engine.step()
         engine.report(engine.connector.sent(request.seq_id))
         assert num_free(engine) == free
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_blocks_being_sent_are_findable(self):
         engine = engine_with(always(0, is_async=False), delays=lambda request: True)
@@ -338,7 +338,7 @@ class TestRequestFinished:
         for each in (first, second):
             engine.report(engine.connector.sent(each.seq_id))
         engine.step()
-        engine.assert_at_rest()
+        engine.assert_idle()
 
 
 class TestUpdateStateAfterAlloc:
@@ -392,7 +392,7 @@ class TestStartOver:
         assert engine.tokens_of(loading) == undisturbed(loading.prompt_token_ids, 2)
         for seq_id in list(engine.connector.sending):
             engine.report(engine.connector.sent(seq_id))
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_references_of_the_connector_are_released(self):
         engine = engine_with(lambda request, num_local: NO_MATCH)
@@ -416,7 +416,7 @@ class TestReset:
         assert engine.scheduler.reset_prefix_cache()
         assert len(engine.kv_cache.pool.index) == 0
         engine.report(engine.connector.sent(request.seq_id))
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_a_forced_reset_drops_loads_and_running_requests(self):
         engine = engine_with(always(32, is_async=True))
@@ -429,4 +429,4 @@ class TestReset:
         engine.finish_load(request)
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
-        engine.assert_at_rest()
+        engine.assert_idle()

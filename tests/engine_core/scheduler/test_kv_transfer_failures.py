@@ -39,7 +39,7 @@ class TestInvalidBlocks:
         assert engine.kv_cache.block_ids(request.seq_id)[0][:100] == table[0]
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
         """KVC-23: neither the bad block nor any after it is found; those before are not lost."""
@@ -49,14 +49,14 @@ class TestInvalidBlocks:
         request = engine.add_one(prompt(1600))
         other = engine.add_one(prompt(40, 3), max_tokens=2)
         engine.step()
-        assert engine.reason_of(request) is FinishReason.ERROR
+        assert engine.finish_reason_of(request) is FinishReason.ERROR
         (output,) = engine.outputs[request.request_id, 0]
         assert output.error.kind == "internal"
         cached = [engine.kv_cache.is_cached(each) for each in request.block_hashes]
         assert cached == [True] * 50 + [False] * 50
         finish(engine)
         assert engine.tokens_of(other) == undisturbed(other.prompt_token_ids, 2)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_asynchronous_recompute_waits_for_the_end_of_the_load(self):
         """KVC-24: an early report cuts what counts; it runs when all is over."""
@@ -106,7 +106,7 @@ class TestInvalidBlocks:
         assert first.num_computed_tokens == second.num_computed_tokens == 30 * 16
         assert not engine.kv_cache.is_cached(first.block_hashes[30])
         finish(engine)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
     def test_successive_load_failures_are_each_recomputed(self, order):
@@ -132,7 +132,7 @@ class TestInvalidBlocks:
         request = engine.add_one(prompt(400), max_tokens=4)
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
     def test_policy_fail_ends_a_waiting_request_and_keeps_its_blocks(self):
         """KVH-04."""
@@ -143,7 +143,7 @@ class TestInvalidBlocks:
         load = engine.connector.under_way[request.seq_id]
         engine.report(KVConnectorOutput(invalid_block_ids=[load.tables[0][1]]))
         assert request.status is RequestStatus.FINISHED_ERROR
-        assert engine.reason_of(request) is FinishReason.ERROR
+        assert engine.finish_reason_of(request) is FinishReason.ERROR
         assert len(engine.scheduler.waiting) == 0
         assert num_free(engine) == free - 2
         engine.finish_load(request)

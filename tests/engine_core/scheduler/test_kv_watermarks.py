@@ -30,7 +30,7 @@ def test_the_watermark_stays_free_at_admission():
     assert list(engine.scheduler.waiting) == [second, third], "nobody overtakes"
     engine.run()
     assert engine.scheduler.pop_stats().num_preemptions == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_running_requests_may_use_the_watermark():
@@ -38,7 +38,7 @@ def test_running_requests_may_use_the_watermark():
     request = engine.add_one(prompt(32, 0), max_tokens=9)
     engine.run()
     assert len(engine.tokens_of(request)) == 9
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_that_is_alone_is_admitted_below_the_watermark():
@@ -59,7 +59,7 @@ def test_full_prompt_admission_needs_blocks_for_the_whole_prompt():
     engine.run()
     assert engine.scheduler.pop_stats().num_preemptions == 0
     assert engine.tokens_of(second) == undisturbed(prompt(36, 1), 1)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_only_running_prompts_reserve_future_blocks():
@@ -171,7 +171,7 @@ def test_above_the_highest_threshold_the_youngest_is_preempted():
     engine.run()
     for each in (old, young):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 12)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_no_request_is_admitted_only_to_be_preempted_by_watermark():
@@ -184,7 +184,7 @@ def test_no_request_is_admitted_only_to_be_preempted_by_watermark():
         assert late.seq_id not in scheduled(engine.step())
     engine.run()
     assert engine.scheduler.pop_stats().num_preemptions == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_admission_goes_on_a_little_below_where_it_stopped():
@@ -219,7 +219,7 @@ def test_the_last_running_request_is_not_preempted_by_watermark():
     request = engine.add_one(prompt(30, 0), max_tokens=5)
     engine.run()
     assert request.num_preemptions == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.interpreted
@@ -306,4 +306,4 @@ def test_a_request_is_looked_up_again_when_a_window_lost_prefix_blocks():
     assert scheduled(engine.step())[head.seq_id] == 8
     assert head.num_cached_tokens == 0
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -58,7 +58,7 @@ def test_jobs_that_never_return(num_jobs: int, ttl_ms: float | None) -> None:
     engine.add_one([1, 2, 3], 1)
     engine.run()
     assert scheduler.pop_stats().num_pinned_blocks == 0
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_pool_full_of_pins_serves_as_if_it_were_empty() -> None:

@@ -82,7 +82,7 @@ def test_without_chunking_a_prompt_longer_than_any_step_is_computed_all_the_same
     engine.run()
     assert engine.tokens_of(short) == undisturbed(prompt(10, 1), 8)
     assert engine.tokens_of(long) == undisturbed(prompt(200, 2), 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_max_num_seqs_limits_running_requests():
@@ -90,7 +90,7 @@ def test_max_num_seqs_limits_running_requests():
     requests = [engine.add_one(prompt(10, each), max_tokens=2) for each in range(7)]
     assert len(scheduled(engine.step())) == 3
     engine.run()
-    assert all(engine.reason_of(each) is FinishReason.LENGTH for each in requests)
+    assert all(engine.finish_reason_of(each) is FinishReason.LENGTH for each in requests)
     assert max(len(scheduled(step)) for step in engine.runner.steps) == 3
 
 

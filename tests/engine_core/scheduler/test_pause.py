@@ -14,7 +14,7 @@ def test_running_requests_finish_and_none_begins():
     late = engine.add_one([9], max_tokens=1)
     while engine.scheduler.has_work:
         engine.step()
-    assert [engine.reason_of(each) for each in requests[:2]] == [FinishReason.LENGTH] * 2
+    assert [engine.finish_reason_of(each) for each in requests[:2]] == [FinishReason.LENGTH] * 2
     assert engine.scheduler.num_unfinished == 3
     assert {each.status for each in (*requests[2:], late)} == {RequestStatus.WAITING_FOR_RESUME}
     assert engine.scheduler.pop_stats().num_deferred == 3
@@ -23,7 +23,7 @@ def test_running_requests_finish_and_none_begins():
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_that_has_begun_comes_back_after_a_preemption():
@@ -37,8 +37,8 @@ def test_a_request_that_has_begun_comes_back_after_a_preemption():
         engine.step()
     assert young.num_preemptions == 1
     for each in (old, young):
-        assert engine.reason_of(each) is FinishReason.LENGTH
-    assert engine.reason_of(fresh) is None
+        assert engine.finish_reason_of(each) is FinishReason.LENGTH
+    assert engine.finish_reason_of(fresh) is None
 
 
 def test_a_freeze_schedules_nothing_and_keeps_everything():
@@ -56,7 +56,7 @@ def test_a_freeze_schedules_nothing_and_keeps_everything():
     assert scheduled(engine.step()) == {running.seq_id: 1, waiting.seq_id: 1}
     engine.run()
     assert engine.tokens_of(running) == undisturbed(list(range(40)), 5)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_frozen_requests_can_be_aborted_and_the_worker_is_notified():
@@ -70,7 +70,7 @@ def test_frozen_requests_can_be_aborted_and_the_worker_is_notified():
     engine.scheduler.abort_request(waiting.request_id)
     assert engine.scheduler.has_work
     assert set(engine.step().finished_seq_ids) == {running.seq_id, waiting.seq_id}
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_pause_can_change_its_mode():
@@ -82,12 +82,12 @@ def test_a_pause_can_change_its_mode():
     engine.scheduler.pause("finish_running")
     while engine.scheduler.has_work:
         engine.step()
-    assert engine.reason_of(running) is FinishReason.LENGTH
+    assert engine.finish_reason_of(running) is FinishReason.LENGTH
     engine.scheduler.pause("freeze")
     engine.scheduler.resume()
     engine.run()
-    assert engine.reason_of(waiting) is FinishReason.LENGTH
-    engine.assert_at_rest()
+    assert engine.finish_reason_of(waiting) is FinishReason.LENGTH
+    engine.assert_idle()
 
 
 def test_a_paused_request_that_is_aborted_is_not_let_back_in():
@@ -97,4 +97,4 @@ def test_a_paused_request_that_is_aborted_is_not_let_back_in():
     engine.step()
     engine.scheduler.abort_request(request.request_id)
     engine.scheduler.resume()
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -57,7 +57,7 @@ def test_no_token_is_scheduled_after_the_last_that_a_request_can_have(max_tokens
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, max_tokens)
     total = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
     assert total == 2 * (10 + max_tokens - 1)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_no_token_is_scheduled_past_the_usable_length():
@@ -65,9 +65,9 @@ def test_no_token_is_scheduled_past_the_usable_length():
     request = engine.add_one(prompt(5), max_tokens=100)
     engine.run()
     assert engine.tokens_of(request) == undisturbed(prompt(5), 3)
-    assert engine.reason_of(request) is FinishReason.LENGTH
+    assert engine.finish_reason_of(request) is FinishReason.LENGTH
     assert sum(step.total_num_scheduled_tokens for step in engine.runner.steps) == 5 + 2
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_resumed_request_is_not_scheduled_past_its_end_either():
@@ -86,11 +86,11 @@ def test_the_token_after_a_stop_token_is_thrown_away(count):
     other = engine.add_one(prompt(9, 5), max_tokens=8)
     engine.run()
     assert len(engine.tokens_of(request)) == count
-    assert engine.reason_of(request) is FinishReason.STOP
+    assert engine.finish_reason_of(request) is FinishReason.STOP
     assert len(engine.tokens_of(other)) == 8
     computed = sum(scheduled(step).get(request.seq_id, 0) for step in engine.runner.steps)
     assert computed == 3 + count, "one token too many, in flight when the stop token came"
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_aborted_in_every_order_they_have_the_tokens_they_had():
@@ -105,7 +105,7 @@ def test_aborted_in_every_order_they_have_the_tokens_they_had():
     assert [len(engine.tokens_of(requests[each])) for each in order] == list(range(10))
     assert all(each.status is RequestStatus.FINISHED_ABORTED for each in requests)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
@@ -120,7 +120,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     assert scheduled(engine.step()) == {taker.seq_id: 30}
     engine.run()
     assert engine.tokens_of(taker) == undisturbed(prompt(30, 9), 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_next_turn_computes_only_what_is_new():
@@ -131,7 +131,7 @@ def test_a_next_turn_computes_only_what_is_new():
     second = [engine.add_one(turn, max_tokens=1) for turn in turns]
     assert scheduled(engine.step()) == {each.seq_id: 300 % 16 for each in second}
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_block_filled_by_tokens_in_flight_is_findable_once_they_are_known():
@@ -178,7 +178,7 @@ def test_a_token_in_flight_survives_the_preemption():
     assert late == undisturbed(prompt(80, 9), 1), "the worker is told the late token again"
     for each in (first, second):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_resumes_first_and_after_its_token():
@@ -193,7 +193,7 @@ def test_a_preempted_request_resumes_first_and_after_its_token():
     engine.run()
     for each in (second, late):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, each.max_tokens)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_can_end_by_its_token_in_flight():
@@ -203,10 +203,10 @@ def test_a_preempted_request_can_end_by_its_token_in_flight():
     engine.step()
     assert engine.send().preempted_seq_ids == [second.seq_id]
     engine.receive()
-    assert engine.reason_of(second) is FinishReason.LENGTH
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
     assert len(engine.scheduler.waiting) == 0
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_resumed_request_hits_the_blocks_it_computed():
@@ -219,7 +219,7 @@ def test_a_resumed_request_hits_the_blocks_it_computed():
     assert max(starts) >= 16
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_frozen_in_flight_it_goes_on_where_it_was():
@@ -234,7 +234,7 @@ def test_frozen_in_flight_it_goes_on_where_it_was():
     engine.scheduler.resume()
     engine.run()
     assert engine.tokens_of(request) == undisturbed(prompt(20), 6)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (5,)])
@@ -247,5 +247,5 @@ def test_without_pressure_the_steps_are_those_of_one_at_a_time(windows):
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(prompt(19), 5, each.choice)
         steps.append([scheduled(step) for step in engine.runner.steps if scheduled(step)])
-        engine.assert_at_rest()
+        engine.assert_idle()
     assert steps[0] == steps[1]

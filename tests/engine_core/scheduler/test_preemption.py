@@ -34,7 +34,7 @@ def test_the_youngest_is_preempted_and_resumed_first():
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
     assert young.num_preemptions == 1
     assert len(young.preempted_at) == 1
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts():
@@ -75,8 +75,8 @@ def test_a_request_last_in_order_preempts_itself():
     assert output.preempted_seq_ids == [second.seq_id]
     assert scheduled(output) == {first.seq_id: 1}
     engine.run()
-    assert engine.reason_of(second) is FinishReason.LENGTH
-    engine.assert_at_rest()
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
+    engine.assert_idle()
 
 
 def test_a_token_in_flight_survives_the_preemption():
@@ -95,7 +95,7 @@ def test_a_token_in_flight_survives_the_preemption():
     engine.collect(step_2)
     engine.run()
     assert engine.tokens_of(second) == undisturbed(list(range(100, 180)), 16)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_can_end_by_a_token_that_was_in_flight_when_it_was_preempted():
@@ -108,11 +108,11 @@ def test_a_request_can_end_by_a_token_that_was_in_flight_when_it_was_preempted()
     step_2 = engine.scheduler.schedule()
     assert second.status is RequestStatus.PREEMPTED
     engine.collect(step_1)
-    assert engine.reason_of(second) is FinishReason.LENGTH
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
     assert len(engine.scheduler.waiting) == 0
     engine.collect(step_2)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_what_the_prefix_cache_kept_is_not_computed_twice():
@@ -126,7 +126,7 @@ def test_what_the_prefix_cache_kept_is_not_computed_twice():
     assert young.num_cached_tokens == 0, "usage counts the first admission only"
     for each in (old, young):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_preempted_request_loses_its_drafts():

@@ -41,7 +41,7 @@ def test_the_second_of_two_equal_prompts_waits_and_computes_only_its_end():
     assert computed == 30 + 2 + 2 * 2
     for each in (first, second):
         assert engine.tokens_of(each) == undisturbed(prompt, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_it_waits_only_for_what_is_shared():
@@ -97,7 +97,7 @@ def test_when_the_leader_is_aborted_the_next_one_leads():
     assert third.status is WAITS
     engine.run()
     assert engine.tokens_of(third) == undisturbed(prompt, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_preempting_the_leader_ends_the_wait():
@@ -112,7 +112,7 @@ def test_preempting_the_leader_ends_the_wait():
     for each in (first, second):
         assert engine.tokens_of(each) == undisturbed(prompt, 5)
     assert engine.tokens_of(old) == undisturbed(list(range(500, 516)), 12)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_waiting_request_can_be_aborted():
@@ -122,7 +122,7 @@ def test_a_waiting_request_can_be_aborted():
     engine.scheduler.abort_request(second.request_id)
     engine.run()
     assert engine.tokens_of(first) == undisturbed(list(range(30)), 1)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_the_wait_is_bounded_by_the_leaders_expected_time():
@@ -133,7 +133,7 @@ def test_the_wait_is_bounded_by_the_leaders_expected_time():
         assert second.status is WAITS
     assert scheduled(engine.step()) == {first.seq_id: 8, second.seq_id: 4}
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_the_wait_for_a_leader_that_yields_to_others_is_bounded():
@@ -151,7 +151,7 @@ def test_the_wait_for_a_leader_that_yields_to_others_is_bounded():
     assert 1 < num_lost <= prefix_wait.MAX_LOST_STEPS
     assert leader.num_computed_tokens < 800
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
     for each in (leader, waiter, *others):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
 
@@ -170,7 +170,7 @@ def test_a_leader_that_yields_but_gets_its_tokens_is_waited_for():
     engine.run()
     computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
     assert computed == 300 + 4 * len(others)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
@@ -185,7 +185,7 @@ def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
     rest = requests[prefix_wait.MAX_LOST_STEPS :]
     assert scheduled(engine.step()) == {each.seq_id: 8 for each in rest}
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_may_wait_next_for_a_leader_that_shares_more():
@@ -202,7 +202,7 @@ def test_a_request_may_wait_next_for_a_leader_that_shares_more():
     assert second.num_computed_tokens == 80
     assert (third.num_cached_tokens, third.num_computed_tokens) == (76, 80)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_no_wait_for_a_leader_behind_the_cached_prefix():
@@ -215,7 +215,7 @@ def test_no_wait_for_a_leader_behind_the_cached_prefix():
     assert scheduled(engine.step()) == {slow.seq_id: 8, late.seq_id: 8}
     assert late.num_cached_tokens == 48
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize(("num_shared", "waits"), [(68, True), (66, False)])
@@ -232,7 +232,7 @@ def test_no_wait_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
     assert (other.status is WAITS) == waits
     engine.run()
     assert other.num_cached_tokens == (num_shared if waits else 64)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_requests_that_share_less_are_admitted_first():
@@ -300,7 +300,7 @@ def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
         assert num_computed <= once + len(prompts) * spared
         for each in requests:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
-        engine.assert_at_rest()
+        engine.assert_idle()
 
 
 def num_lines_run(function):

@@ -81,7 +81,7 @@ def test_the_lowest_priority_is_preempted_and_resumed():
     assert low.status is RequestStatus.PREEMPTED
     assert (len(engine.scheduler.waiting), len(engine.scheduler.running)) == (1, 1)
     engine.step()
-    assert engine.reason_of(high) is not None
+    assert engine.finish_reason_of(high) is not None
     output = engine.step()
     cached = output.cached_requests
     assert cached.resumed_seq_ids == [low.seq_id]
@@ -89,7 +89,7 @@ def test_the_lowest_priority_is_preempted_and_resumed():
     assert cached.resumed_output_token_ids == [first]
     engine.run()
     assert engine.tokens_of(low) == undisturbed(list(range(30)), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
@@ -111,7 +111,7 @@ def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
     engine.run()
     for each in (low, high, other):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 9)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
@@ -132,7 +132,7 @@ def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
     engine.run()
     assert engine.tokens_of(low) == undisturbed(list(range(25)), 1)
     assert engine.tokens_of(high) == undisturbed(list(range(100, 104)), 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_request_of_lowest_priority_preempts_itself():
@@ -148,4 +148,4 @@ def test_a_request_of_lowest_priority_preempts_itself():
     engine.run()
     for each in (first, least, last):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, each.max_tokens)
-    engine.assert_at_rest()
+    engine.assert_idle()

@@ -42,12 +42,12 @@ def test_admitted_and_finished_requests_are_not_counted():
     assert counts(engine) == (2, 50)
     engine.scheduler.abort_request(third.request_id)
     assert counts(engine) == (1, 20)
-    engine.run_until_over(first)
+    engine.run_until_finished(first)
     engine.step()
     assert second.scheduled_at is not None
     assert counts(engine) == (0, 0)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_preempted_requests_are_not_counted_again():

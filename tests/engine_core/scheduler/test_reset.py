@@ -35,7 +35,7 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
     assert engine.scheduler.pop_stats().request_preemptions == [1] * 10
     assert engine.scheduler.pop_stats().request_preemptions == []
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_waiting_requests_stay_behind_those_that_ran():
@@ -68,7 +68,7 @@ def test_a_token_under_way_is_kept(engine):
     assert engine.tokens_of(request) == undisturbed(prompt_of(0), 2)
     engine.run()
     assert engine.tokens_of(request) == undisturbed(prompt_of(0), 5)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_prompt_under_way_is_computed_again():
@@ -88,16 +88,16 @@ def test_sessions_at_rest_and_in_line_lose_their_blocks_too(engine):
     in_line = engine.add_one(prompt_of(1), 2, resumable=True)
     while engine.scheduler.has_work:
         engine.step()
-    engine.give(in_line, [7], 2, last=True)
+    engine.add_session_input(in_line, [7], 2, last=True)
     assert not engine.scheduler.reset_prefix_cache()
     assert engine.scheduler.reset_prefix_cache(preempting=True)
-    engine.give(resting, [8], 2, last=True)
+    engine.add_session_input(resting, [8], 2, last=True)
     engine.run()
     for request, token in ((resting, 8), (in_line, 7)):
         first = undisturbed(request.prompt_token_ids, 2)
         merged = [*request.prompt_token_ids, first[0], token]
         assert engine.tokens_of(request) == first + undisturbed(merged, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_without_requests_both_kinds_of_reset_are_the_same(engine):

@@ -61,7 +61,7 @@ def test_a_finished_turn_retains_its_full_blocks_for_the_next_one():
     assert engine.pinned() == {}
     stats = engine.scheduler.pop_stats()
     assert (stats.num_pins_taken, stats.num_pins_hit) == (1, 1)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_conditions_for_retaining_a_prefix(policy, agent):
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_newer_turn_supersedes_the_pin_of_its_job():
@@ -338,7 +338,7 @@ def test_a_reset_drops_pins_only_if_it_is_done():
     assert engine.scheduler.reset_prefix_cache(preempting=True)
     assert engine.pinned() == {}
     engine.run()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_aborted_turns_pin_nothing_and_those_that_a_stop_string_ended_do():
@@ -370,7 +370,7 @@ def test_a_pin_whose_turn_has_left_expires_while_an_older_turn_still_runs():
     engine = Engine()
     older = engine.add_one(tokens(300, 8), 60, agent=AgentHint("a"))
     engine.step()
-    engine.run_until_over(engine.add_one(tokens(0, 20), 4, agent=AgentHint("a")))
+    engine.run_until_finished(engine.add_one(tokens(0, 20), 4, agent=AgentHint("a")))
     engine.scheduler.pause("finish_running")
     next_ones = [engine.add_one(tokens(0, 24), 4, agent=AgentHint("a")) for _ in range(2)]
     for left, each in zip(({"a": 5}, {}), next_ones, strict=True):
@@ -427,7 +427,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
     assert len(engine.pins._values._heap) <= 2 * len(engine.pins) + 64
     engine.clock.now += 1e9
     engine.turn("again", tokens(0, 8), 1, last=True)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @pytest.mark.interpreted
@@ -460,7 +460,7 @@ def test_row_39_client_supplied_times_are_bounded(ttl_ms):
     engine.turn("a", tokens(0, 20), ttl_ms=ttl_ms)
     engine.clock.now += 3601.0
     engine.turn("b", tokens(0, 8), 1, last=True)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_row_39_a_client_that_lies_about_its_tools_loses_its_pins_first():
@@ -492,7 +492,7 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
     engine.turn("a", tokens(0, 24))
     assert engine.pinned() == {}
     assert [each.message for each in caplog.records] == ["no KV is retained between turns any more"]
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_the_gain_of_a_pin_is_queue_delay_and_context():

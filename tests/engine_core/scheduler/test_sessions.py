@@ -9,7 +9,7 @@ from proto.sampling_params import SamplingParams
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
 from tests.fakes.paged_runner import hashed_token, undisturbed
-from tests.fakes.sessions import current, flat, open_session, rest, turns
+from tests.fakes.sessions import current, expected_turns, flat, idle_session, open_session
 
 
 def scripted(*tokens):
@@ -55,23 +55,23 @@ def test_indices_and_max_tokens_count_from_the_start_of_the_turn():
     """STR-03."""
     engine = EngineHarness()
     session = open_session(engine, [1, 2, 3], 2)
-    engine.give(session, [4], 5)
-    engine.give(session, [5, 6], 1, last=True)
+    engine.add_session_input(session, [4], 5)
+    engine.add_session_input(session, [5, 6], 1, last=True)
     engine.run()
-    expected = turns(([1, 2, 3], 2), ([4], 5), ([5, 6], 1))
+    expected = expected_turns(([1, 2, 3], 2), ([4], 5), ([5, 6], 1))
     outputs = engine.outputs[session.request_id, 0]
     assert [each.token_index for each in outputs] == [0, 1, 0, 1, 2, 3, 4, 0]
     assert [each.goes_on for each in outputs] == [0, 1, 0, 0, 0, 0, 1, 0]
     assert [each.first is not None for each in outputs] == [1, 0, 1, 0, 0, 0, 0, 1]
     assert engine.tokens_of(session) == flat(expected)
-    assert engine.reason_of(session) is FinishReason.LENGTH
-    engine.assert_at_rest()
+    assert engine.finish_reason_of(session) is FinishReason.LENGTH
+    engine.assert_idle()
 
 
 def test_the_kept_tokens_count_as_cached():
     engine = EngineHarness(enable_prefix_caching=False)
-    session = rest(engine, list(range(40)), 5)
-    engine.give(session, [7, 8, 9], 1)
+    session = idle_session(engine, list(range(40)), 5)
+    engine.add_session_input(session, [7, 8, 9], 1)
     engine.step()
     assert engine.outputs[session.request_id, 0][-1].first.num_cached_tokens == 44
 
@@ -79,9 +79,9 @@ def test_the_kept_tokens_count_as_cached():
 def test_the_time_in_the_queue_counts_from_the_input():
     clock = FakeClock()
     engine = EngineHarness(clock=clock)
-    session = rest(engine, [1, 2])
+    session = idle_session(engine, [1, 2])
     clock.now += 20.0
-    engine.give(session, [3], 1)
+    engine.add_session_input(session, [3], 1)
     clock.now += 0.5
     engine.step()
     first = engine.outputs[session.request_id, 0][-1].first
@@ -90,7 +90,7 @@ def test_the_time_in_the_queue_counts_from_the_input():
 
 def test_at_rest_there_is_no_work_but_an_unfinished_request():
     engine = EngineHarness()
-    session = rest(engine, list(range(20)))
+    session = idle_session(engine, list(range(20)))
     assert not engine.scheduler.has_work
     assert engine.scheduler.num_unfinished == 1
     assert engine.scheduler.running == []
@@ -104,11 +104,11 @@ def test_at_rest_there_is_no_work_but_an_unfinished_request():
 
 def test_others_pass_a_session_at_rest_and_it_keeps_its_place():
     engine = EngineHarness(max_num_seqs=1)
-    session = rest(engine, [1, 2])
+    session = idle_session(engine, [1, 2])
     first, second = engine.add_one([3], 2), engine.add_one([4], 2)
     engine.step()
     assert engine.scheduler.running == [first]
-    engine.give(session, [5], 1)
+    engine.add_session_input(session, [5], 1)
     waiting = list(engine.scheduler.waiting)
     assert waiting == [current(engine, session), second]
 
@@ -120,10 +120,10 @@ def test_input_that_comes_early_waits_for_the_end_of_the_turn(steps):
     session = open_session(engine, [1, 2, 3], 3)
     for _ in range(steps):
         engine.step()
-    engine.give(session, [4, 5], 2)
+    engine.add_session_input(session, [4, 5], 2)
     while engine.scheduler.has_work:
         engine.step()
-    assert engine.tokens_of(session) == flat(turns(([1, 2, 3], 3), ([4, 5], 2)))
+    assert engine.tokens_of(session) == flat(expected_turns(([1, 2, 3], 3), ([4, 5], 2)))
     assert current(engine, session).status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
@@ -160,11 +160,11 @@ def test_every_turn_gives_what_a_fresh_request_would(windows, overlapped, cachin
         if index % 2:
             while engine.scheduler.has_work:
                 engine.step()
-        engine.give(session, tokens, max_tokens)
-    engine.give(session, [], last=True)
+        engine.add_session_input(session, tokens, max_tokens)
+    engine.add_session_input(session, [], last=True)
     engine.run()
-    assert engine.tokens_of(session) == flat(turns(*inputs))
-    engine.assert_at_rest()
+    assert engine.tokens_of(session) == flat(expected_turns(*inputs))
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 30])
@@ -178,7 +178,7 @@ def test_a_turn_that_stops_while_the_next_step_is_under_way(overlapped, num_step
     for index in range(6):
         for _ in range(num_steps):
             engine.step()
-        engine.give(session, [10 + index, 11 + index, 13], 20, last=index == 5)
+        engine.add_session_input(session, [10 + index, 11 + index, 13], 20, last=index == 5)
     engine.run()
     tokens, expected = [1, 2, 3, 4], []
     for index in range(7):
@@ -188,7 +188,7 @@ def test_a_turn_that_stops_while_the_next_step_is_under_way(overlapped, num_step
         expected += turn
         tokens += [*turn[:-1], 10 + index, 11 + index, 13]
     assert engine.tokens_of(session) == expected
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def stops_at_multiples_of_three(token_ids, choice):
@@ -198,8 +198,8 @@ def stops_at_multiples_of_three(token_ids, choice):
 def test_what_a_turn_computed_is_found_by_others_and_what_it_dropped_is_not():
     """Blocks of 4: prompt and outputs end with a block, whose last token is dropped."""
     engine = EngineHarness(block_size=4)
-    session = rest(engine, [1, 2, 3, 4, 5], 3)
-    engine.give(session, [9, 9], 1)
+    session = idle_session(engine, [1, 2, 3, 4, 5], 3)
+    engine.add_session_input(session, [9, 9], 1)
     engine.step()
     dropped = [1, 2, 3, 4, 5, *undisturbed([1, 2, 3, 4, 5], 3), 7]
     other = engine.add_one(dropped, 1)

@@ -31,7 +31,7 @@ def assert_right(engine: EngineHarness, requests: list[Request], num_tokens: int
     for each in requests:
         wanted = undisturbed(each.prompt_token_ids, num_tokens, each.choice)
         assert engine.tokens_of(each) == wanted
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @CACHING
@@ -139,7 +139,7 @@ def test_the_whole_request_can_be_aborted_while_some_wait():
     engine.step()
     assert engine.scheduler.abort_request(requests[0].request_id) == 3
     engine.step()
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_one_that_waits_can_be_aborted():
@@ -240,7 +240,7 @@ def test_choices_taken_up_again_share_the_prompt_and_compute_their_outputs():
     engine.run()
     assert engine.tokens_of(requests[0]) == undisturbed(PROMPT, 8, 1)[5:]
     assert engine.tokens_of(requests[1]) == undisturbed(PROMPT, 8, 2)[1:]
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_cached_tokens_are_those_of_the_first():
@@ -288,10 +288,10 @@ def test_a_gate_before_it_may_hold_any_of_them():
     gate = FakeGate()
     engine = engine_of(gates=[gate])
     requests = engine.add(PROMPT, max_tokens=4, n=3)
-    gate.closed_for = {requests[0]}
+    gate.blocked = {requests[0]}
     assert scheduled(engine.step()) == {requests[1].seq_id: 19}
     assert scheduled(engine.step()) == {requests[1].seq_id: 1, requests[2].seq_id: 1}
-    gate.open_for(requests[0])
+    gate.unblock(requests[0])
     assert scheduled(engine.step())[requests[0].seq_id] == 1
     engine.run()
     assert_right(engine, requests, 4)

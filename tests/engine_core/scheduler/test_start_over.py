@@ -41,7 +41,7 @@ def test_all_requests_are_queued_in_order_with_nothing_computed(overlapped, poli
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 8)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -55,7 +55,7 @@ def test_a_prompt_half_computed_and_a_request_that_had_begun_to_wait(overlapped)
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -67,7 +67,7 @@ def test_the_last_token_that_was_in_flight_is_computed_again(overlapped):
     engine.lose_workers()
     engine.run()
     assert engine.tokens_of(request) == undisturbed([1, 2], 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -83,7 +83,7 @@ def test_choices_share_their_prompt_again(overlapped, num_steps):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 6, each.choice)
     computed = sum(each.total_num_scheduled_tokens for each in engine.runner.steps)
     assert computed < 39 + 3 * 7 + 3 * num_steps, "the prompt was computed once"
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -97,7 +97,7 @@ def test_a_request_that_waited_for_a_shared_prefix(overlapped):
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 @BOTH
@@ -108,12 +108,12 @@ def test_sessions_at_rest_lose_their_blocks_and_no_tokens(overlapped):
         engine.step()
     engine.lose_workers()
     assert not engine.scheduler.has_work
-    engine.give(resting, [8], 2, last=True)
+    engine.add_session_input(resting, [8], 2, last=True)
     engine.run()
     first = undisturbed(resting.prompt_token_ids, 2)
     merged = [*resting.prompt_token_ids, first[0], 8]
     assert engine.tokens_of(resting) == first + undisturbed(merged, 2)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
@@ -127,7 +127,7 @@ def test_a_late_abort_and_a_new_request_while_there_are_no_workers():
     assert engine.tokens_of(staying) == undisturbed([2], 5)
     assert engine.tokens_of(late) == undisturbed([3], 5)
     assert len(engine.tokens_of(leaving)) == 1
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_windows_are_refilled():
@@ -139,7 +139,7 @@ def test_windows_are_refilled():
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 10)
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_subscribers_are_notified_of_the_empty_cache():

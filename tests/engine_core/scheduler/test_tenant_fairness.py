@@ -29,7 +29,7 @@ def run_and_check(engine, *requests):
     for each in requests:
         wanted = undisturbed(each.prompt_token_ids, each.max_tokens)
         assert engine.tokens_of(each) == wanted
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_prompt_in_progress_yields_and_takes_the_remaining_budget():
@@ -281,7 +281,7 @@ def test_choices_beams_and_lost_workers(overlapped):
     for each in [*heavy, *choices, late]:
         wanted = undisturbed(each.prompt_token_ids, each.max_tokens, each.choice)
         assert engine.tokens_of(each) == wanted
-    engine.assert_at_rest()
+    engine.assert_idle()
 
 
 def test_a_victim_is_not_resumed_in_the_same_step():

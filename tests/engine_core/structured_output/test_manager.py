@@ -9,13 +9,15 @@ import msgspec
 import pytest
 
 from engine_core.request import RequestStatus
+from engine_core.structured_output.compiler import QUICK_THREADS
 from engine_core.structured_output.manager import CONTRADICTION
+from engine_core.structured_output.matchers import CompilerFailedError
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import FinishReason
 from proto.grammar import GrammarSource
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.grammar_engine import GrammarEngine
-from tests.fakes.input_desk import Desk, refused
+from tests.fakes.grammar_engine import LIMIT_SECONDS, GatedSandbox, GrammarEngine, NoSandbox
+from tests.fakes.input_harness import InputProcessorHarness, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.paged_runner import undisturbed
 from tests.fakes.toy_vocabulary import BYTE, EOS, text_of
@@ -43,14 +45,14 @@ def engine(request: Any, tokenizer_folder: Any) -> Iterator[GrammarEngine]:
 
 
 def assert_nothing_is_left(engine: GrammarEngine) -> None:
-    engine.harness.assert_at_rest()
+    engine.harness.assert_idle()
     assert engine.num_constrained == 0
 
 
 def test_outputs_match_their_grammars_beside_unconstrained_ones(engine):
-    engine.ask(1, WORDS)
-    engine.ask(2, SCHEMA, n=3)
-    engine.ask(3, None, max_tokens=30)
+    engine.send_request(1, WORDS)
+    engine.send_request(2, SCHEMA, n=3)
+    engine.send_request(3, None, max_tokens=30)
     engine.run()
     assert PATTERN.fullmatch(text_of(engine.tokens(1)))
     texts = [text_of(engine.tokens(2, choice)) for choice in range(3)]
@@ -63,7 +65,7 @@ def test_outputs_match_their_grammars_beside_unconstrained_ones(engine):
 
 def test_chunks_of_a_prompt_are_not_masked(tokenizer_folder):
     engine = GrammarEngine(tokenizer_folder, max_num_batched_tokens=8)
-    engine.ask(1, WORDS, list(range(5, 35)))
+    engine.send_request(1, WORDS, list(range(5, 35)))
     engine.run()
     engine.close()
     steps = [each for each in engine.runner.steps if each.total_num_scheduled_tokens]
@@ -78,22 +80,22 @@ def test_chunks_of_a_prompt_are_not_masked(tokenizer_folder):
 
 
 def test_max_tokens_truncates_a_constrained_output(engine):
-    engine.ask(1, WORDS, max_tokens=3)
+    engine.send_request(1, WORDS, max_tokens=3)
     engine.run()
     assert engine.reason(1) is FinishReason.LENGTH
     assert_nothing_is_left(engine)
 
 
 def test_a_request_waits_for_its_grammar_and_others_do_not(engine):
-    engine.ask(1, WORDS, wait=False)
-    engine.ask(2, None, max_tokens=3)
+    engine.send_request(1, WORDS, wait=False)
+    engine.send_request(2, None, max_tokens=3)
     assert engine.outputs.accepted == [(0, 2)]
     engine.step()
     (waiting,) = [each for each in engine.harness.scheduler.waiting if each.request_id == 1]
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
-    engine.answer(1)
+    engine.wait_for_reply(1)
     assert engine.outputs.accepted == [(0, 2), (0, 1)]
-    engine.ask(3, WORDS, wait=False)
+    engine.send_request(3, WORDS, wait=False)
     assert (0, 3) in engine.outputs.accepted  # it is known by now
     engine.run()
     assert_nothing_is_left(engine)
@@ -102,20 +104,21 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(engine):
 def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
     bad = GrammarSource("regex", "(", field="guided_regex")
     for request_id in (1, 2):  # the second time it is known
-        engine.ask(request_id, bad, n=2)
+        engine.send_request(request_id, bad, n=2)
         _, output = engine.outputs.outputs[-1]
         assert output.request_id == request_id
         assert output.error.kind == "invalid_request"
         assert output.error.param == "guided_regex"
         assert "unclosed group" in output.error.message
+        assert output.error.message.startswith("guided_regex: ")
     assert engine.outputs.accepted == []
     assert_nothing_is_left(engine)
 
 
 def test_a_request_aborted_during_compilation_is_forgotten(engine):
-    engine.ask(1, WORDS, wait=False)
+    engine.send_request(1, WORDS, wait=False)
     engine.harness.scheduler.abort_request(1)
-    engine.ask(2, WORDS)
+    engine.send_request(2, WORDS)
     assert engine.outputs.accepted == [(0, 2)]
     engine.step()
     engine.harness.scheduler.abort_request(2)
@@ -123,14 +126,50 @@ def test_a_request_aborted_during_compilation_is_forgotten(engine):
     assert_nothing_is_left(engine)
 
 
+def test_a_grammar_is_dropped_with_the_last_request_that_waits_for_it(tokenizer_folder):
+    sandbox = GatedSandbox()
+    engine = GrammarEngine(tokenizer_folder, sandbox)
+    for number in range(QUICK_THREADS):
+        engine.send_request(number, GrammarSource("regex", f"running{number}"), wait=False)
+        assert sandbox.entered.acquire(timeout=LIMIT_SECONDS)
+    unwanted = GrammarSource("regex", "unwanted")
+    engine.send_request(11, WORDS, wait=False)
+    engine.send_request(12, WORDS, n=2, wait=False)
+    engine.send_request(13, unwanted, n=2, wait=False)
+    engine.send_request(14, unwanted, wait=False)
+    for request_id, choice in ((11, None), (12, 0), (13, None), (14, None)):
+        engine.harness.scheduler.abort_request(request_id, choice)
+    sandbox.gate.release(QUICK_THREADS + 1)
+    for request_id in (*range(QUICK_THREADS), 12):
+        engine.wait_for_reply(request_id)
+    engine.run()
+    engine.close()
+    assert "unwanted" not in sandbox.names
+    assert PATTERN.fullmatch(text_of(engine.tokens(12, 1)))
+    assert_nothing_is_left(engine)
+
+
+def test_a_failure_of_the_host_is_an_internal_error(tokenizer_folder):
+    class Failing(NoSandbox):
+        def check(self, source, seconds):
+            raise CompilerFailedError("a process was killed")
+
+    engine = GrammarEngine(tokenizer_folder, Failing())
+    engine.send_request(1, WORDS)
+    engine.close()
+    ((_, output),) = engine.outputs.outputs
+    assert (output.error.kind, output.error.message) == ("internal", "a process was killed")
+    assert_nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("num_steps", [1, 4, 9])
 def test_new_workers_go_on_with_the_same_text(engine, num_steps):
     for request_id, grammar in ((1, WORDS), (2, SCHEMA), (3, None)):
-        engine.ask(request_id, grammar, max_tokens=40)
+        engine.send_request(request_id, grammar, max_tokens=40)
     engine.run()
     expected = [engine.tokens(each) for each in (1, 2, 3)]
     for request_id, grammar in ((11, WORDS), (12, SCHEMA), (13, None)):
-        engine.ask(request_id, grammar, [5, 6, request_id - 10], max_tokens=40)
+        engine.send_request(request_id, grammar, [5, 6, request_id - 10], max_tokens=40)
     for _ in range(num_steps):
         engine.step()
     engine.lose_workers()
@@ -141,10 +180,10 @@ def test_new_workers_go_on_with_the_same_text(engine, num_steps):
 
 @pytest.mark.parametrize("num_known", [0, 1, 5, 8])
 def test_a_new_engine_goes_on_with_the_same_text(engine, num_known):
-    engine.ask(1, WORDS)
+    engine.send_request(1, WORDS)
     engine.run()
     expected = engine.tokens(1)
-    engine.ask(2, WORDS, [5, 6, 1], (tuple(expected[:num_known]),))
+    engine.send_request(2, WORDS, [5, 6, 1], (tuple(expected[:num_known]),))
     engine.run()
     assert expected[:num_known] + engine.tokens(2) == expected
     assert_nothing_is_left(engine)
@@ -155,7 +194,7 @@ def test_a_preempted_choice_keeps_its_grammar_state(tokenizer_folder):
     for num_blocks in (1000, 8):
         engine = GrammarEngine(tokenizer_folder, num_blocks=num_blocks, block_size=4)
         for request_id in (1, 2, 3):
-            engine.ask(request_id, WORDS, max_tokens=20)
+            engine.send_request(request_id, WORDS, max_tokens=20)
         engine.run()
         texts.append([engine.tokens(each) for each in (1, 2, 3)])
         stats = engine.harness.scheduler.pop_stats()
@@ -165,8 +204,8 @@ def test_a_preempted_choice_keeps_its_grammar_state(tokenizer_folder):
 
 
 def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
-    engine.ask(1, WORDS)
-    engine.ask(2, WORDS)
+    engine.send_request(1, msgspec.structs.replace(WORDS, field="guided_regex"))
+    engine.send_request(2, WORDS)
     engine.step()
     while not any(each.constrained_seq_ids for each in engine.harness.in_flight):
         engine.send()
@@ -175,14 +214,15 @@ def test_a_token_that_its_mask_forbids_ends_the_request_and_no_other(engine):
     engine.receive(msgspec.structs.replace(result, sampled_token_ids=wrong))
     assert engine.reason(1) is FinishReason.ERROR
     (last,) = engine.harness.outputs[1, 0][-1:]
-    assert last.error.message == CONTRADICTION
+    assert last.error.message == f"guided_regex: {CONTRADICTION}"
+    assert last.error.param == "guided_regex"
     assert last.new_token_ids == []
     engine.run()
     assert PATTERN.fullmatch(text_of(engine.tokens(2)))
 
 
 def test_no_grammar_output_before_its_masks_are_computed(engine):
-    engine.ask(1, WORDS)
+    engine.send_request(1, WORDS)
     output = engine.send()
     result = engine.runner.execute(output)
     with pytest.raises(WorkerFailedError):
@@ -197,15 +237,15 @@ def test_the_grammar_decides_the_end_of_the_output():
         {"resumable": True},
         {"grammar": GrammarSource("regex", "x" * 70_000)},
     ):
-        desk = Desk()
-        desk.take(make_message(**({"grammar": WORDS} | fields)))
-        assert refused(desk) == [(1, "invalid_request")], fields
+        harness = InputProcessorHarness()
+        harness.receive(make_message(**({"grammar": WORDS} | fields)))
+        assert refused(harness) == [(1, "invalid_request")], fields
 
 
 def test_an_engine_without_grammars_refuses_them():
-    desk = Desk()
-    desk.take(make_message(grammar=WORDS))
-    assert refused(desk) == [(1, "invalid_request")]
+    harness = InputProcessorHarness()
+    harness.receive(make_message(grammar=WORDS))
+    assert refused(harness) == [(1, "invalid_request")]
     harness = EngineHarness()
     request = harness.add_one([1, 2], max_tokens=3)
     assert harness.step().constrained_seq_ids == []

@@ -1,40 +1,150 @@
-"""Grammars that would crash or block the engine end a sandbox process instead."""
+"""Grammars that would crash or block the engine end a process of the sandbox instead."""
+
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from select import select
 
 import psutil
 import pytest
 
-from engine_core.structured_output.matchers import GrammarError
+from engine_core.structured_output.matchers import (
+    CompilerFailedError,
+    GrammarError,
+    GrammarTimeoutError,
+)
 from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
 from proto.errors import ModelError
 from proto.grammar import GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
 RULES = 4000
-DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(RULES)) + f'\nr{RULES}: "a"'
-ENDLESS = (
-    '{"allOf": [{"type": "integer", "multipleOf": 999983}, '
-    '{"type": "integer", "multipleOf": 999979}, {"multipleOf": 777777}]}'
+DEEP = GrammarSource(
+    "grammar",
+    "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(RULES)) + f'\nr{RULES}: "a"',
 )
+ENDLESS = GrammarSource(
+    "json_schema",
+    '{"allOf": [{"type": "integer", "multipleOf": 999983}, '
+    '{"type": "integer", "multipleOf": 999979}, {"multipleOf": 777777}]}',
+)
+SMALL = GrammarSource("regex", "a+")
+LIMIT_SECONDS = 20.0
 
 
-def test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine(tokenizer_folder):
-    setup = SandboxSetup(str(tokenizer_folder / "tokenizer.json"), SIZE, (EOS,), 1)
-    sandbox = GrammarSandbox(setup)
-    before = set(psutil.Process().children())
-    try:
-        sandbox.check(GrammarSource("regex", "a+"))
-        for source in (GrammarSource("grammar", DEEP), GrammarSource("json_schema", ENDLESS)):
-            with pytest.raises(GrammarError, match="too much time or memory"):
-                sandbox.check(source)
-            sandbox.check(GrammarSource("regex", "a+"))
-        with pytest.raises(GrammarError, match="unclosed group"):
-            sandbox.check(GrammarSource("regex", "("))
-    finally:
+@pytest.fixture
+def start_sandbox(tokenizer_folder):
+    """Return a function that starts sandboxes; they leave no process behind."""
+    sandboxes, before = [], set(psutil.Process().children())
+
+    def start(**fields):
+        setup = SandboxSetup(str(tokenizer_folder / "tokenizer.json"), SIZE, (EOS,))
+        sandbox = GrammarSandbox(setup, **fields)
+        sandboxes.append(sandbox)
+        sandbox.check(SMALL, 1.0)
+        wait_for_children(sandbox)
+        return sandbox
+
+    yield start
+    for sandbox in sandboxes:
         sandbox.close()
     assert set(psutil.Process().children()) == before
 
 
+def server_of(sandbox):
+    return psutil.Process(sandbox._process.pid)
+
+
+def wait_for_children(sandbox):
+    """Wait until no grammar is being compiled: a child ends a moment after its result."""
+    psutil.wait_procs(server_of(sandbox).children(), LIMIT_SECONDS)
+
+
+def child_of(sandbox):
+    """Wait for the process that compiles a grammar, and return it."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        children = server_of(sandbox).children()
+        if children:
+            return children[0]
+        time.sleep(0.001)
+    raise AssertionError("no grammar is being compiled")
+
+
+def test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine(start_sandbox):
+    sandbox = start_sandbox()
+    server = server_of(sandbox)
+    for source, error, words in (
+        (DEEP, GrammarError, "takes too much memory"),
+        (ENDLESS, GrammarTimeoutError, "takes more than 0.2 seconds"),
+        (GrammarSource("regex", "("), GrammarError, "unclosed group"),
+    ):
+        with pytest.raises(error, match=words):
+            sandbox.check(source, 0.2)
+        sandbox.check(SMALL, 1.0)
+    assert server_of(sandbox) == server, "a grammar ended more than its own process"
+    wait_for_children(sandbox)
+    assert server.children() == []
+
+
+def test_grammars_are_compiled_at_the_same_time(start_sandbox):
+    sandbox = start_sandbox()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(sandbox.check, ENDLESS, LIMIT_SECONDS)
+        child = child_of(sandbox)
+        sandbox.check(SMALL, 1.0)
+        assert not slow.done()
+        child.kill()
+        assert isinstance(slow.exception(LIMIT_SECONDS), CompilerFailedError)
+
+
+def test_a_process_that_hangs_is_killed_and_says_nothing_about_its_grammar(start_sandbox):
+    sandbox = start_sandbox(hang_seconds=2.0)
+    stopped = server_of(sandbox)
+    stopped.suspend()
+    with pytest.raises(CompilerFailedError, match="hung or was killed"):
+        sandbox.check(SMALL, 1.0)
+    assert not stopped.is_running()
+    sandbox.check(SMALL, 1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_died_idle_is_replaced(start_sandbox, number):
+    sandbox = start_sandbox()
+    died = server_of(sandbox)
+    died.send_signal(number)
+    os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+    sandbox.check(SMALL, 1.0)
+    assert server_of(sandbox) != died
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_nothing_outlives_the_engine(start_sandbox, is_killed):
+    """Whether it closes the sandbox, which waits for no grammar, or is killed."""
+    sandbox = start_sandbox()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(sandbox.check, ENDLESS, LIMIT_SECONDS)
+        pidfds = [os.pidfd_open(one.pid) for one in (child_of(sandbox), server_of(sandbox))]
+        if is_killed:
+            sandbox._control.shutdown(socket.SHUT_RDWR)
+        else:
+            sandbox.close()
+        assert isinstance(slow.exception(LIMIT_SECONDS), CompilerFailedError)
+    for pidfd in pidfds:
+        assert select([pidfd], [], [], LIMIT_SECONDS)[0], "a process still runs"
+        os.close(pidfd)
+
+
+def test_a_closed_sandbox_starts_no_process(start_sandbox):
+    sandbox = start_sandbox()
+    sandbox.close()
+    with pytest.raises(CompilerFailedError):
+        sandbox.check(SMALL, 1.0)
+
+
 def test_a_sandbox_that_cannot_start_raises(tmp_path):
-    sandbox = GrammarSandbox(SandboxSetup(str(tmp_path / "tokenizer.json"), SIZE, (EOS,), 1))
+    sandbox = GrammarSandbox(SandboxSetup(str(tmp_path / "tokenizer.json"), SIZE, (EOS,)))
     with pytest.raises(ModelError, match="does not start"):
-        sandbox.check(GrammarSource("regex", "a"))
+        sandbox.check(SMALL, 1.0)

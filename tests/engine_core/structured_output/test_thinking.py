@@ -19,7 +19,7 @@ from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
-from tests.fakes.input_desk import Desk, refused
+from tests.fakes.input_harness import InputProcessorHarness, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.toy_vocabulary import BYTE, EOS, LONGER, SIZE, SPECIAL, text_of, tokens_of
 
@@ -201,19 +201,19 @@ def engine(request: Any, tokenizer_folder: Any) -> Iterator[GrammarEngine]:
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("grammar", [None, DIGITS])
 def test_a_budget_is_exact(engine, budget, grammar):
-    engine.ask(3, grammar, max_tokens=30, thinking=ruled(RULE, budget=budget), n=2)
+    engine.send_request(3, grammar, max_tokens=30, thinking=ruled(RULE, budget=budget), n=2)
     engine.run()
     for choice in range(2):
         tokens = engine.tokens(3, choice)
         assert tuple(tokens[budget : budget + len(END)]) == END
         if grammar is not None:
             assert re.fullmatch("[0-9]{3}", text_of(tokens[budget + len(END) :]))
-    engine.harness.assert_at_rest()
+    engine.harness.assert_idle()
     assert engine.num_constrained == 0
 
 
 def test_no_mask_is_made_before_it_can_matter(engine):
-    engine.ask(1, None, max_tokens=30, thinking=ruled(RULE, budget=7))
+    engine.send_request(1, None, max_tokens=30, thinking=ruled(RULE, budget=7))
     engine.run()
     constrained = [bool(each.constrained_seq_ids) for each in engine.runner.steps]
     assert constrained[:7] == [False] * 7
@@ -224,10 +224,12 @@ def test_no_mask_is_made_before_it_can_matter(engine):
 @pytest.mark.parametrize("grammar", [None, DIGITS])
 def test_a_new_engine_counts_what_the_old_one_had(engine, num_known, grammar):
     rule = ruled(RULE, budget=7)
-    engine.ask(1, grammar, max_tokens=13, thinking=rule)
+    engine.send_request(1, grammar, max_tokens=13, thinking=rule)
     engine.run()
     expected = engine.tokens(1)
-    engine.ask(2, grammar, [5, 6, 1], (tuple(expected[:num_known]),), max_tokens=13, thinking=rule)
+    engine.send_request(
+        2, grammar, [5, 6, 1], (tuple(expected[:num_known]),), max_tokens=13, thinking=rule
+    )
     engine.run()
     assert expected[:num_known] + engine.tokens(2) == expected
     assert tuple(expected[7 : 7 + len(END)]) == END
@@ -236,9 +238,9 @@ def test_a_new_engine_counts_what_the_old_one_had(engine, num_known, grammar):
 @pytest.mark.parametrize("num_steps", [1, 7, 9, 12])
 def test_new_workers_go_on_with_the_same_thoughts(engine, num_steps):
     rule = ruled(RULE, budget=7)
-    engine.ask(1, DIGITS, max_tokens=30, thinking=rule)
+    engine.send_request(1, DIGITS, max_tokens=30, thinking=rule)
     engine.run()
-    engine.ask(11, DIGITS, [5, 6, 1], max_tokens=30, thinking=rule)
+    engine.send_request(11, DIGITS, [5, 6, 1], max_tokens=30, thinking=rule)
     for _ in range(num_steps):
         engine.step()
     engine.lose_workers()
@@ -251,7 +253,7 @@ def test_preempted_thoughts_go_on(tokenizer_folder):
     for num_blocks in (1000, 8):
         engine = GrammarEngine(tokenizer_folder, num_blocks=num_blocks, block_size=4)
         for request_id in (1, 2, 3):
-            engine.ask(request_id, None, max_tokens=20, thinking=ruled(RULE, budget=6))
+            engine.send_request(request_id, None, max_tokens=20, thinking=ruled(RULE, budget=6))
         engine.run()
         texts.append([engine.tokens(each) for each in (1, 2, 3)])
         assert bool(engine.harness.scheduler.pop_stats().num_preemptions) is (num_blocks == 8)
@@ -272,9 +274,9 @@ def test_preempted_thoughts_go_on(tokenizer_folder):
     ],
 )
 def test_invalid_thinking_settings_are_refused(fields):
-    desk = Desk()
-    desk.take(make_message(**fields))
-    assert refused(desk) == [(1, "invalid_request")]
+    harness = InputProcessorHarness()
+    harness.receive(make_message(**fields))
+    assert refused(harness) == [(1, "invalid_request")]
 
 
 def test_a_rule_is_checked() -> None:

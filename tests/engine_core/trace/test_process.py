@@ -9,7 +9,7 @@ from proto.sched_trace import Finish, TraceEnd
 from proto.sockets import Poller
 from tests.benchmarks.simulator.follow import Follower
 from tests.benchmarks.simulator.recording import read
-from tests.fakes.engine_process import EPOCH, PATIENCE_SECONDS
+from tests.fakes.engine_process import EPOCH, TIMEOUT_SECONDS
 
 
 def test_what_the_engine_decided_is_in_its_file_and_is_decided_again(start, tmp_path) -> None:
@@ -44,7 +44,7 @@ def _serve_until_over(engine, number) -> None:
     """Answer all steps until this many choices have had their final output."""
     (front_end,) = engine.front_ends
     while number:
-        assert Poller([engine.worker, front_end]).wait(PATIENCE_SECONDS)
+        assert Poller([engine.worker, front_end]).wait(TIMEOUT_SECONDS)
         for step in engine.worker.receive():
             engine.worker.send(engine.runner.execute(step))
         for message in front_end.receive():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
-from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
+from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.reference.torch_kernels import store_by_index
@@ -32,7 +32,7 @@ class Fakes:
     def __init__(self, step: Step, options: Options = OPTIONS) -> None:
         self.device = FakeDevice()
         self.library = FakeFlashInfer(self.device)
-        self.backend = AcrossTheBoundary(
+        self.backend = DeviceAttentionForHost(
             self.device,
             FlashInferAttention(
                 cache_on(self.device, step.kv_cache),

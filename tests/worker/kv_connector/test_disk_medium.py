@@ -216,10 +216,10 @@ def test_a_load_that_hangs_is_given_up_and_never_touches_the_cache_again(
     assert rank.stored([1, 2], [key(1), key(2)])
     disk = SlowReads(monkeypatch)
     before = rank.bytes_of(9)
-    rank.order(True, [9], [key(1)])
+    rank.start_copy(True, [9], [key(1)])
     assert disk.reached.wait(10)
-    rank.order(True, [10], [key(2)])
-    first, second = rank.finished(), rank.finished()
+    rank.start_copy(True, [10], [key(2)])
+    first, second = rank.wait_for_copy(), rank.wait_for_copy()
     assert first.failed_blocks == [9]
     assert second.failed_blocks == [10], "its time in the queue counts"
     disk.go.set()
@@ -233,9 +233,9 @@ def test_waiting_for_a_hanging_load_ends_with_its_limit(
     rank = make_rank(load_timeout=0.2)
     assert rank.stored([1], [key(1)])
     disk = SlowReads(monkeypatch)
-    job = rank.order(True, [9], [key(1)])
+    job = rank.start_copy(True, [9], [key(1)])
     rank.load.wait({job, 12345})
-    assert rank.finished().failed_blocks == [9]
+    assert rank.wait_for_copy().failed_blocks == [9]
     disk.go.set()
 
 
@@ -251,9 +251,9 @@ def test_stores_that_somebody_waits_for_are_given_up_at_once(
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", slow)
-    writing = rank.order(False, [1, 2], [key(1), key(2)])
+    writing = rank.start_copy(False, [1, 2], [key(1), key(2)])
     assert reached.wait(10)
-    queued = rank.order(False, [3], [key(3)])
+    queued = rank.start_copy(False, [3], [key(3)])
     rank.store.wait({writing, queued})
     rank.cache.buffer.zero_()  # as a step might, from here on
     results = rank.store.get_finished()
@@ -277,8 +277,8 @@ def test_a_slow_disk_drops_the_stores_that_wait_too_long(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", slow)
         for number in range(1, 6):
-            rank.order(False, [number], [key(number)])
-        assert not any(rank.finished().succeeded for _ in range(5))
+            rank.start_copy(False, [number], [key(number)])
+        assert not any(rank.wait_for_copy().succeeded for _ in range(5))
         go.set()
     assert rank.stored([1], [key(1)])
 
@@ -289,7 +289,7 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(
     rank = make_rank(load_timeout=1000.0)
     assert rank.stored([1], [key(1)])
     disk = SlowReads(monkeypatch)
-    rank.order(True, [9], [key(1)])
+    rank.start_copy(True, [9], [key(1)])
     assert disk.reached.wait(10)
     before = rank.bytes_of(9)
     rank.close()

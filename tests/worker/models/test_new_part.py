@@ -278,7 +278,7 @@ def test_two_ranks_share_the_experts(name: str, tmp_path: Path) -> None:
     prepared, tensors = write_checkpoint(name, spec, tmp_path)
     with Ranks(2) as ranks:
         decoders = [load(prepared, spec, group) for group in ranks.groups]
-        found = ranks.all(lambda rank: logits(decoders[rank]))
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank]))
     assert (found[0] - reference_logits(spec, tensors)).abs().max() < 1e-4
     assert torch.equal(found[0], found[1])
 

@@ -58,7 +58,7 @@ class Together:
         self._threads = [ThreadPoolExecutor(1) for _ in cudas]
         self.runners: list[Runner] = []
 
-    def all(self, work: Callable[[int], Result]) -> list[Result]:
+    def run_on_all(self, work: Callable[[int], Result]) -> list[Result]:
         started = [thread.submit(self._on, rank, work) for rank, thread in enumerate(self._threads)]
         return [each.result(LIMIT_SECONDS) for each in started]
 
@@ -72,7 +72,7 @@ class Together:
         # masks are made of the tokens before, once
         found: Any = get_grammars(step) if step.constrained_seq_ids else None
         return Answers(
-            self, self.all(lambda rank: self.runners[rank].launch(step, lambda _: found))
+            self, self.run_on_all(lambda rank: self.runners[rank].launch(step, lambda _: found))
         )
 
     def close(self) -> None:
@@ -88,10 +88,10 @@ class Answers:
         self._launched = launched
 
     def is_ready(self) -> bool:
-        return all(self._together.all(lambda rank: self._launched[rank].is_ready()))
+        return all(self._together.run_on_all(lambda rank: self._launched[rank].is_ready()))
 
     def result(self) -> ModelRunnerOutput:
-        first, *others = self._together.all(lambda rank: self._launched[rank].result())
+        first, *others = self._together.run_on_all(lambda rank: self._launched[rank].result())
         for other in others:
             assert other.sampled_token_ids == first.sampled_token_ids
             assert other.logprobs == first.logprobs
@@ -146,7 +146,7 @@ def on_devices(
         )
         return builder.build(cache, model.rows(NUM_ROWS), lambda part: None)
 
-    together.runners = list(together.all(start))
+    together.runners = list(together.run_on_all(start))
     yield together, ranks, cudas
     together.close()
 
@@ -166,7 +166,7 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
                 ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)
             )
 
-        together.runners = list(together.all(start))
+        together.runners = list(together.run_on_all(start))
         found = serve(Harness(together, 81, constraints=Some()), wishes)
         together.close()
     return found

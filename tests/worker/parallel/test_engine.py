@@ -8,7 +8,7 @@ import torch
 from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint
-from tests.fakes.ranks import Ranks, RunnersTogether
+from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
@@ -120,8 +120,8 @@ def test_two_ranks_answer_as_one(
         decoders = [load(prepared, group) for group in ranks.groups]
         together, blocks = engine(alone, num_blocks, **settings)
         runners = [runner_of(decoder, blocks) for decoder in decoders]
-        ranks.all(lambda rank: runners[rank].warm_up())
-        together.runner = RunnersTogether(ranks, runners)  # type: ignore[assignment]
+        ranks.run_on_all(lambda rank: runners[rank].warm_up())
+        together.runner = LockstepRunners(ranks, runners)  # type: ignore[assignment]
         found, _ = serve(together, **wishes)
     assert_same(found, expected)
     assert (preemptions > 0) is (num_blocks < 200)

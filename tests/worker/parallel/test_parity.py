@@ -60,7 +60,7 @@ def assert_as_one(
     assert expected.std() > 0.5, "a difference would not show"
     with Ranks(size) as ranks:
         decoders = [load(prepared, group, dtype=dtype) for group in ranks.groups]
-        found = ranks.all(lambda rank: logits(decoders[rank], 17, 1, 12))
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 17, 1, 12))
     assert (found[0] - expected).abs().max() < near
     assert all(torch.equal(found[0], each) for each in found[1:])
 
@@ -119,7 +119,7 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
-        found = ranks.all(lambda rank: logits(decoders[rank], 30))
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
     assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
     assert torch.equal(*found)
     assert [decoder.spec.attention_shape.num_kv_heads for decoder in decoders] == [2, 1]
@@ -144,7 +144,7 @@ def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
-        found = ranks.all(lambda rank: logits(decoders[rank], 30))
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
     names = [f"layers.{layer}.o.weight ({kind})" for layer in range(2)]
     assert [sorted(each.dense_names) for each in forms] == [names, names]
     assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
@@ -174,7 +174,7 @@ def test_every_form_is_near_its_own_on_one_rank(
     with Ranks(2) as ranks:
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each, dtype) for each in zip(ranks.groups, forms, strict=True)]
-        found = ranks.all(lambda rank: logits(decoders[rank], 20, 1, 9))
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 20, 1, 9))
     assert torch.equal(*found)
     assert [each.dense_names for each in forms] == [[], []]
     assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))

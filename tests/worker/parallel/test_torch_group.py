@@ -23,7 +23,7 @@ def test_what_all_have_comes_in_the_order_of_the_ranks(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     with Ranks(3) as ranks:
-        found = ranks.all(
+        found = ranks.run_on_all(
             lambda rank: ranks.groups[rank].gather(torch.full(shape, 1.5 + rank, dtype=dtype))
         )
     for each in found:
@@ -45,11 +45,13 @@ def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> No
                 ranks.groups[0].gather(torch.zeros(1))
             return str(lost.value)
 
-        assert ranks.all(part)[0]
+        assert ranks.run_on_all(part)[0]
         with pytest.raises(GroupLostError):
             ranks.groups[1].gather(torch.zeros(1))
-        ranks.all(lambda rank: ranks.groups[rank].join(2))
-        sums = ranks.all(lambda rank: ranks.groups[rank].gather(torch.ones(1) * rank).sum().item())
+        ranks.run_on_all(lambda rank: ranks.groups[rank].join(2))
+        sums = ranks.run_on_all(
+            lambda rank: ranks.groups[rank].gather(torch.ones(1) * rank).sum().item()
+        )
     assert sums == [1.0, 1.0]
 
 
@@ -67,7 +69,7 @@ def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
                 assert said.wait(20.0)
             return group.gather(torch.ones(1) * rank).sum().item()
 
-        assert ranks.all(come) == [1.0, 1.0]
+        assert ranks.run_on_all(come) == [1.0, 1.0]
 
 
 def test_an_interrupted_rank_stops_waiting_for_the_others() -> None:

@@ -29,7 +29,7 @@ class FakeOutputDispatcher:
         self.replies.append((client, reply))
 
 
-class Desk:
+class InputProcessorHarness:
     """An input processor with a scheduler behind it."""
 
     def __init__(self, **settings):
@@ -39,10 +39,10 @@ class Desk:
             self.engine.scheduler, self.engine.kv_cache, self.outputs, LIMITS
         )
 
-    def take(self, message, client=0):
+    def receive(self, message, client=0):
         self.input_processor.process_message(client, message)
 
 
-def refused(desk):
+def refused(harness):
     """Return (request id, kind of error) of all error outputs, in order."""
-    return [(output.request_id, output.error.kind) for _, output in desk.outputs.outputs]
+    return [(output.request_id, output.error.kind) for _, output in harness.outputs.outputs]

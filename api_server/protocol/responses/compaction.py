@@ -1,0 +1,166 @@
+"""Compaction: a shorter window of items that replaces a conversation of /v1/responses.
+
+    conversation   system  user  call  result  assistant  user  assistant  call
+                     │      │      └──────────┬────────────┼────────┘        │
+    window         system  user               │           user  compaction  call
+                                              └──────────────── summary
+
+The model writes the summary. A compaction item holds it as `encrypted_content`, a field that
+clients send back unread; it is not encrypted here. A call that has no result yet stays.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from api_server.parsers.output import ChoiceParser
+from api_server.protocol.common import Strict, Text
+from api_server.protocol.encoder import ResponseOptions
+from api_server.protocol.fields import IgnoredFields, parse
+from api_server.protocol.responses.encoder import ResponsesEncoder
+from api_server.protocol.responses.input import (
+    SUMMARY_MARK,
+    Item,
+    is_message,
+    listed_item,
+    split_pending_calls,
+    with_id,
+)
+from api_server.protocol.responses.request import (
+    InputItems,
+    Label,
+    ReasoningOptions,
+    ResponsesRequest,
+    ResponsesTranslation,
+)
+from api_server.protocol.responses.stored import ResponseRecord
+from api_server.request_stream import Delta, Usage
+from proto.errors import InternalRequestError, InvalidRequestError
+
+MAX_SUMMARY_TOKENS: Final = 2048
+SUMMARY_CONTEXT_SHARE: Final = 4
+"""A summary has at most 1/4 of the context, and so, roughly, have the messages that stay."""
+_SUMMARY_REQUEST: Final = (
+    "Summarise this conversation for an assistant that will continue it and sees nothing else of "
+    "it. State what the user wants, what was decided and done, every fact that is needed later "
+    "(names, paths, numbers, exact messages of errors), and what is left to do. Write only the "
+    "summary."
+)
+_REQUEST_FIELDS: Final = (
+    *("agent_hint", "session_id", "request_id", "cache_salt", "priority"),
+    *("timeout_ms", "queue_timeout_ms", "seed"),
+)
+"""Fields that mean the same as in a response."""
+
+
+class CompactionRequest(Strict):
+    model: Text
+    """Name of the served model."""
+    input: InputItems = []
+    """The items of the conversation, as in a response."""
+    previous_response_id: Annotated[Text, Field(max_length=256)] | None = None
+    """A stored response whose conversation comes before the input."""
+    instructions: Text | None = None
+    """Instructions before the conversation; the window does not contain them."""
+    prompt_cache_key: Label | None = None
+    """Has no effect."""
+
+
+def parse_compaction(
+    fields: Any, max_model_len: int, ignored: IgnoredFields
+) -> tuple[ResponsesRequest, dict[str, Any]]:
+    """Return the response whose text is the summary, and its fields for the chat.
+
+    ignored: collects the fields of a response that a compaction lacks. Raises InvalidRequestError.
+    """
+    passed: dict[str, Any] = {}
+    if isinstance(fields, dict):
+        passed = {name: fields[name] for name in _REQUEST_FIELDS if name in fields}
+        unused = ResponsesRequest.model_fields.keys() - CompactionRequest.model_fields.keys()
+        for name in unused & fields.keys():
+            ignored.add(name)
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if name not in passed and name not in unused
+        }
+    request = parse(CompactionRequest, fields, {}, ignored)
+    response = ResponsesRequest(
+        model=request.model,
+        input=request.input,
+        previous_response_id=request.previous_response_id,
+        instructions=request.instructions,
+        reasoning=ReasoningOptions(effort="none"),
+        max_output_tokens=min(MAX_SUMMARY_TOKENS, max(1, max_model_len // SUMMARY_CONTEXT_SHARE)),
+        temperature=0.0,
+        truncation="auto",
+        store=False,
+    )
+    return response, passed
+
+
+def summary_conversation(items: Sequence[Item]) -> list[Item]:
+    """Return the items whose answer is the summary; raises InvalidRequestError for none."""
+    summarised, _ = split_pending_calls(items)
+    if not summarised:
+        raise InvalidRequestError("input must not be empty", "input")
+    return [*summarised, {"type": "message", "role": "user", "content": _SUMMARY_REQUEST}]
+
+
+class CompactionEncoder(ResponsesEncoder):
+    """Encoder of a compaction: the summary becomes an item of the window.
+
+    items: of the conversation. max_characters: of the user's messages that stay.
+    """
+
+    def __init__(
+        self,
+        options: ResponseOptions,
+        request: ResponsesRequest,
+        parser: ChoiceParser,
+        translation: ResponsesTranslation,
+        record: ResponseRecord | None = None,
+        *,
+        items: Sequence[Item],
+        max_characters: int,
+    ) -> None:
+        super().__init__(options, request, parser, translation, record)
+        self._items = items
+        self._max_characters = max_characters
+
+    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        response = super().encode_body(deltas, usage)
+        summary = "".join(
+            part["text"]
+            for item in response["output"]
+            if item["type"] == "message"
+            for part in item["content"]
+        ).strip()
+        if not summary:
+            raise InternalRequestError("the model wrote no summary; the conversation is unchanged")
+        compaction = with_id({"type": "compaction", "encrypted_content": SUMMARY_MARK + summary})
+        _, pending = split_pending_calls(self._items)
+        window = [*_kept_messages(self._items, self._max_characters), compaction, *pending]
+        return {
+            "id": response["id"],
+            "object": "response.compaction",
+            "created_at": response["created_at"],
+            "output": [listed_item(item) for item in window],
+            "usage": response["usage"],
+        }
+
+
+def _kept_messages(items: Sequence[Item], max_characters: int) -> list[Item]:
+    """Return the system's messages, and the newest of the user's up to a number of characters."""
+    kept: list[Item] = []
+    left = max_characters
+    for item in reversed(items):
+        if not is_message(item) or item["role"] == "assistant":
+            continue
+        if item["role"] == "user":
+            left -= len(str(item["content"]))
+            if left < 0:
+                continue
+        kept.append(item)
+    return kept[::-1]
