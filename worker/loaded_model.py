@@ -10,14 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from proto.codec import changed
 from proto.config import ModelConfig, ServeConfig
-from proto.errors import ModelError
 from proto.lifecycle import (
     KVCacheGeometry,
     Notice,
@@ -39,7 +37,7 @@ from worker.loader.format_choice import (
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_from_config
+from worker.models.registry import read_config, spec_from_config
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
 
@@ -163,18 +161,6 @@ def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Devi
 
 def is_cuda(device: Device) -> bool:
     return device.torch_device.type == "cuda"
-
-
-def read_config(prepared: PreparedModel) -> dict[str, Any]:
-    """Return the model's config.json; raises ModelError naming the file."""
-    path = Path(prepared.folder) / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return config
 
 
 def kv_fingerprint(

@@ -122,19 +122,6 @@ EXPIRED: Final = "expired"
 """Reason for the release of a prefix whose TTL has passed."""
 
 
-class RetentionLimits:
-    """Maximum retained blocks, of all tenants and of one; a shared block counts once."""
-
-    def __init__(self, num_usable: int, share: float, share_of_tenant: float) -> None:
-        self.num_blocks = int(num_usable * share)
-        self.num_of_tenant = min(self.num_blocks, int(num_usable * share_of_tenant))
-
-    @property
-    def limits_tenants(self) -> bool:
-        """Whether a single tenant has a lower limit than all together."""
-        return self.num_of_tenant < self.num_blocks
-
-
 class _TenantPrefixes:
     """Retained prefixes of one tenant. counts: its references by block."""
 
@@ -148,17 +135,24 @@ class _TenantPrefixes:
 class RetainedPrefixes:
     """Retained prefixes by session; the reclaimable blocks of a KV cache.
 
+    max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
     Counters since `pop_counts`: num_taken, num_hit (the next turn found a cached prefix),
     num_expired, num_given_up (evicted for room, or over a limit).
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, limits: RetentionLimits, observer: SchedulerObserver
+        self,
+        kv_cache: KVCacheManager,
+        max_share: float,
+        max_share_of_tenant: float,
+        observer: SchedulerObserver,
     ) -> None:
         self._pool = kv_cache.pool
         self._whole = not kv_cache.is_downward_closed
         self._block_size = kv_cache.block_size
-        self._limits = limits
+        num_usable = kv_cache.num_usable_blocks
+        self._max_blocks = int(num_usable * max_share)
+        self._max_of_tenant = min(self._max_blocks, int(num_usable * max_share_of_tenant))
         self._observer = observer
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
         self._deadlines = RetainedPrefixHeap()
@@ -229,7 +223,7 @@ class RetainedPrefixes:
         )
         prefix.by_client = by_client
         self._retained_prefixes[job] = prefix
-        if self._limits.limits_tenants:
+        if self._max_of_tenant < self._max_blocks:
             counts = self._tenants.setdefault(prefix.tenant, _TenantPrefixes()).counts
             for block in blocks:
                 counts[block] = counts.get(block, 0) + 1
@@ -302,16 +296,16 @@ class RetainedPrefixes:
             self._cut(prefix, wanted - pool.num_free, pool.pinned.counts)
 
     def _keep_limits(self, prefix: RetainedPrefix) -> None:
-        limits, counts = self._limits, self._pool.pinned.counts
+        counts = self._pool.pinned.counts
         tenant = self._tenants.get(prefix.tenant)
-        while tenant is not None and len(tenant.counts) > limits.num_of_tenant:
+        while tenant is not None and len(tenant.counts) > self._max_of_tenant:
             least = tenant.order.first()
             assert least is not None, "blocks of a tenant are pinned by no prefix"
-            self._cut(least, len(tenant.counts) - limits.num_of_tenant, tenant.counts)
-        while len(counts) > limits.num_blocks:
+            self._cut(least, len(tenant.counts) - self._max_of_tenant, tenant.counts)
+        while len(counts) > self._max_blocks:
             least = self._values.first()
             assert least is not None, "blocks are pinned by no prefix"
-            self._cut(least, len(counts) - limits.num_blocks, counts)
+            self._cut(least, len(counts) - self._max_blocks, counts)
 
     def _cut(self, prefix: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
         """Release blocks from the end of a prefix, at most `num_blocks` that only it retains.

@@ -160,16 +160,6 @@ class TrackedRequest:
     is_loading: bool = False
 
 
-class TrackedRequests(dict[int, TrackedRequest]):
-    """Tracked requests by sequence id."""
-
-    def get_or_create(self, request: Request) -> TrackedRequest:
-        tracked = self.get(request.seq_id)
-        if tracked is None:
-            tracked = self[request.seq_id] = TrackedRequest(request)
-        return tracked
-
-
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """How sequences are divided into offloaded blocks.
