@@ -16,8 +16,9 @@ from proto.lifecycle import WeightFormatMemory, WorkerReady
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """num_blocks counts the null block 0, which holds nothing.
+    """The KV pool of an engine.
 
+    num_blocks: including the null block 0, which holds nothing.
     max_model_len: most tokens, prompt and output together, of one request.
     notice: a line for the operator if the pool limits `max_model_len`, or "".
     """

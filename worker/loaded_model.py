@@ -29,11 +29,7 @@ from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
 from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
 from worker.loader.files import read_index
-from worker.loader.format_choice import (
-    activation_dtype,
-    choose_format,
-    describe_dense_weights,
-)
+from worker.loader.format_choice import activation_dtype, choose_format, describe_dense_weights
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder

@@ -37,7 +37,7 @@ Process = tuple[Role, int]
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """HangLimits in seconds without progress: during the start, in the first steps, and later."""
+    """Limits in seconds without progress: during the start, in the first steps, and later."""
 
     start: float
     first_steps: float

@@ -231,7 +231,7 @@ class AgentSessions:
         if prefix is not None and prefix.is_awaited and not session.waiting:
             self._retained_prefixes.end_hold(prefix, now + PROVISIONAL_SECONDS)
 
-    # Parts of the above
+    # Internals
 
     def _count_own_tokens(self, request: Request) -> None:
         """Mark a found prefix of another session as shared; the prompt is now the session's own."""

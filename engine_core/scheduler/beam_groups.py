@@ -165,7 +165,7 @@ class BeamGroups:
         self._reporting.pop(request.request_id, None)
         self._forced_tokens.forget_sequence(request.seq_id)
 
-    # Parts of the above
+    # Internals
 
     def _advance_group(self, group: BeamGroup) -> bool:
         branches = group.advance()

@@ -113,7 +113,7 @@ class TenantFairness:
             self._preemption_order.remove_running(request)
         self._usage.unregister_request(request)
 
-    # Parts of the above
+    # Internals
 
     def _threshold(self, request: Request) -> float:
         """Return the service above which tenants defer to this waiting request."""

@@ -435,7 +435,7 @@ class KVTransferManager:
     def close(self) -> None:
         self.connector.close()
 
-    # Parts of the above
+    # Internals
 
     def _may_load(self, candidate: Candidate) -> bool:
         """Return whether the connector is asked: not for requests with blocks or a failed load."""

@@ -326,12 +326,12 @@ def _error(limited: _Limited, now: float) -> ErrorInfo:
     if limited.deadline <= now:
         seconds = limited.deadline - limited.arrival
         return ErrorInfo(
-            "time_limit", f"the request was not over within {seconds:g} s", "timeout_ms"
+            "time_limit", f"the request did not finish within {seconds:g} s", "timeout_ms"
         )
     seconds = limited.queue_deadline - limited.arrival
     return ErrorInfo(
         "queue_timeout",
-        f"the request had not begun within {seconds:g} s, the longest that it was to wait",
+        f"the request was still queued after {seconds:g} s, its limit",
         "queue_timeout_ms",
     )
 

@@ -51,26 +51,6 @@ EIGHT_BITS: Final = torch.float8_e4m3fn
 DEFAULTS: Final = Options()
 
 
-def create_flashinfer(
-    kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, options: Options = DEFAULTS
-) -> "FlashInferAttention":
-    """Return the backend on the device of `kv_cache`, for activations of `dtype`.
-
-    Raises ConfigError if heads, dtypes or the installed version are not supported.
-    """
-    refuse_unsupported(shape, dtype, kv_cache.dtype)
-    accelerator = Accelerator(kv_cache.buffer.device)
-    return FlashInferAttention(
-        kv_cache,
-        shape,
-        dtype,
-        accelerator,
-        load_library(),
-        TritonStore(),
-        options,
-    )
-
-
 def load_library() -> Library:
     """Return the module flashinfer; raises ConfigError if it is missing or another version."""
     found = installed_version()

@@ -24,7 +24,7 @@ constexpr int64_t TILE = 16;        // rows, words in a row
 constexpr int64_t TILE_WORDS = 256;
 constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
 
-// Whether these kernels compute the layer: whole tiles, and activations that are not float32.
+// Whether these kernels do the layer: whole tiles, and nobody was promised float32.
 inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) {
     return layer->dtype == TOKEND_BFLOAT16 && head_dim % INNER == 0 &&
            (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);

@@ -116,7 +116,7 @@ template <class C>
 TOKEND_INLINE void write_to_page(const float* row, int64_t head_dim, int64_t block_size, int64_t offset, C* page) {
     C* to = page + offset * head_dim;
     if constexpr (std::is_same_v<C, int8_t>) {
-        // A row with a NaN or an infinity becomes NaN as a whole, so every sequence that reads it fails.
+        // A row with anything that is not finite is NaN as a whole: whoever reads it is found broken.
         float* scales = page_scales(page, block_size, head_dim) + offset;
         const int64_t parts = num_scales(head_dim), dims = head_dim / parts;
         bool broken = false;
