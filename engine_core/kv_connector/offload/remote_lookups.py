@@ -194,7 +194,7 @@ class RemoteLookups:
 
     def _add_results(self, results: Sequence[LookupResult]) -> None:
         with self._changed:
-            answered = {result.key for result in results}
+            answered = {key for key, _ in results}
             self._requested = [key for key in self._requested if key not in answered]
             self._results += results
         self._notify()
