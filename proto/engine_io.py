@@ -32,6 +32,7 @@ The API server makes the names of jobs and tools; jobs of different tenants have
 import enum
 import math
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import count
 from typing import Final, Literal
 
@@ -78,6 +79,14 @@ class AgentHint(msgspec.Struct, array_like=True, frozen=True):
 
 NO_AGENT: Final = AgentHint("")
 """For a request that belongs to no job."""
+
+_JOB_DIGEST_BYTES: Final = 16
+
+
+def job_name(job_id: str, tenant: int) -> str:
+    """Return the name of a job: a letter and 32 hex digits, different for each tenant."""
+    key = tenant.to_bytes(8, "little")
+    return "j" + blake2b(job_id.encode(), key=key, digest_size=_JOB_DIGEST_BYTES).hexdigest()
 
 
 class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):

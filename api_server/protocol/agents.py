@@ -5,7 +5,6 @@ session_id     only the job's id, if the hint has none; also as the header X-Ses
 """
 
 import re
-from hashlib import blake2b
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -20,7 +19,7 @@ from pydantic import (
 
 from api_server.http.tenants import DEFAULT_TENANT
 from api_server.protocol.fields import given_fields, ignored_of
-from proto.engine_io import AgentHint
+from proto.engine_io import AgentHint, job_name
 from proto.errors import InvalidRequestError
 
 MAX_JOB_CHARACTERS: Final = 256
@@ -90,10 +89,8 @@ class AgentFields(BaseModel):
         return "agent_hint" if hint is not None and hint.job_id else "session_id"
 
 
-# Names of jobs and tools for the engine, which belong to one tenant each.
+# What the engine hears of jobs and tools, whose names belong to one tenant each.
 
-
-_DIGEST_BYTES: Final = 16
 _UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
@@ -112,12 +109,6 @@ def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
     if hint is None:
         return AgentHint(job_name(job, tenant))
     return AgentHint(job_name(job, tenant), hint.is_last_step, hint.ttl_ms)
-
-
-def job_name(job_id: str, tenant: int) -> str:
-    """Return the engine's name of a job: a letter and 32 hex digits, different for each tenant."""
-    key = tenant.to_bytes(8, "little")
-    return "j" + blake2b(job_id.encode(), key=key, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def tool_name(tool: str, tenant: int) -> str:

@@ -221,7 +221,7 @@ def conversation(body: ResponsesRequest, previous: list[Item]) -> list[Item]:
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
-        items += [with_id(item) for item in body.input]
+        items += body.input
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"

@@ -1,14 +1,16 @@
 """`tokend trace view`: makes a web page of a scheduler trace."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from deploy.bench.options import BenchParser, writable, write
-from deploy.trace.condense import condense
+from deploy.trace.condense import Condensed, condense
 from deploy.trace.page import render
+from proto.engine_io import job_name
 from proto.errors import ConfigError, ProtocolError
-from proto.sched_trace import TraceLine, read_line
+from proto.sched_trace import Arrival, TraceLine, read_line
 
 USAGE: Final = """\
 usage: tokend trace view FILE [flags]; flags: tokend trace view --help
@@ -34,22 +36,65 @@ def _view(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "-o", "--output", metavar="PAGE", help="file of the page; by default FILE with .html"
     )
+    parser.add_argument(
+        "--job-id",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="show this job by the id that its client sends (agent_hint.job_id or session_id) "
+        "instead of by its digest; may be repeated",
+    )
+    parser.add_argument(
+        "--job-ids", metavar="FILE", help="the same for every line of a file; -: of standard input"
+    )
     options = parser.parse_args(arguments)
+    job_ids = [*options.job_id, *(_ids_in(options.job_ids) if options.job_ids else ())]
     path = Path(options.file)
     page = options.output or str(path.with_suffix(".html"))
+    condensed = read_trace(path)
+    labels = _job_labels(condensed.arrivals, job_ids)
     with writable("--output", page) as files:
-        write(files, page_of(path))
+        write(files, render(condensed, path.name, labels))
     print(page)
     return 0
 
 
-def page_of(path: Path) -> str:
-    """Return the page of a trace; raises ConfigError if the file is not a trace."""
+def read_trace(path: Path) -> Condensed:
+    """Return the condensed trace of a file; raises ConfigError if the file is not a trace."""
     try:
-        return render(condense(lines_of(path)), path.name)
+        return condense(lines_of(path))
     except (OSError, ProtocolError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: {reason}") from None
+
+
+def _job_labels(arrivals: Sequence[Arrival], job_ids: Iterable[str]) -> dict[str, str]:
+    """Return the ids of clients by the names of their jobs in the trace; report unknown ids.
+
+    A name is a digest of the id and the tenant, and the trace has the tenants.
+    """
+    names = {arrival.job for arrival in arrivals}
+    tenants = {arrival.tenant for arrival in arrivals}
+    labels: dict[str, str] = {}
+    for job_id in job_ids:
+        jobs = {job_name(job_id, tenant): tenant for tenant in tenants}
+        found = names & jobs.keys()
+        if not found:
+            print(f"no job of the trace has the id {job_id}", file=sys.stderr)
+        for name in found:
+            label = job_id if len(found) == 1 else f"{job_id} (tenant {jobs[name]:x})"
+            labels[name] = label
+    return labels
+
+
+def _ids_in(name: str) -> list[str]:
+    """Return the lines of a file that are not empty; raises ConfigError."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(f"--job-ids {name}: {reason}", "job_ids") from None
+    return [line for line in text.splitlines() if line]
 
 
 def lines_of(path: Path) -> Iterator[TraceLine]:

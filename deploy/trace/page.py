@@ -12,8 +12,9 @@ import html
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Final
 
 from deploy.trace.condense import STEP_COLUMNS, Condensed, State
@@ -63,10 +64,12 @@ class _Columns:
         return b"".join(self._bytes)
 
 
-def render(condensed: Condensed, name: str) -> str:
-    """Return the page. name: of the trace file."""
+def render(
+    condensed: Condensed, name: str, job_labels: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the page. name: of the trace file. job_labels: what to call jobs, by their names."""
     columns = _columns(condensed)
-    about = to_compact_json({**_about(condensed, name), "columns": columns.places})
+    about = to_compact_json({**_about(condensed, name, job_labels), "columns": columns.places})
     data = len(about).to_bytes(4, "little") + about + columns.content
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -113,7 +116,7 @@ def _columns(condensed: Condensed) -> _Columns:
     return columns
 
 
-def _about(condensed: Condensed, name: str) -> dict[str, Any]:
+def _about(condensed: Condensed, name: str, job_labels: Mapping[str, str]) -> dict[str, Any]:
     header, arrivals = condensed.header, condensed.arrivals
     finishes = [condensed.finishes.get(arrival.seq_id) for arrival in arrivals]
     return {
@@ -128,7 +131,7 @@ def _about(condensed: Condensed, name: str) -> dict[str, Any]:
         "end": condensed.end,
         "events": condensed.events,
         "requests": [f"{arrival.request_id}/{arrival.choice}" for arrival in arrivals],
-        "jobs": [arrival.job for arrival in arrivals],
+        "jobs": [job_labels.get(arrival.job, arrival.job) for arrival in arrivals],
         "tenants": [f"{arrival.tenant:x}" if arrival.tenant else "" for arrival in arrivals],
         "reasons": [finish.reason if finish else "" for finish in finishes],
     }

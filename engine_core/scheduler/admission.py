@@ -4,9 +4,9 @@
     AdmissionRule    conditions on free blocks beyond "the next tokens fit"
     Pause            a gate: no new request starts, or nothing is scheduled at all
 
-The first request without room ends the pass, so no later request overtakes it, except one whose KV
-was loaded while the first waits for prompt tokens. A request that a gate blocks is parked, and the
-next one is considered.
+The first request without room ends the pass, so no later request overtakes it. If it only waits for
+prompt tokens, requests whose KV a connector has do not wait behind it. A request that a gate blocks
+is parked, and the next one is considered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -177,6 +177,10 @@ def rules_of(
     return tuple(rules)
 
 
+MAX_LOOKUPS_PER_STEP: Final = 8
+"""Requests behind a throttled head that one step looks up in the connector: they may be many."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """The head of the queue found no room, and the conditions of that moment.
@@ -246,24 +250,43 @@ class AdmissionPass:
             if self._refusal is not None and self._still_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
-            if not self._is_blocked(candidate) and not self._admit(candidate, plan):
-                break
-        if plan.prompt_budget <= 0:
-            self._admit_loaded(plan)
+            if self._is_blocked(candidate):
+                continue
+            if (
+                plan.prompt_budget <= 0
+                and not candidate.loads_async
+                and self._needs_prompt_tokens(candidate)
+            ):
+                self._kv_transfer.note_not_transferred(request)
+                self._admit_transferred(plan)
+                return
+            if not self._admit(candidate, plan):
+                return
 
-    def _admit_loaded(self, plan: StepPlan) -> None:
-        """Admit requests whose KV was loaded although the step has no prompt tokens left.
+    def _admit_transferred(self, plan: StepPlan) -> None:
+        """Admit requests behind a head that waits for prompt tokens, or begin to load for them.
 
-        Prompts before them in the queue wait for the prefill throttle. These requests do not: they
-        compute a block at most.
+        Only requests whose KV the connector has, or has loaded: they compute a block at most. They
+        cannot starve the head, because they use no prompt tokens, and it is first when there are
+        some again.
         """
-        for request in self._kv_transfer.loaded_requests():
+        kv_transfer = self._kv_transfer
+        num_lookups = 0
+        for request in self._waiting:
+            if request.status.is_blocked or not kv_transfer.may_be_transferred(request):
+                continue
             if plan.budget <= 0 or not self._can_run_one_more():
                 return
+            if not kv_transfer.is_loaded(request):
+                num_lookups += 1
+                if num_lookups > MAX_LOOKUPS_PER_STEP:
+                    return
             candidate = Candidate(request, self._kv_cache)
-            if request.status.is_blocked or self._is_throttled(candidate):
+            if self._is_blocked(candidate):
                 continue
-            if not self._is_blocked(candidate) and not self._admit(candidate, plan):
+            if self._needs_prompt_tokens(candidate):
+                kv_transfer.note_not_transferred(request)
+            elif not self._admit(candidate, plan):
                 return
 
     def _has_budget(self, plan: StepPlan) -> bool:
@@ -273,7 +296,7 @@ class AdmissionPass:
         """
         return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
 
-    def _is_throttled(self, candidate: Candidate) -> bool:
+    def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
         """Return whether the tokens that a request computes are prompt tokens of the step.
 
         They are not if the KV of all tokens but a block at most comes from a connector.
@@ -351,8 +374,8 @@ class AdmissionPass:
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)
-        is_throttled = self._is_throttled(candidate)
-        prompt_budget = plan.prompt_budget if is_throttled else plan.budget
+        needs_prompt_tokens = self._needs_prompt_tokens(candidate)
+        prompt_budget = plan.prompt_budget if needs_prompt_tokens else plan.budget
         if prompt_budget <= 0:
             return False
         if not self._can_run_one_more():
@@ -383,7 +406,7 @@ class AdmissionPass:
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
-        if is_throttled:
+        if needs_prompt_tokens:
             plan.prompt_budget -= num_new
         if num_missing > 1:
             plan.count_prefilling(1, num_new)

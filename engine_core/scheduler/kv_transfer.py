@@ -160,6 +160,7 @@ class KVTransferManager:
         self._looked_up: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
+        self._not_transferred: set[int] = set()
         self._unconfirmed = UnconfirmedLoads(kv_cache)
         self._never_load_again: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
@@ -198,6 +199,7 @@ class KVTransferManager:
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._loaded.pop(request.seq_id, None)
+        self._not_transferred.discard(request.seq_id)
 
     def on_released(self, request: Request) -> None:
         """Forget a request; `on_finish` has kept the blocks that are still being copied."""
@@ -205,6 +207,7 @@ class KVTransferManager:
         self._looked_up.pop(seq_id, None)
         self._loads.pop(seq_id, None)
         self._loaded.pop(seq_id, None)
+        self._not_transferred.discard(seq_id)
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.discard(seq_id)
         self.discard_until_step.pop(seq_id, None)
@@ -391,8 +394,17 @@ class KVTransferManager:
     def is_loaded(self, request: Request) -> bool:
         return request.seq_id in self._loaded
 
-    def loaded_requests(self) -> list[Request]:
-        return list(self._loaded.values())
+    def note_not_transferred(self, request: Request) -> None:
+        """Note that a waiting request has to compute more than a block of its prompt."""
+        self._not_transferred.add(request.seq_id)
+
+    def may_be_transferred(self, request: Request) -> bool:
+        """Return whether a waiting request may get all KV but a block from the connector.
+
+        False once the connector had less for it, so that a long queue is not looked up again in
+        every step.
+        """
+        return request.seq_id not in self._not_transferred
 
     def discard_content(self, request: Request) -> None:
         """Make all KV of a request unfindable, here and in the connector: it is not finite.
@@ -419,6 +431,7 @@ class KVTransferManager:
             self._unblock_looked_up(request)
         self._loads.clear()
         self._loaded.clear()
+        self._not_transferred.clear()
         self._unconfirmed.clear()
         self._never_load_again.clear()
         self.discard_until_step.clear()

@@ -1,4 +1,4 @@
-"""A real application over real HTTP, with a scripted engine behind a real link."""
+"""The real application over real HTTP, with a scripted engine behind a real link."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ def prepared(folder: Path, vocab_size: int, *, has_chat_template: bool) -> Prepa
 
 @pytest.fixture
 def run_dir() -> Iterator[str]:
-    """Short, so that socket paths fit."""
+    """A temporary directory with a path short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(prefix="td-") as path:
         yield path
 
@@ -119,7 +119,7 @@ class FrontEnd:
     app: FastAPI
 
     async def lose_engine(self) -> FakeEngine:
-        """The engine dies; returns the next one, which has not announced itself."""
+        """Replace the dead engine by a new one, which is not ready yet; return it."""
         await self.engine.close()
         epoch, old = self.engine.epoch + 1, self.engine
         path = front_end_path(self.run_dir, epoch, 0)
@@ -136,7 +136,7 @@ class FrontEnd:
         return await self.http.post("/v1/chat/completions", json=body)
 
     async def events(self, path: str, **fields: object) -> list[object]:
-        """The decoded events of a stream; the last one is the string [DONE]."""
+        """Return the decoded events of a stream; the last one is the string [DONE]."""
         async with self.http.stream("POST", path, json={**fields, "stream": True}) as response:
             assert response.status_code == 200, await response.aread()
             text = (await response.aread()).decode()
@@ -165,7 +165,7 @@ class FrontEnd:
 
 
 async def concurrently(check: Callable[[Any], Awaitable[None]], cases: Iterable[Any]) -> None:
-    """Check all cases, eight at a time: a client that waits for each answer in turn idles."""
+    """Check all cases, eight at a time, which is faster than one after the other."""
     left = iter(cases)
 
     async def check_next() -> None:
@@ -186,13 +186,13 @@ async def websocket(
 
 
 async def message(client: ClientConnection) -> Any:
-    """The next message, decoded."""
+    """Return the next message, decoded."""
     async with asyncio.timeout(10):
         return json.loads(await client.recv())
 
 
 async def closed(client: ClientConnection) -> int:
-    """The code with which the server closes."""
+    """Wait until the server closes; return the close code."""
     with pytest.raises(ConnectionClosed) as caught:
         async with asyncio.timeout(10):
             await client.recv()
@@ -201,7 +201,7 @@ async def closed(client: ClientConnection) -> int:
 
 
 async def samples(front_end: FrontEnd) -> dict[str, float]:
-    """What /metrics shows, by the name of the sample and the values of its further labels."""
+    """Return the samples of /metrics by name and by the values of their further labels."""
     response = await front_end.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     found = {}
@@ -231,7 +231,7 @@ async def serving(
     max_model_len: int = 256,
     port: int = 0,
 ) -> AsyncIterator[FrontEnd]:
-    """A front end that serves a model, as long as it is needed."""
+    """Run a front end that serves a model inside the context."""
     path = front_end_path(run_dir, 1, 0)
     engine = FakeEngine(
         path,
@@ -254,8 +254,8 @@ async def serving(
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop())
     try:
-        # Plain HTTP: loading a CA bundle for each front end would take longer than its start.
-        # Hundreds of requests that a test sends at once may wait for each other's connections.
+        # Plain HTTP, since loading a CA bundle would take longer than the start of a front end.
+        # A test may send hundreds of requests at once, which wait for connections.
         timeout = httpx.Timeout(60, pool=None)
         async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=False) as http:
             front_end = FrontEnd(
@@ -270,7 +270,7 @@ async def serving(
 
 
 async def _close(server: HttpServer) -> None:
-    """What uvicorn's `serve` does at its end, without its pauses of 0.1 s."""
+    """Shut down like uvicorn's `serve`, without its pauses of 0.1 s."""
     for listener in server.servers:
         listener.close()
     for connection in list(server.server_state.connections):
@@ -294,7 +294,7 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
 
 @pytest.fixture
 def say(tokenizer: Tokenizer) -> Callable[[str], Script]:
-    """say(text): an engine that draws the tokens of `text` and then the end token."""
+    """say(text): a script of an engine that samples the tokens of `text` and then the end token."""
 
     def script_for(text: str) -> Script:
         ids = [*tokenizer.encode(text).ids, 2]

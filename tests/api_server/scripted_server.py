@@ -1,7 +1,6 @@
 """The application over HTTP with a scripted engine behind it: `scripted_server.py PORT [KEY]`.
 
-For clients of any kind that try the interface and not the model: answers cost next to nothing.
-Prints a line when it listens; SIGTERM ends it.
+For tests of API clients without a model. Prints a line when it listens; SIGTERM ends it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What operators may ask for over HTTP, and who is taken for one."""
+"""Admin routes: authorisation of operators, and the effect of every route."""
 
 import asyncio
 import json
@@ -42,8 +42,8 @@ def test_every_admin_route_is_listed():
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_an_operators_key_and_nothing_else(start, tmp_path, method, path):
-    """Also from this machine: where operators have keys, being here is not enough."""
+async def test_only_an_admin_key_opens_admin_routes(start, tmp_path, method, path):
+    """With admin keys configured, local clients need one, too."""
     fields = {"admin_api_key": "op", "admin_api_key_file": str(tmp_path / "operators")}
     async with start(config=config(tmp_path, **fields)) as front_end:
         for headers, status in (
@@ -64,7 +64,7 @@ async def test_an_operators_key_and_nothing_else(start, tmp_path, method, path):
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_where_only_operators_have_keys(start, method, path):
+async def test_admin_keys_without_client_keys(start, method, path):
     async with start(config=FrontEndConfig(admin_api_key="op")) as front_end:
         assert (await front_end.http.get("/v1/models")).status_code == 200
         for headers in ({}, {"x-api-key": "wrong"}):
@@ -75,7 +75,7 @@ async def test_where_only_operators_have_keys(start, method, path):
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_without_keys_of_operators_programs_of_this_machine(start, tmp_path, method, path):
+async def test_without_admin_keys_only_local_clients(start, tmp_path, method, path):
     async with start(config=config(tmp_path)) as front_end:
         key = {"x-api-key": "a-key"}
         assert (await ask(front_end, method, path)).status_code == 401
@@ -85,7 +85,7 @@ async def test_without_keys_of_operators_programs_of_this_machine(start, tmp_pat
         assert (await ask(front_end, method, path, key)).is_success
 
 
-async def test_an_operators_key_opens_everything(start, tmp_path):
+async def test_an_admin_key_opens_all_routes(start, tmp_path):
     async with start(config=config(tmp_path, admin_api_key="op"), accepts=True) as front_end:
         assert (await front_end.http.get("/metrics", headers=OPERATOR)).status_code == 200
         answer = asyncio.create_task(
@@ -119,8 +119,8 @@ async def test_pause_and_resume(start):
         assert not await paused()
 
 
-async def test_a_pause_that_ends_what_is_unfinished(start):
-    """The engine ends it, and what clients have had until then stands, its reason abort."""
+async def test_a_pause_that_aborts_running_requests(start):
+    """The engine ends them; clients keep their partial output, with finish reason abort."""
     async with start(accepts=True) as front_end:
         engine = front_end.engine
         begun = asyncio.create_task(front_end.complete(max_tokens=9))
@@ -158,7 +158,7 @@ async def test_a_pause_that_ends_what_is_unfinished(start):
         assert [each.ends_unfinished for each in engine.calls] == [False]
 
 
-async def test_the_prefix_cache_is_reset_when_nobody_needs_it(start):
+async def test_the_prefix_cache_is_reset_if_no_request_uses_it(start):
     async with start() as front_end:
         assert (await front_end.http.post("/reset_prefix_cache")).status_code == 200
         front_end.engine.resets = False
@@ -175,7 +175,7 @@ async def test_the_prefix_cache_is_reset_when_nobody_needs_it(start):
         assert refused.status_code == 400
 
 
-async def test_the_settings_are_shown_without_secrets(start, tmp_path):
+async def test_settings_are_returned_without_secrets(start, tmp_path):
     fields = {"api_key": "hush-1", "admin_api_key": "hush-2"}
     async with start(config=config(tmp_path, **fields)) as front_end:
         answer = await front_end.http.get("/server_info", headers={"x-api-key": "hush-2"})
@@ -190,7 +190,7 @@ async def test_the_settings_are_shown_without_secrets(start, tmp_path):
 
 
 def wired(front_end) -> list[AbortRequests]:
-    """In the place of the supervisor: what it is asked, which it passes on at once."""
+    """Collect the abort requests sent to the supervisor, and forward them at once."""
     heard: list[AbortRequests] = []
 
     def pass_on(message: AbortRequests) -> None:
@@ -214,8 +214,8 @@ async def abort(front_end, key: str, *ids: str) -> int:
     return response.status_code
 
 
-async def test_an_operator_aborts_anybodys_request(start, tmp_path):
-    """The answers of whom it was cannot be taken for complete."""
+async def test_an_operator_can_abort_any_request(start, tmp_path):
+    """The aborted answer is marked as incomplete."""
     async with start(config=config(tmp_path, admin_api_key="op"), accepts=True) as front_end:
         wired(front_end)
         whole = begin(front_end, "a-key", request_id="one")
@@ -239,8 +239,8 @@ async def test_an_operator_aborts_anybodys_request(start, tmp_path):
         assert 'tokend:requests_cut_short_total{cause="operator"} 2.0' in counts
 
 
-async def test_aborts_do_not_cross_keys(start, tmp_path):
-    """Of two requests with one name a client's program ends its own."""
+async def test_a_client_key_aborts_only_its_own_requests(start, tmp_path):
+    """Of two requests with the same id, a client aborts only its own."""
     async with start(config=config(tmp_path), accepts=True) as front_end:
         heard = wired(front_end)
         mine, yours = (begin(front_end, key, request_id="same") for key in ("a-key", "b-key"))
@@ -262,13 +262,13 @@ async def test_aborts_do_not_cross_keys(start, tmp_path):
         *({"request_ids": ["x" * 161]}, {"request_ids": ["x"] * 1025}),
     ],
 )
-async def test_what_is_no_list_of_ids(start, body):
+async def test_invalid_lists_of_ids_are_refused(start, body):
     async with start() as front_end:
         refused = await front_end.http.post("/abort_requests", json=body)
         assert refused.status_code == 400
 
 
-async def test_the_word_goes_to_the_supervisor_and_comes_back_from_it(run_dir, model):
+async def test_aborts_go_through_the_supervisor_to_all_front_ends(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
         await process.say(FrontEndReady)
@@ -279,19 +279,19 @@ async def test_the_word_goes_to_the_supervisor_and_comes_back_from_it(run_dir, m
         assert asked.status_code == 202
         told = await process.say(AbortRequests)
         assert told == AbortRequests(["cmpl-mine"], "")
-        assert not answer.done(), "other front ends may have it, so all hear of it together"
+        assert not answer.done(), "another front end may have the request"
         process.supervisor.send(told)
         assert (await answer).status_code == 410
 
 
-async def test_what_is_under_way_is_forgotten_when_it_ends(start, say):
+async def test_finished_requests_are_no_longer_listed(start, say):
     async with start(say("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
         assert front_end.app_state.open_streams == set()
 
 
-async def test_load_counts_what_is_answered(start):
+async def test_load_counts_open_requests(start):
     async with start(accepts=True) as front_end:
 
         async def load() -> int:

@@ -1,4 +1,4 @@
-"""Turns of jobs: what the engine hears of them, with their requests and when they are over."""
+"""Agent jobs: hints sent to the engine with requests, and the end of turns."""
 
 import asyncio
 import json
@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from api_server.protocol.agents import MAX_TTL_MS, job_name, tool_name
+from api_server.protocol.agents import MAX_TTL_MS, tool_name
 from proto.config import FrontEndConfig
-from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason
+from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, job_name
 from proto.errors import ErrorInfo
 from tests.api_server.test_engine_restart import begin, have, restart
 
@@ -21,21 +21,21 @@ JOB = {"job_id": "fix-1"}
 
 
 async def asked(front_end, path="/v1/completions", headers=None, **fields):
-    """What the engine is asked."""
+    """Return the request that the engine gets."""
     response = await front_end.http.post(path, json={**PATHS[path], **fields}, headers=headers)
     assert response.status_code == 200, response.text
     return await front_end.engine.requests.get()
 
 
 async def refusal(front_end, path="/v1/completions", headers=None, **fields):
-    """(param, message)"""
+    """Return (param, message) of the error."""
     response = await front_end.http.post(path, json={**PATHS[path], **fields}, headers=headers)
     assert response.status_code == 400, response.text
     return response.json()["error"]["param"], response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_hint_goes_with_the_request(start, say, path):
+async def test_a_hint_is_sent_with_the_request(start, say, path):
     async with start(say("!")) as front_end:
         hint = {"job_id": "fix 1, é", "is_last_step": True, "ttl_ms": 250}
         agent = (await asked(front_end, path, agent_hint=hint)).agent
@@ -49,7 +49,7 @@ async def test_a_hint_goes_with_the_request(start, say, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_session_is_a_job(start, say, path):
+async def test_a_session_id_is_a_job(start, say, path):
     async with start(say("!")) as front_end:
         header = {"X-Session-ID": "from a header"}
 
@@ -95,7 +95,7 @@ async def test_a_session_is_a_job(start, say, path):
         ({**JOB, "tool": "x\n"}, "tool must match"),
     ],
 )
-async def test_a_wrong_hint_is_a_400_that_names_it(start, path, hint, words):
+async def test_an_invalid_hint_is_a_400_that_names_it(start, path, hint, words):
     async with start() as front_end:
         content = {**PATHS[path], "agent_hint": hint}
         response = await front_end.http.post(
@@ -109,7 +109,7 @@ async def test_a_wrong_hint_is_a_400_that_names_it(start, path, hint, words):
 
 
 @pytest.mark.parametrize("session", [5, "", "x" * 257, "a\tb", ["s"]])
-async def test_a_wrong_session_is_a_400_that_names_it(start, session):
+async def test_an_invalid_session_is_a_400_that_names_it(start, session):
     async with start() as front_end:
         assert (await refusal(front_end, session_id=session))[0] == "session_id"
         if isinstance(session, str):
@@ -125,7 +125,7 @@ async def test_a_turn_is_one_prompt(start, say):
         assert (await asked(front_end, prompt=["a"], session_id="s")).agent is not None
 
 
-async def test_what_nobody_defines_is_named_and_ignored(start, say):
+async def test_unknown_hint_fields_are_reported_and_ignored(start, say):
     async with start(say("!")) as front_end:
         response = await front_end.complete(agent_hint={**JOB, "mood": "good"})
         assert response.status_code == 200
@@ -149,7 +149,7 @@ async def test_equal_ids_of_two_tenants_are_two_jobs(start, say):
         assert all(re.fullmatch(r"[0-9a-f]{16}/ls", tool) for tool in tools)
 
 
-def test_names_are_short_and_say_nothing_of_the_id():
+def test_job_names_are_short_and_hide_the_id():
     longest = job_name("secret" * 40, (1 << 64) - 1)
     assert re.fullmatch(r"j[0-9a-f]{32}", longest)
     assert job_name("a", 1) != job_name("a", 2) != job_name("b", 2)
@@ -161,7 +161,7 @@ def test_names_are_short_and_say_nothing_of_the_id():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engine_hears_of_the_tool_when_the_turn_is_over(start, say, path, stream):
+async def test_the_tool_is_sent_to_the_engine_at_the_end_of_a_turn(start, say, path, stream):
     async with start(say("I look.\n```bash\npytest -x\n```")) as front_end:
         request = await asked(front_end, path, agent_hint=JOB, stream=stream)
         turn = await front_end.engine.turns.get()
@@ -170,7 +170,7 @@ async def test_the_engine_hears_of_the_tool_when_the_turn_is_over(start, say, pa
         assert front_end.engine.turns.empty()
 
 
-async def test_the_client_knows_better(start, say):
+async def test_a_tool_named_by_the_client_takes_precedence(start, say):
     async with start(say("```bash\npytest\n```")) as front_end:
         await asked(front_end, agent_hint={**JOB, "tool": "mcp:build/all"}, max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == "mcp:build/all"
@@ -188,14 +188,14 @@ async def test_a_turn_without_a_call_or_without_text_ends_too(start, say):
 
 
 async def test_a_stop_string_ends_a_turn(start, say):
-    """For the engine this is an abort, which comes before."""
+    """The engine receives an abort first."""
     async with start(say("```bash\nls\n```\nand so on and on")) as front_end:
         await asked(front_end, session_id="s", max_tokens=60, stop=["```\n", "on"])
         assert (await front_end.engine.turns.get()).tool == "ls"
         assert (await front_end.engine.aborts.get()).reason == "stop_string"
 
 
-async def test_requests_of_no_job_end_no_turn(start, say):
+async def test_requests_without_a_job_end_no_turn(start, say):
     async with start(say("```bash\nls\n```")) as front_end:
         await asked(front_end, max_tokens=60)
         await asked(front_end, session_id="s", max_tokens=60)
@@ -203,13 +203,13 @@ async def test_requests_of_no_job_end_no_turn(start, say):
         assert front_end.engine.turns.empty()
 
 
-async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, tokenizer):
+async def test_a_disconnect_after_the_last_token_ends_the_turn(start, tokenizer):
     async with start(accepts=True) as front_end:
         body = {"prompt": "x", "stream": True, "session_id": "s", "max_tokens": 60}
         async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
             request = await front_end.engine.requests.get()
             front_end.engine.emit(request, tokenizer.encode("```bash\nls\n").ids)
-            lines = response.aiter_lines()  # httpx hangs up when this iterator is collected
+            lines = response.aiter_lines()  # httpx disconnects when this iterator is collected
             await anext(lines)
             front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
             while front_end.app_state.client.num_open:
@@ -218,7 +218,7 @@ async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, 
         assert front_end.engine.aborts.empty()
 
 
-async def test_no_turn_ends_with_an_error_an_abort_or_a_client_that_leaves(start, tokenizer):
+async def test_errors_aborts_and_disconnects_end_no_turn(start, tokenizer):
     async with start(accepts=True) as front_end:
         engine = front_end.engine
         waiting, request = await begin(front_end, session_id="s", max_tokens=9)
@@ -255,8 +255,8 @@ async def test_a_request_that_is_resumed_carries_its_hint(start):
         assert (turn.epoch, turn.request_id) == (2, again.request_id)
 
 
-async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start, monkeypatch):
-    """Its last words are read when its death is known: the turn ends between two engines."""
+async def test_the_end_of_a_turn_of_a_dead_engine_is_not_sent(start, monkeypatch):
+    """The last outputs are read after the death is known, so the turn ends between two engines."""
     async with start(accepts=True) as front_end:
         client, old = front_end.app_state.client, front_end.engine
         answer, request = await begin(front_end, session_id="s", max_tokens=6)
@@ -282,7 +282,7 @@ async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start, monkeyp
         assert old.turns.empty()
 
 
-async def test_a_turn_that_cannot_be_read_fails_no_answer(start, say, monkeypatch):
+async def test_a_failure_to_find_the_tool_does_not_fail_the_answer(start, say, monkeypatch):
     def fail(text):
         raise RuntimeError("broken")
 

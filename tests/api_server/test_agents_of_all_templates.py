@@ -1,4 +1,4 @@
-"""Agents' conversations with the templates of well-known models, which differ in what they take."""
+"""Agent conversations with the chat templates of well-known models."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ async def posted(front_end, path: str, body: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_call_can_be_given_back(start, say, serve, name):
-    """By each API, with an order of roles as Codex and Claude Code have it."""
+async def test_a_tool_call_can_be_sent_back(start, say, serve, name):
+    """By each API, with the order of roles of Codex and Claude Code."""
     async with start(say(CALLS[name]), served=serve(name), max_model_len=8192) as front_end:
         body = {
             "input": [
@@ -96,7 +96,7 @@ async def test_a_call_can_be_given_back(start, say, serve, name):
         await posted(front_end, "/v1/chat/completions", body | {"messages": said})
 
 
-def test_ids_of_the_length_that_a_template_wants():
+def test_call_ids_are_shortened_for_templates_that_require_it():
     def length(source: str) -> int:
         return template_facts(template_environment().parse(source)).call_id_length
 
@@ -119,7 +119,7 @@ def test_ids_of_the_length_that_a_template_wants():
     assert changed.isalnum()
     assert found[0]["tool_calls"][1] == call
     assert [each.get("tool_call_id") for each in found[1:]] == [changed, "aB3dE6gH9"]
-    assert messages[0]["tool_calls"][0]["id"] == "call_1", "those of the request are not touched"
+    assert messages[0]["tool_calls"][0]["id"] == "call_1", "the request's own ids are unchanged"
     assert with_call_ids_of_length(messages, 0) is messages
 
 

@@ -1,4 +1,4 @@
-"""Whom the API key lets in, and to what."""
+"""Routes that an API key protects, and keys that are accepted."""
 
 import asyncio
 import hmac
@@ -63,7 +63,7 @@ async def test_keys_are_compared_in_constant_time(start, monkeypatch):
 
 
 OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
-"""What may be open; a path that is not here must not be opened by the way."""
+"""All paths that may be open without a key."""
 ADMIN = {route.path for route in admin.router.routes}
 TRICKS = (
     *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
@@ -74,11 +74,11 @@ TRICKS = (
     *("/page", "/page/", "/page//main.js", "/page/../metrics", "/page/%2e%2e/metrics", "//"),
     *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
 )
-"""Ways to name a path that is guarded, or one that is not there."""
+"""Unusual spellings of protected paths, or of paths that do not exist."""
 
 
 def all_paths(app) -> set[str]:
-    """Of the application itself and of every module with routes."""
+    """Return the routes of the application and of every module with routes."""
     modules = [
         importlib.import_module(f"{routes.__name__}.{each.name}")
         for each in pkgutil.iter_modules(routes.__path__)
@@ -88,7 +88,7 @@ def all_paths(app) -> set[str]:
     return {route.path for route in found if hasattr(route, "path")}
 
 
-async def test_metrics_without_a_key_where_that_is_wanted(start):
+async def test_metrics_without_a_key_if_configured(start):
     for keys in ({"api_key": "k"}, {"api_key": "k", "admin_api_key": "op"}):
         async with start(config=FrontEndConfig(metrics_open=True, **keys)) as front_end:
             assert (await front_end.http.get("/metrics")).status_code == 200
@@ -96,8 +96,8 @@ async def test_metrics_without_a_key_where_that_is_wanted(start):
                 assert (await front_end.http.get(path)).status_code == 401, path
 
 
-async def test_the_key_guards_every_other_route(start):
-    """Every route that the application has, whether or not it is documented."""
+async def test_every_other_route_needs_the_key(start):
+    """All routes of the application, documented or not."""
     async with start(config=FrontEndConfig(api_key="k", admin_api_key="op")) as front_end:
         paths = all_paths(create_app(front_end.app_state))
         assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
@@ -110,7 +110,7 @@ async def test_the_key_guards_every_other_route(start):
         is_open = middleware.OPEN_PATHS | page
 
         async def status(method: str, path: str, headers: dict[str, str]) -> int:
-            # Without its body: the live view has no end.
+            # Without the body, since the live view never ends.
             written = path.replace("{name:path}", "x")
             async with front_end.http.stream(method, written, headers=headers) as response:
                 return response.status_code
@@ -123,14 +123,14 @@ async def test_the_key_guards_every_other_route(start):
                 found = await status(method, path, {"authorization": "Bearer k"})
                 assert found in {403, 405} if path in ADMIN else found != 401, (method, path)
 
-        # 9 methods and 4 wrong keys: no method meets the same key on every path
+        # 9 methods and 4 wrong keys are combined differently on every path
         wrong = ({}, {"x-api-key": "kk"}, {"authorization": "Bearer op2"}, {"x-api-key": ""})
         keys = itertools.cycle(wrong)
         await concurrently(try_keys, sorted(paths))
 
 
 async def raw_status(front_end, target: str, *lines: str) -> int:
-    """The status for a request target that no client library would send as it is."""
+    """Return the status for a raw request target, which client libraries would normalise."""
     url = httpx.URL(front_end.url)
     reader, writer = await asyncio.open_connection("127.0.0.1", url.port)
     head = [f"GET {target} HTTP/1.1", *(lines or ["Host: x"]), "Connection: close", "", ""]
@@ -140,7 +140,7 @@ async def raw_status(front_end, target: str, *lines: str) -> int:
     return int(status)
 
 
-async def test_no_way_of_writing_a_path_or_a_host_gets_past_the_key(start):
+async def test_no_spelling_of_path_or_host_bypasses_the_key(start):
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
         for target in TRICKS:
             assert await raw_status(front_end, target) in (400, 401), target
@@ -154,7 +154,7 @@ async def test_no_way_of_writing_a_path_or_a_host_gets_past_the_key(start):
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 405), ("secret", 401)])
-async def test_browsers_of_other_origins_are_not_let_in(start, key, status):
+async def test_browsers_of_other_origins_are_refused(start, key, status):
     headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
     async with start(config=FrontEndConfig(api_key=key)) as front_end:
         preflight = await front_end.http.options("/v1/completions", headers=headers)

@@ -1,4 +1,4 @@
-"""Bodies, headers and uploads that are none, too large or too slow: an error of OpenAI's shape."""
+"""Invalid, oversized and slow bodies and headers: errors in OpenAI's shape."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ UPLOAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     b"content-length: 100\r\n\r\n{"
 )
-"""The beginning of one."""
+"""The beginning of an upload."""
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ async def test_bad_bodies(start, say, content):
     ],
     ids=["at the top", "within", "in another spelling", "of any length"],
 )
-async def test_a_key_that_is_there_twice(start, say, content, param):
-    """The last one would win here, and perhaps the first one where a proxy looked at it."""
+async def test_a_duplicate_key_is_refused(start, say, content, param):
+    """tokend would use the last value, but a proxy that inspects the body perhaps the first."""
     async with start(say("!")) as front_end:
         error = await expect_error(front_end, PATH, content, 400)
         assert error["param"].endswith(param)
@@ -97,7 +97,7 @@ async def test_a_slow_upload(start, say, monkeypatch):
 
 
 async def raw_exchange(front_end, *pieces: bytes) -> bytes:
-    """What comes back for these bytes until the server closes."""
+    """Send bytes; return the response until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
     for piece in pieces:
         writer.write(piece)
@@ -125,7 +125,7 @@ async def test_large_headers(start, say):
         assert (await front_end.complete()).status_code == 200
 
 
-async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, caplog, monkeypatch):
+async def test_a_disconnect_during_an_upload_is_not_an_error(start, say, caplog, monkeypatch):
     async with start(say("!")) as front_end:
         reading, left = asyncio.Event(), asyncio.Event()
         read = completions.read_fields

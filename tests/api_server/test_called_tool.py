@@ -1,4 +1,4 @@
-"""The guess at which tool an answer calls, from its text alone."""
+"""Guessing from the text of an answer which tool it calls."""
 
 import random
 import re
@@ -67,17 +67,17 @@ NO_CALLS = (
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_seen(name):
+def test_a_call_is_recognised(name):
     text, tool = CALLS[name]
     assert guess_called_tool(text) == tool
 
 
 @pytest.mark.parametrize("text", NO_CALLS)
-def test_other_text_calls_nothing(text):
+def test_other_text_is_not_a_call(text):
     assert guess_called_tool(text) == ""
 
 
-def test_any_text_gives_a_short_plain_name():
+def test_tool_names_are_short_and_printable():
     rng = random.Random(5)
     pieces = [
         *"{}[]()<>\"'`:,= \n\\$#/x1é",
@@ -100,15 +100,15 @@ PIECES = (
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_the_work_grows_with_the_text_alone(piece):
-    """Of anything else, so much of a piece would take minutes."""
+def test_the_run_time_is_linear_in_the_text(piece):
+    """With quadratic time these texts would take minutes."""
     text = piece * (KEPT_CHARACTERS // len(piece))
     for each in (text, f"```bash\n{text}", f"<tool_call>{text}", f"[{text}", f'{{"name"{text}'):
         assert len(guess_called_tool(each)) <= 64
 
 
 class Parser:
-    """Text in capitals is thought, <…> is a call."""
+    """A parser: text in capitals is reasoning, <…> is a call."""
 
     def __init__(self):
         self._text = ""
@@ -130,14 +130,14 @@ class Parser:
         return parts
 
 
-def test_a_parser_knows_better():
+def test_a_parser_takes_precedence():
     assert find_called_tool(Parser(), "get_time()<weather><other>") == "weather"
     assert find_called_tool(Parser(), "get_time()") == "get_time"
     assert find_called_tool(Parser(), "```BASH\nLS\n```") == ""
     assert find_called_tool(PLAIN_TEXT, "get_time()") == "get_time"
 
 
-def test_the_first_choice_that_calls_one_tells():
+def test_the_first_choice_with_a_call_decides():
     turn = AgentTurn([Parser(), Parser(), Parser()], tenant=5)
     for tail, text in zip(turn.tails, ("no call", "a<b>", "c<d>"), strict=True):
         for character in text:
@@ -151,7 +151,7 @@ def test_the_tool_that_the_client_declares_wins():
     assert turn.called_tool() == "pytest"
 
 
-def test_of_a_long_text_the_end_is_kept():
+def test_only_the_end_of_a_long_text_is_kept():
     turn = AgentTurn([PLAIN_TEXT], tenant=0)
     listen = turn.tails[0].append_text
     listen("```bash\nold\n```\n")
@@ -161,7 +161,7 @@ def test_of_a_long_text_the_end_is_kept():
     assert turn.called_tool() == "new"
 
 
-def test_a_parser_that_fails_is_a_turn_without_a_tool(caplog):
+def test_a_turn_has_no_tool_if_the_parser_fails(caplog):
     class Broken:
         def parse_delta(self, text):
             raise ValueError(text)

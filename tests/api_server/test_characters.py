@@ -1,4 +1,4 @@
-"""Characters of several tokens: a stream shows them whole or not at all, stop strings too."""
+"""Characters of several tokens: streams contain only whole ones, also with stop strings."""
 
 import pytest
 
@@ -7,7 +7,7 @@ TEXT = "naïve 你好世界 😀 and 👩‍👩‍👧‍👦 and 🇩🇪, end
 
 
 @pytest.mark.parametrize("stop", ["好", "😀", "好世界 😀", "👩‍👩", "‍👧", "🇩🇪,"])
-async def test_a_stop_string_in_the_middle_of_such_characters(start, say, stop):
+async def test_a_stop_string_between_multi_token_characters(start, say, stop):
     async with start(say(TEXT)) as front_end:
         answer = await front_end.complete(stop=stop, max_tokens=200)
         events = await front_end.events(PATH, prompt="hello", stop=stop, max_tokens=200)
@@ -18,7 +18,7 @@ async def test_a_stop_string_in_the_middle_of_such_characters(start, say, stop):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-async def test_every_piece_is_whole(start, say):
+async def test_every_chunk_has_whole_characters(start, say):
     async with start(say(TEXT)) as front_end:
         events = await front_end.events(PATH, prompt="hello", max_tokens=200)
     pieces = [event["choices"][0]["text"] for event in events[:-1]]

@@ -12,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_whole_answer(start, say, tokenizer):
+async def test_non_streaming_response(start, say, tokenizer):
     async with start(say("Hi 😀")) as front_end:
         body = (await front_end.chat()).json()
         choice = body["choices"][0]
@@ -27,7 +27,7 @@ async def test_whole_answer(start, say, tokenizer):
         assert body["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
 
 
-async def test_stream(start, say):
+async def test_streaming_response(start, say):
     async with start(say("Hi 😀 there")) as front_end:
         options = {"include_usage": True}
         events = await front_end.events(PATH, messages=MESSAGES, stream_options=options)
@@ -56,7 +56,7 @@ async def test_every_choice_begins_with_its_role(start, say):
             assert not any("role" in delta for delta in deltas[1:])
 
 
-async def test_text_parts_are_lines(start, say, tokenizer):
+async def test_text_parts_are_joined_by_newlines(start, say, tokenizer):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     async with start(say("Hi")) as front_end:
         await front_end.chat(messages=[{"role": "user", "content": parts}])
@@ -66,7 +66,7 @@ async def test_text_parts_are_lines(start, say, tokenizer):
 
 @pytest.mark.parametrize("fields", [{}, {"name": "f"}, {"tool_call_id": "1"}])
 @pytest.mark.parametrize("role", ["ipython", "critic", "function"])
-async def test_the_template_gets_custom_roles(start, say, tokenizer, role, fields):
+async def test_custom_roles_are_passed_to_the_template(start, say, tokenizer, role, fields):
     async with start(say("Hi")) as front_end:
         messages = [*MESSAGES, {"role": role, "content": "42", **fields}]
         response = await front_end.chat(messages=messages)
@@ -86,7 +86,7 @@ async def test_max_completion_tokens_wins(start, say):
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 9
 
 
-async def test_errors_name_the_length_as_the_client_did(start, say):
+async def test_length_errors_name_the_clients_field(start, say):
     async with start(say("Hi")) as front_end:
         for name in ("max_tokens", "max_completion_tokens"):
             for value in (0, 10**6):
@@ -98,7 +98,7 @@ async def test_errors_name_the_length_as_the_client_did(start, say):
 @pytest.mark.parametrize(
     "messages", [MESSAGES * 4097, [{"role": "user", "content": "x" * 20_000}] * 10]
 )
-async def test_what_cannot_fit_is_never_rendered(start, say, messages, monkeypatch):
+async def test_an_oversized_conversation_is_not_rendered(start, say, messages, monkeypatch):
     async with start(say("Hi")) as front_end:
         rendered = []
         monkeypatch.setattr(ChatTemplate, "render", lambda _, given: rendered.append(given))
@@ -108,7 +108,7 @@ async def test_what_cannot_fit_is_never_rendered(start, say, messages, monkeypat
         assert rendered == []
 
 
-async def test_null_content_is_told_apart(start, say):
+async def test_null_content_has_its_own_error(start, say):
     async with start(say("Hi")) as front_end:
         response = await front_end.chat(messages=[{"role": "user", "content": None}])
         assert response.json()["error"]["message"] == "messages.0 content must not be null"
@@ -159,7 +159,7 @@ async def test_continuous_usage(start, say):
         assert counts[:-1] == sorted(set(counts[:-1]))
 
 
-async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
+async def test_a_base_model_refuses_chats(start, say, tokenizer, tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     base = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
     async with start(say("Hi"), served=base) as front_end:

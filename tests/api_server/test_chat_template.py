@@ -1,4 +1,4 @@
-"""Templates render as transformers renders them, and cannot break out."""
+"""Chat templates render like transformers, in a sandbox."""
 
 import contextlib
 
@@ -56,7 +56,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one", "four"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
+def test_templates_render_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
     (expected,), _ = render_jinja_template(
         conversations=[messages],
         chat_template=TEMPLATES[name],
@@ -66,13 +66,13 @@ def test_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
     assert ChatTemplate(TEMPLATES[name], SPECIALS).render(Conversation(messages)) == expected
 
 
-def test_the_date_is_there() -> None:
+def test_the_current_date_is_available() -> None:
     rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(Conversation([]))
     assert rendered.isdecimal()
     assert len(rendered) == 4
 
 
-def test_a_template_may_refuse() -> None:
+def test_a_template_may_raise_an_exception() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         template.render(Conversation(CONVERSATIONS[0]))
@@ -87,7 +87,7 @@ def test_a_template_may_refuse() -> None:
         "{{ messages[9]['role'] + 'x' }}",
     ],
 )
-def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
+def test_template_errors_are_invalid_requests(source: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequestError):
         template.render(Conversation(CONVERSATIONS[0]))
@@ -102,7 +102,7 @@ def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
         "{{ messages|attr('__class__') }}",
     ],
 )
-def test_nothing_of_the_interpreter_shows(source: str) -> None:
+def test_templates_cannot_reach_the_interpreter(source: str) -> None:
     template = ChatTemplate(source, {})
     rendered = ""
     with contextlib.suppress(InvalidRequestError):
@@ -110,12 +110,12 @@ def test_nothing_of_the_interpreter_shows(source: str) -> None:
     assert rendered == ""
 
 
-def test_a_broken_template_stops_the_start() -> None:
+def test_an_invalid_template_is_a_start_error() -> None:
     with pytest.raises(ModelError, match="line 2"):
         ChatTemplate("\n{% for %}", {})
 
 
-async def test_a_base_model_has_none(tmp_path) -> None:
+async def test_a_base_model_has_no_template(tmp_path) -> None:
     template = find_chat_template((str(tmp_path),), {})
     assert template is None
     with pytest.raises(InvalidRequestError, match="base has no chat template"):

@@ -1,4 +1,4 @@
-"""The choices of a completion: which there are, how they are drawn, where they end."""
+"""The choices of a completion: order, sampling and end."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ async def test_choices_are_ordered_by_prompt(start, tokenizer):
         expected = [f"{prompt}.{choice}" for prompt in (40, 41) for choice in range(3)]
         assert [choice["text"] for choice in body["choices"]] == expected
         assert [choice["index"] for choice in body["choices"]] == list(range(6))
-        assert front_end.engine.requests.qsize() == 2, "n choices are one message"
+        assert front_end.engine.requests.qsize() == 2, "n choices are one engine request"
         events = await front_end.events(PATH, prompt=[[40], [41]], n=3)
         streamed = [""] * 6
         ends = []
@@ -29,7 +29,7 @@ async def test_choices_are_ordered_by_prompt(start, tokenizer):
         assert sorted(ends) == list(range(6))
 
 
-async def test_usage_counts_a_prompt_once_and_the_tokens_of_all_its_choices(start):
+async def test_usage_counts_the_prompt_once_and_tokens_of_all_choices(start):
     async with start(lambda request, choice: [40] * (choice + 1)) as front_end:
         fields = {"prompt": [[40, 41, 42], [43, 44]], "n": 3, "max_tokens": 5}
         usage = (await front_end.complete(**fields)).json()["usage"]
@@ -54,8 +54,8 @@ async def test_beams_reach_the_engine(start, say):
         assert front_end.engine.requests.get_nowait().sampling_params.beam_width == 0
 
 
-async def test_beams_come_whole_and_in_order(start, tokenizer):
-    """The engine says nothing before the search is over, and then all of each choice at once."""
+async def test_beams_are_returned_complete_and_in_order(start, tokenizer):
+    """The engine sends no output before the search ends, and then whole choices."""
     async with start() as front_end:
         pending = asyncio.create_task(front_end.complete(n=2, use_beam_search=True, echo=True))
         request = await front_end.engine.requests.get()
@@ -68,7 +68,7 @@ async def test_beams_come_whole_and_in_order(start, tokenizer):
         assert [each["index"] for each in choices] == [0, 1]
 
 
-async def test_seeds_are_drawn_repeatably(start, say):
+async def test_requests_without_a_seed_get_reproducible_seeds(start, say):
     drawn = []
     for _ in range(2):
         async with start(say("x"), seed=5) as front_end:
@@ -92,14 +92,14 @@ async def test_stop_string_aborts_the_choice(start, say):
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "one two"
 
 
-async def test_stop_strings_do_not_count_before_min_tokens(start, tokenizer):
+async def test_stop_strings_are_ignored_before_min_tokens(start, tokenizer):
     ids = tokenizer.encode("e e e e").ids
     async with start(lambda request, choice: ids) as front_end:
         body = (await front_end.complete(stop="e", min_tokens=3, max_tokens=len(ids))).json()
         assert body["choices"][0]["text"].count("e") >= 1
 
 
-async def test_stop_token_and_ignored_end(start, say, tokenizer):
+async def test_stop_token_and_ignore_eos(start, say, tokenizer):
     bang = tokenizer.encode("!").ids[0]
     ids = [*tokenizer.encode("hi").ids, bang, 2, *tokenizer.encode("more").ids]
     async with start(lambda request, choice: ids) as front_end:

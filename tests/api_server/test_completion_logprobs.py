@@ -1,4 +1,4 @@
-"""Log-probabilities of completions: of what was drawn, of an echoed prompt, of the prompt alone."""
+"""Log-probabilities of completions: of sampled tokens, an echoed prompt, the prompt alone."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def test_logprobs_of_minus_infinity(start):
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_with_logprobs(start, say, tokenizer, max_tokens, stream):
-    """As lm-eval asks: batched token ids, echo, one alternative, one token or none."""
+    """Requests of lm-eval: batched token ids, echo, one alternative, one token or none."""
     prompts = [tokenizer.encode(text).ids for text in ("hello fox", "lazy dog!")]
     async with start(say(" world")) as front_end:
         fields = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": max_tokens}

@@ -9,7 +9,7 @@ def texts(events: list) -> list[str]:
     return [event["choices"][0]["text"] for event in events[:-1] if event["choices"]]
 
 
-async def test_whole_answer(start, say, tokenizer):
+async def test_non_streaming_response(start, say, tokenizer):
     async with start(say(" world")) as front_end:
         response = await front_end.complete(request_id="mine-1")
         assert response.status_code == 200
@@ -31,7 +31,7 @@ async def test_whole_answer(start, say, tokenizer):
         }
 
 
-async def test_stream_equals_whole(start, say):
+async def test_stream_equals_non_streaming_response(start, say):
     text = 'emoji 😀 and 👩‍👩‍👧‍👦 你好 e\u0301 \u2028 " \\ done'
     async with start(say(text)) as front_end:
         whole = (await front_end.complete(max_tokens=200)).json()["choices"][0]
@@ -45,7 +45,7 @@ async def test_stream_equals_whole(start, say):
         assert all("usage" not in event for event in events[:-1])
 
 
-async def test_the_last_chunk_has_text_and_the_reason(start, say):
+async def test_the_last_chunk_has_text_and_the_finish_reason(start, say):
     async with start(say(" world and more")) as front_end:
         events = await front_end.events(PATH, prompt="hello", max_tokens=3)
         assert texts(events)[-1] != ""
@@ -68,7 +68,7 @@ async def test_every_form_of_prompt(start, say, tokenizer):
                 assert front_end.engine.requests.get_nowait().prompt_token_ids == ids
 
 
-async def test_a_priority_comes_from_the_body_or_from_the_header(start, say):
+async def test_priority_from_body_or_header(start, say):
     header = {"x-vllm-priority": "-3"}
     async with start(say("!")) as front_end:
         for fields, headers, expected in (
@@ -146,7 +146,7 @@ async def test_usage_in_streams(start, say):
         assert counts[:-1] == sorted(set(counts[:-1]))
 
 
-async def test_continuous_usage_alone_shows_nothing(start, say):
+async def test_continuous_usage_needs_include_usage(start, say):
     async with start(say(" world")) as front_end:
         options = {"include_usage": False, "continuous_usage_stats": True}
         events = await front_end.events(PATH, prompt="hello", stream_options=options)

@@ -1,4 +1,4 @@
-"""Token by token must give what all tokens at once give, and never half a character."""
+"""Incremental detokenisation equals decoding all tokens, and never emits partial characters."""
 
 import json
 import random
@@ -22,7 +22,7 @@ TEXTS = [
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """Like a SentencePiece model with byte fallback and a stripped first space."""
+    """A tokenizer like SentencePiece with byte fallback and a stripped first space."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence(
@@ -40,7 +40,7 @@ def metaspace_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(["the quick brown fox, said the old man to the sea"], trainer)
     form = json.loads(tokenizer.to_str())
-    form["added_tokens"] = form["added_tokens"][:3]  # bytes are tokens like any other
+    form["added_tokens"] = form["added_tokens"][:3]  # byte tokens are normal tokens
     return Tokenizer.from_str(json.dumps(form))
 
 
@@ -65,7 +65,7 @@ def test_byte_level_random_ids(tokenizer: Tokenizer, seed: int) -> None:
     assert "".join(pieces_of(ModelTokenizer(tokenizer), ids)) == tokenizer.decode(ids)
 
 
-def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
+def test_a_partial_character_is_held_back(tokenizer: Tokenizer) -> None:
     model = ModelTokenizer(tokenizer)
     ids = tokenizer.encode("😇").ids
     assert len(ids) > 1
@@ -94,7 +94,7 @@ def test_metaspace_continues_its_prompt() -> None:
         assert text == "the quick brown fox"
 
 
-def test_metaspace_lets_broken_bytes_go() -> None:
+def test_metaspace_emits_invalid_bytes() -> None:
     tokenizer = metaspace_tokenizer()
     broken = [tokenizer.token_to_id("<0x80>")] * 100
     pieces = pieces_of(ModelTokenizer(tokenizer), broken)
@@ -104,7 +104,7 @@ def test_metaspace_lets_broken_bytes_go() -> None:
 
 BROKEN = {
     b"\xff": "\ufffd",
-    b"\xe4\xbd": "\ufffd",  # the beginning of a character is one invalid part
+    b"\xe4\xbd": "\ufffd",  # a truncated character is one invalid part
     b"\x80\x80": "\ufffd\ufffd",
     b"\xe4\xbd\xe4\xbd\xa0": "\ufffd你",
     b"\xe4\xbd\xa0\xff\xe5\xa5\xbd": "你\ufffd好",
@@ -116,7 +116,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("data", "text"), BROKEN.items())
 def test_invalid_bytes_of_byte_tokens(data: bytes, text: str) -> None:
-    """As Python's own decoder has it; the valid characters around them keep their text."""
+    """Decoded like Python does; valid characters around them are kept."""
     tokenizer = metaspace_tokenizer()
     model = ModelTokenizer(tokenizer)
     run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
@@ -155,8 +155,8 @@ def test_bytes_of_tokens_concatenate(tokenizer: Tokenizer) -> None:
     assert b"".join(model.token_bytes(token_id) for token_id in ids) == text.encode()
 
 
-def test_text_is_kept_once(tokenizer: Tokenizer) -> None:
-    """A front end that has said every token of a large vocabulary holds no second copy of it."""
+def test_cached_token_texts_are_shared(tokenizer: Tokenizer) -> None:
+    """After decoding every token of a large vocabulary, no second copy of it is in memory."""
     detokenizer = ModelTokenizer(tokenizer).detokenizer(())
     assert "".join(map(detokenizer.decode_token, tokenizer.encode("hello fox").ids)) == "hello fox"
     assert not detokenizer._tokens._bytes

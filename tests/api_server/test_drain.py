@@ -1,4 +1,4 @@
-"""A front end that drains: who is inside finishes, who comes is refused; and who may ask for it."""
+"""Draining a front end: open requests finish, new ones are refused; who may start a drain."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ def begin(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Respo
     return asyncio.create_task(http.post("/v1/completions", json=body))
 
 
-async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
-    """On a connection that was there before, too; it is closed."""
+async def test_open_requests_finish_and_new_ones_are_refused(run_dir, model):
+    """New requests on existing connections as well, which are then closed."""
     async with running(run_dir, model) as process:
         process.engine.announce()
         await process.say(FrontEndReady)
@@ -51,8 +51,8 @@ async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
         assert await process.status() == 0
 
 
-async def test_a_request_counts_from_its_headers_on(start):
-    """One whose body has not come yet is not lost."""
+async def test_a_request_counts_as_open_from_its_headers_on(start):
+    """A request whose body has not arrived yet is served."""
     async with start(accepts=True) as front_end:
         visitors = front_end.app_state.in_flight
         reader, writer = await asyncio.open_connection("127.0.0.1", front_end.http.base_url.port)
@@ -72,14 +72,14 @@ async def test_a_request_counts_from_its_headers_on(start):
         writer.close()
 
 
-async def test_an_operator_asks_for_it(run_dir, model):
+async def test_an_operator_starts_a_drain(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
         await process.say(FrontEndReady)
         asked = await process.http.post("/admin/drain")
         assert (asked.status_code, asked.json()["status"]) == (202, "draining")
         assert await process.say(DrainRequested) == DrainRequested(0)
-        assert (await begin(process.http)).status_code == 503, "at once, whatever comes next"
+        assert (await begin(process.http)).status_code == 503, "the drain starts at once"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_an_operator_asks_for_it(run_dir, model):
         {"forwarded": "for=192.0.2.1"},
     ],
 )
-async def test_without_a_key_neither_browsers_nor_proxies_are_heard(start, headers):
+async def test_without_a_key_browsers_and_proxies_cannot_start_a_drain(start, headers):
     async with start() as front_end:
         refused = await front_end.http.post("/admin/drain", headers=headers)
         assert refused.status_code == 403
@@ -112,11 +112,11 @@ async def test_without_a_key_neither_browsers_nor_proxies_are_heard(start, heade
         ("testclient", False),
     ],
 )
-def test_what_is_local(address, local):
+def test_local_addresses(address, local):
     assert is_loopback(address) is local
 
 
-async def test_with_an_operators_key_whoever_has_it_is_heard(start):
+async def test_an_admin_key_can_start_a_drain_from_anywhere(start):
     config = FrontEndConfig(api_key="k", admin_api_key="op")
     async with start(config=config) as front_end:
         assert (await front_end.http.post("/admin/drain")).status_code == 401
@@ -129,7 +129,7 @@ async def test_with_an_operators_key_whoever_has_it_is_heard(start):
         assert front_end.app_state.health.draining
 
 
-async def test_a_client_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_path):
+async def test_a_remote_client_key_cannot_start_a_drain(start, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("alice a-key\n")
     for api_key in (None, "k"):
@@ -142,4 +142,4 @@ async def test_a_client_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_p
             assert not front_end.app_state.health.draining
             del headers["x-forwarded-for"]
             asked = await front_end.http.post("/admin/drain", headers=headers)
-            assert asked.status_code == 202, "it is a program of this machine"
+            assert asked.status_code == 202, "a local client may"

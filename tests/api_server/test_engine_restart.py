@@ -1,4 +1,4 @@
-"""The engine dies: what is open goes on with the next one, and no client can tell."""
+"""Engine deaths: open requests continue with the next engine, invisibly for clients."""
 
 import asyncio
 
@@ -9,26 +9,26 @@ from proto.stats import SchedulerStats
 
 
 async def begin(front_end, **fields):
-    """A completion under way; returns its task and what the engine was asked."""
+    """Start a completion; return its task and the engine's request."""
     task = asyncio.create_task(front_end.complete(return_token_ids=True, **fields))
     return task, await front_end.engine.requests.get()
 
 
 async def have(front_end, request, num_tokens):
-    """Until the front end has taken in so many tokens."""
+    """Wait until the front end has received this many tokens."""
     stream = front_end.app_state.client._open[request.request_id].stream
     while sum(map(len, stream.output_token_ids)) < num_tokens:
         await asyncio.sleep(0)
 
 
 async def restart(front_end):
-    """Another engine, and what it is asked first."""
+    """Start another engine; return it and its first request."""
     engine = await front_end.lose_engine()
     engine.announce()
     return engine, await engine.requests.get()
 
 
-async def test_a_request_goes_on_with_what_it_has(start):
+async def test_a_request_continues_with_its_tokens(start):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, max_tokens=6, seed=5, stop=["zzz"])
         front_end.engine.emit(request, [40])
@@ -64,7 +64,7 @@ async def test_a_repeated_token_is_dropped_and_a_missing_one_is_an_error(start):
         assert (await answer).status_code == 500
 
 
-async def test_what_names_an_epoch_before_the_present_one_is_dropped(start):
+async def test_outputs_of_earlier_epochs_are_dropped(start):
     async with start(accepts=True) as front_end:
         answer, _ = await begin(front_end, max_tokens=6)
         engine, again = await restart(front_end)
@@ -76,7 +76,7 @@ async def test_what_names_an_epoch_before_the_present_one_is_dropped(start):
         assert (await answer).json()["choices"][0]["token_ids"] == [50]
 
 
-async def test_choices_that_ended_are_not_computed_again(start, tokenizer):
+async def test_finished_choices_are_not_computed_again(start, tokenizer):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, n=3, max_tokens=4, stop=["lazy"])
         ids = tokenizer.encode("lazy dog").ids
@@ -93,7 +93,7 @@ async def test_choices_that_ended_are_not_computed_again(start, tokenizer):
         assert choices[0]["token_ids"] == [40, 43]
 
 
-async def test_what_comes_in_the_gap_waits_and_whoever_leaves_in_it_is_forgotten(start):
+async def test_requests_between_engines_wait_and_disconnected_ones_are_dropped(start):
     async with start(accepts=True) as front_end:
         leaving, _ = await begin(front_end, prompt="fox")
         staying, request = await begin(front_end, prompt="dog")
@@ -115,7 +115,7 @@ async def test_what_comes_in_the_gap_waits_and_whoever_leaves_in_it_is_forgotten
         assert engine.aborts.empty()
 
 
-async def test_only_so_many_wait(start, monkeypatch):
+async def test_the_number_of_waiting_requests_is_limited(start, monkeypatch):
     monkeypatch.setattr(engine_client, "MAX_WAITING", 1)
     async with start(accepts=True) as front_end:
         answer, _ = await begin(front_end)
@@ -128,14 +128,14 @@ async def test_only_so_many_wait(start, monkeypatch):
         assert (await answer).status_code == 200
 
 
-async def test_crashes_are_counted_until_there_is_a_token_and_then_only_alone(start):
+async def test_crashes_count_without_a_token_or_when_running_alone(start):
     async with start(accepts=True) as front_end:
         answer, _ = await begin(front_end)
         counts = []
         for _ in range(5):
             _, request = await restart(front_end)
             counts.append(request.crash_count)
-        assert counts == [1, 2, 3, 3, 3], "it is not said that it was computed alone"
+        assert counts == [1, 2, 3, 3, 3], "the engine did not report that it ran alone"
         for count in (4, 5):
             front_end.engine.send_running_alone(request)
             entry = front_end.app_state.client._open[request.request_id]
@@ -153,8 +153,8 @@ async def test_crashes_are_counted_until_there_is_a_token_and_then_only_alone(st
         assert "crashed 5 times" in refused.json()["error"]["message"]
 
 
-async def test_who_got_further_than_where_the_last_engine_died_is_not_blamed(start):
-    """By what the engines said: none says it before a first crash."""
+async def test_progress_past_the_last_crash_is_not_counted(start):
+    """According to progress reports, which engines send only after a first crash."""
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end)
         entry = front_end.app_state.client._open[request.request_id]
@@ -166,12 +166,14 @@ async def test_who_got_further_than_where_the_last_engine_died_is_not_blamed(sta
                     await asyncio.sleep(0)
             engine, request = await restart(front_end)
             counts.append(request.crash_count)
-        assert counts == [1, 2, 3, 3, 1, 2], "the third is one too many where it was not alone"
+        assert counts == [1, 2, 3, 3, 1, 2], (
+            "the third crash exceeds the limit of requests that share steps"
+        )
         engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).status_code == 200
 
 
-async def test_who_only_waited_is_not_blamed_from_the_second_death_on(start):
+async def test_waiting_requests_are_not_counted_from_the_second_crash_on(start):
     async with start(accepts=True) as front_end:
         old, guilty = await begin(front_end, prompt="fox")
         young, queued = await begin(front_end, prompt="dog")
@@ -187,13 +189,15 @@ async def test_who_only_waited_is_not_blamed_from_the_second_death_on(start):
             asked = [await engine.requests.get() for _ in range(2)]
             count_of = {each.request_id: each.crash_count for each in asked}
             counts.append((count_of[guilty.request_id], count_of[queued.request_id]))
-        assert counts == [(1, 1), (2, 1), (3, 1), (3, 2)], "nothing had begun with the last one"
+        assert counts == [(1, 1), (2, 1), (3, 1), (3, 2)], (
+            "the last engine had not started any request"
+        )
         for each in asked:
             engine.emit(each, [41], finish=FinishReason.LENGTH)
         assert (await old).status_code == (await young).status_code == 200
 
 
-async def test_suspects_are_sent_before_the_others(start):
+async def test_suspects_are_sent_first(start):
     async with start(accepts=True) as front_end:
         old, fine = await begin(front_end, prompt="fox", max_tokens=50)
         young, suspect = await begin(front_end, prompt="dog")
@@ -230,7 +234,7 @@ async def test_times_and_cached_tokens_count_once(start):
         assert 'vllm:generation_tokens_total{engine="0",model_name="toy"} 2.0' in text
 
 
-async def test_log_probabilities_stand_at_their_places(start):
+async def test_logprobs_keep_their_positions(start):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, max_tokens=3, logprobs=1, prompt_logprobs=1)
         front_end.engine.emit(request, [40])
@@ -243,7 +247,7 @@ async def test_log_probabilities_stand_at_their_places(start):
         assert len(choice["prompt_logprobs"]) == len(request.prompt_token_ids)
 
 
-async def test_an_operators_call_is_made_again(start):
+async def test_an_admin_call_is_repeated(start):
     async with start(accepts=True) as front_end:
         engine = await front_end.lose_engine()
         client = front_end.app_state.client
@@ -255,7 +259,7 @@ async def test_an_operators_call_is_made_again(start):
         assert (made.epoch, made.name, made.pause_mode) == (2, "pause", "freeze")
 
 
-async def test_gauges_of_the_dead_engine_are_forgotten(start):
+async def test_gauges_of_the_dead_engine_are_removed(start):
     async with start(accepts=True) as front_end:
         front_end.engine.send_outputs(stats=SchedulerStats(3, 4, 0.5))
         running = 'vllm:num_requests_running{engine="0",model_name="toy"} '
@@ -267,7 +271,7 @@ async def test_gauges_of_the_dead_engine_are_forgotten(start):
             await asyncio.sleep(0)
 
 
-async def test_the_end_of_the_server_ends_what_waits(start):
+async def test_shutdown_ends_waiting_requests(start):
     async with start(accepts=True) as front_end:
         answer, _ = await begin(front_end)
         await front_end.lose_engine()
@@ -275,8 +279,8 @@ async def test_the_end_of_the_server_ends_what_waits(start):
         assert (await answer).status_code == 503
 
 
-async def test_an_engine_that_sends_garbage_is_given_up_and_requests_wait_for_the_next(start):
-    """What was lost may have been the end of a stream, so nothing more is taken from it."""
+async def test_an_engine_that_sends_garbage_is_dropped_and_requests_wait_for_the_next(start):
+    """The lost message may be the end of a stream, so later messages are dropped."""
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, max_tokens=3)
         front_end.engine.emit(request, [40])

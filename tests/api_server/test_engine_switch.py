@@ -1,4 +1,4 @@
-"""A reload as clients of the front end see it: not at all."""
+"""Engine switch of a reload in the front end, invisible for clients."""
 
 import asyncio
 import json
@@ -30,20 +30,20 @@ LIMIT_SECONDS = 20
 
 
 class Case:
-    """A front end whose engine has epoch 1, with the test as its supervisor."""
+    """A front end with an engine of epoch 1; the test acts as its supervisor."""
 
     def __init__(self, front_end):
         self.front_end = front_end
         self.engines = {1: front_end.engine}
-        self.told = front_end.supervisor.sent
+        self.sent = front_end.supervisor.sent
         self.engine_switch = EngineSwitch(front_end.boot, front_end.app.state)
 
     def path(self, epoch):
         return front_end_path(self.front_end.run_dir, epoch, 0)
 
-    def bear(self, epoch, **fields):
-        """Another engine; it has not announced itself."""
-        vocab_size = self.engines[1].vocab_size + 1  # room for another token
+    def start_engine(self, epoch, **fields):
+        """Start another engine, which is not ready yet."""
+        vocab_size = self.engines[1].vocab_size + 1  # a larger vocabulary
         engine = FakeEngine(
             self.path(epoch), vocab_size=vocab_size, epoch=epoch, accepts=True, **fields
         )
@@ -52,10 +52,10 @@ class Case:
 
     async def next(self):
         async with asyncio.timeout(LIMIT_SECONDS):
-            return await self.told.get()
+            return await self.sent.get()
 
     async def begin(self, epoch=1, **fields):
-        """A completion under way at the engine of this epoch."""
+        """Start a completion at the engine of this epoch."""
         answer = asyncio.create_task(
             self.front_end.complete(return_token_ids=True, max_tokens=2, **fields)
         )
@@ -68,15 +68,15 @@ class Case:
         return response.json()["choices"][0]["token_ids"]
 
     async def side_by_side(self, epoch, model):
-        """Up to the moment before the switch."""
-        engine = self.bear(epoch)
+        """Prepare the next engine, up to the moment before the switch."""
+        engine = self.start_engine(epoch)
         self.engine_switch.prepare(NextEngine(epoch, model, in_place=False))
         engine.announce()
         assert await self.next() == NextReady(0, epoch)
         return engine
 
     async def switch(self, epoch):
-        """From the engine of before, which is another one."""
+        """Switch from the previous engine to the next one."""
         self.engine_switch.switch(epoch)
         assert await self.next() == Switched(0, epoch)
 
@@ -94,12 +94,12 @@ async def case(start):
         await each.close()
 
 
-async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, model):
+async def test_open_requests_stay_and_new_ones_go_to_the_next_engine(case, model):
     old, first = await case.begin()
-    engine = case.bear(2)
+    engine = case.start_engine(2)
     case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     before, second = await case.begin()
-    assert case.told.empty(), "the next engine has not announced itself"
+    assert case.sent.empty(), "the next engine is not ready yet"
     engine.announce()
     assert await case.next() == NextReady(0, 2)
     await case.switch(2)
@@ -109,19 +109,19 @@ async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, m
     assert await case.tokens(new) == [42, 43]
     for request in (first, second):
         case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
-        assert case.told.empty()
+        assert case.sent.empty()
         assert await case.tokens(old if request is first else before) == [40, 41]
     assert await case.next() == OldEngineIdle(0, 1)
     assert len({first.request_id, second.request_id, third.request_id}) == 3
 
 
-async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_engines(case, model):
-    """Whichever answers, the daemon is paused."""
+async def test_an_admin_call_during_the_switch_reaches_both_engines(case, model):
+    """The daemon is paused, whichever engine answers."""
     await case.side_by_side(2, model)
     call = asyncio.create_task(
         case.front_end.app_state.client.call_admin("pause", pause_mode="finish_running")
     )
-    await asyncio.sleep(0)  # it is sent, and not answered
+    await asyncio.sleep(0)  # sent, but not answered
     assert case.engines[1].calls == []
     await case.switch(2)
     assert (await call).ok
@@ -133,8 +133,8 @@ async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_en
         assert (made.epoch, made.name, made.pause_mode) == (epoch, "pause", "finish_running")
 
 
-async def test_who_watches_sees_the_engine_that_is_asked_now(case, model):
-    """Before the switch the old one, after it the new one, and that there was a reload."""
+async def test_live_view_subscribers_follow_the_switch(case, model):
+    """They get views of the old engine, a reload event, then views of the new engine."""
     async with asyncio.timeout(LIMIT_SECONDS), watching(case.front_end) as stream:
         old = case.engines[1]
         assert (await stream.next())[0] == "hello"
@@ -166,7 +166,7 @@ async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):
     assert case.engines[2].aborts.empty()
 
 
-async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_next(case, model):
+async def test_requests_of_a_dead_old_engine_continue_at_the_next(case, model):
     answer, request = await case.begin()
     case.engines[1].emit(request, [40])
     await case.side_by_side(2, model)
@@ -178,11 +178,11 @@ async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_nex
     assert again.output_token_ids == ((40,),)
     case.engines[2].emit(again, [41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
-    assert case.told.empty(), "it is known that there is nobody to leave"
+    assert case.sent.empty(), "the old engine is known to be dead"
 
 
-async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_supervisor(case, model):
-    """What was lost may have been the end of a stream: its requests wait until it is dropped."""
+async def test_garbage_of_the_old_engine_is_reported_to_the_supervisor(case, model):
+    """The lost message may be the end of a stream, so its requests wait until it is dropped."""
     answer, request = await case.begin()
     await case.side_by_side(2, model)
     await case.switch(2)
@@ -196,18 +196,18 @@ async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_superviso
     assert again.output_token_ids == ((),)
     case.engines[2].emit(again, [40, 41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
-    assert case.told.empty()
+    assert case.sent.empty()
 
 
-async def test_the_next_engine_may_die_as_any_other(case, model):
-    """Requests at the one that is left are not touched by that."""
+async def test_the_next_engine_may_die(case, model):
+    """Requests at the old engine are not affected."""
     old, first = await case.begin()
     await case.side_by_side(2, model)
     await case.switch(2)
     new, _ = await case.begin(2)
     await case.engines.pop(2).close()
     case.engine_switch.replace_engine(NewEngine(3, 3))
-    engine = case.bear(3)
+    engine = case.start_engine(3)
     engine.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
         again = await engine.requests.get()
@@ -219,8 +219,8 @@ async def test_the_next_engine_may_die_as_any_other(case, model):
     assert await case.next() == OldEngineIdle(0, 1)
 
 
-async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, model):
-    case.bear(2)
+async def test_an_abandoned_next_engine_changes_nothing(case, model):
+    case.start_engine(2)
     case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     await asyncio.sleep(0)
     case.engine_switch.drop(2)
@@ -228,10 +228,10 @@ async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, mode
     answer, request = await case.begin()
     case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
-    assert case.told.empty()
+    assert case.sent.empty()
 
 
-async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
+async def test_an_unreadable_model_is_reported(case, model, tmp_path):
     empty = msgspec.structs.replace(model, folder=str(tmp_path))
     case.engine_switch.prepare(NextEngine(2, empty, in_place=True))
     said = await case.next()
@@ -240,16 +240,14 @@ async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
     assert "tokenizer.json" in said.error.message
 
 
-async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when_that_comes(
-    case, model
-):
+async def test_garbage_of_the_next_engine_before_the_switch_is_reported_after_it(case, model):
     client = case.front_end.app_state.client
     engine = await case.side_by_side(2, model)
     engine.link.zmq_socket.send(b"\xc1")
     async with asyncio.timeout(LIMIT_SECONDS):
         while client._connections[2].ready:
             await asyncio.sleep(0.001)
-    assert case.told.empty(), "no request goes there yet"
+    assert case.sent.empty(), "no request is sent there yet"
     case.engine_switch.switch(2)
     assert isinstance(violation := await case.next(), ProtocolViolation)
     assert violation.epoch == 2
@@ -259,7 +257,7 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
     while not client.num_open:
         await asyncio.sleep(0.001)
     case.engine_switch.replace_engine(NewEngine(3, 3))
-    following = case.bear(3)
+    following = case.start_engine(3)
     following.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
         request = await following.requests.get()
@@ -268,13 +266,13 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
     assert engine.requests.empty()
 
 
-async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
-    """Their status may be sent, so no limit of a queue refuses them."""
+async def test_in_place_accepted_requests_are_marked_for_the_next_engine(case, model):
+    """Their HTTP status may have been sent, so queue limits do not apply."""
     answer, request = await case.begin()
     while not case.front_end.app_state.client._open[request.request_id].accepted:
         await asyncio.sleep(0)
     case.engine_switch.replace_engine(NewEngine(2, 2, died=False))
-    engine = case.bear(2)
+    engine = case.start_engine(2)
     engine.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
         again = await engine.requests.get()
@@ -283,8 +281,8 @@ async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
     assert await case.tokens(answer) == [40]
 
 
-async def test_an_engine_of_another_version_is_said(case, model):
-    engine = case.bear(2)
+async def test_an_engine_of_another_protocol_version_is_reported(case, model):
+    engine = case.start_engine(2)
     case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     engine.announce(protocol_version=99)
     said = await case.next()
@@ -293,7 +291,7 @@ async def test_an_engine_of_another_version_is_said(case, model):
 
 
 def other_version(model, folder: Path):
-    """The model with another tokenizer, and a template that says something else."""
+    """Return the model with another tokenizer and another template."""
     shutil.copytree(model.folder, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("hello", special=False)])
@@ -302,8 +300,8 @@ def other_version(model, folder: Path):
     return msgspec.structs.replace(model, folder=str(folder))
 
 
-async def test_the_next_engine_is_asked_with_the_tokenizer_of_its_model(case, model, tmp_path):
-    """Also by requests on their way at the switch; those under way keep the old one."""
+async def test_requests_use_the_tokenizer_of_their_engine(case, model, tmp_path):
+    """Also requests sent during the switch; open ones keep the old tokenizer."""
     changed = other_version(model, tmp_path / "other")
     old, first = await case.begin()
     await case.side_by_side(2, changed)
@@ -317,7 +315,7 @@ async def test_the_next_engine_is_asked_with_the_tokenizer_of_its_model(case, mo
         case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
     assert (await new).status_code == (await chat).status_code == 200
     case.engine_switch.drop(1)
-    assert (await old).status_code == 500, "its tokens mean something else to the next engine"
+    assert (await old).status_code == 500, "the next engine has another vocabulary"
 
 
 async def test_in_place_another_tokenizer_is_refused(case, model, tmp_path):
@@ -328,7 +326,7 @@ async def test_in_place_another_tokenizer_is_refused(case, model, tmp_path):
     assert "another tokenizer" in said.error.message
 
 
-async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed(
+async def test_in_place_requests_wait_for_the_next_engine_without_a_crash_count(
     case, model, tmp_path
 ):
     shutil.copytree(model.folder, tmp_path / "other")
@@ -342,7 +340,7 @@ async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed
     late = asyncio.create_task(case.front_end.complete(max_tokens=1))
     while case.front_end.app_state.client.num_open < 2:
         await asyncio.sleep(0.001)
-    engine = case.bear(2)
+    engine = case.start_engine(2)
     engine.announce()
     again, other = await engine.requests.get(), await engine.requests.get()
     assert (again.request_id, again.crash_count) == (request.request_id, 0)
@@ -358,10 +356,10 @@ async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed
     assert third.prompt_token_ids == fox.ids
     engine.emit(third, [40], finish=FinishReason.LENGTH)
     assert (await chat).status_code == 200
-    assert case.told.empty()
+    assert case.sent.empty()
 
 
-async def test_gauges_are_those_of_both_engines(case, model):
+async def test_gauges_sum_both_engines(case, model):
     _, request = await case.begin()
     await case.side_by_side(2, model)
     await case.switch(2)
@@ -385,7 +383,7 @@ async def test_gauges_are_those_of_both_engines(case, model):
             await asyncio.sleep(0)
 
 
-async def test_a_drain_waits_for_those_at_either_engine(case, model):
+async def test_a_drain_waits_for_requests_at_both_engines(case, model):
     old, first = await case.begin()
     await case.side_by_side(2, model)
     await case.switch(2)
@@ -402,7 +400,7 @@ async def test_a_drain_waits_for_those_at_either_engine(case, model):
 
 @asynccontextmanager
 async def inside(case, model):
-    """A request that is let in before the switch, and its body comes after it."""
+    """Start a request before the switch whose body arrives after it."""
     port = case.front_end.http.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
@@ -412,13 +410,13 @@ async def inside(case, model):
     while not case.engine_switch.num_in_flight:
         await asyncio.sleep(0)
     await case.switch(2)
-    assert case.told.empty()
+    assert case.sent.empty()
     yield reader, lambda: writer.write(body)
     writer.close()
 
 
-async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(case, model):
-    """It was let in with the old tokenizer."""
+async def test_a_request_accepted_before_the_switch_goes_to_the_old_engine(case, model):
+    """It was tokenized with the old tokenizer."""
     async with inside(case, model) as (reader, go_on):
         go_on()
         async with asyncio.timeout(LIMIT_SECONDS):
@@ -428,7 +426,9 @@ async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(ca
         assert await case.next() == OldEngineIdle(0, 1)
 
 
-async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case, model, tmp_path):
+async def test_it_fails_if_the_old_engine_died_and_no_other_has_its_tokenizer(
+    case, model, tmp_path
+):
     async with inside(case, other_version(model, tmp_path / "other")) as (reader, go_on):
         case.engine_switch.drop(1)
         go_on()
@@ -436,7 +436,7 @@ async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case,
         assert case.engines[2].requests.empty()
 
 
-async def test_it_is_the_next_engines_where_that_one_died(case, model):
+async def test_it_goes_to_the_next_engine_if_the_old_one_died(case, model):
     async with inside(case, model) as (reader, go_on):
         case.engine_switch.drop(1)
         go_on()

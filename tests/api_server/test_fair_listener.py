@@ -1,4 +1,4 @@
-"""Connections are dealt evenly to those who accept from one socket."""
+"""Connections to a shared socket are distributed evenly over front ends."""
 
 import asyncio
 import errno
@@ -14,8 +14,8 @@ from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from proto.stats import METRIC_BYTES
 
 
-class Guests(asyncio.Protocol):
-    """A front end's protocol, as far as it counts."""
+class CountedConnections(asyncio.Protocol):
+    """A protocol that counts connections."""
 
     def __init__(self, connections: Gauge) -> None:
         self.connections = connections
@@ -28,19 +28,19 @@ class Guests(asyncio.Protocol):
         self.connections.__exit__(None, None, None)
 
 
-class GuestServer(HttpServer):
-    """A front end's server, as far as the listener uses it."""
+class CountingServer(HttpServer):
+    """The part of a front end's server that the listener uses."""
 
     def __init__(self, connections: Gauge) -> None:
         super().__init__(uvicorn.Config("", log_config=None), connections, shares_sockets=True)
         self.config.ssl = None
 
     def create_protocol(self) -> asyncio.Protocol:
-        return Guests(self._connections)
+        return CountedConnections(self._connections)
 
 
 class FrontEnds:
-    """Each with a copy of the socket, as if it were a process."""
+    """Listeners with a copy of the socket each, like separate processes."""
 
     def __init__(self, number: int) -> None:
         memory = bytearray(number * METRIC_BYTES)
@@ -52,10 +52,10 @@ class FrontEnds:
         self.listeners = [self.listen(row) for row in range(number)]
 
     def listen(self, row: int) -> FairListener:
-        return FairListener(self.copies[row], GuestServer(self.gauges[row]), self.gauges[row])
+        return FairListener(self.copies[row], CountingServer(self.gauges[row]), self.gauges[row])
 
     async def connect(self, number: int) -> list[asyncio.StreamWriter]:
-        """At once; returns when all are accepted."""
+        """Open connections concurrently; return when all are accepted."""
         opened = [asyncio.open_connection("127.0.0.1", self.port) for _ in range(number)]
         pairs = await asyncio.gather(*opened)
         await asyncio.gather(*(reader.readexactly(1) for reader, _ in pairs))
@@ -80,7 +80,7 @@ def run(number: int, body: Callable[[FrontEnds], object]) -> None:
     asyncio.run(main())
 
 
-def test_a_burst_is_dealt_evenly() -> None:
+def test_a_burst_is_distributed_evenly() -> None:
     async def body(front_ends: FrontEnds) -> None:
         writers = await front_ends.connect(40)
         counts = front_ends.gauges[0].values
@@ -92,7 +92,9 @@ def test_a_burst_is_dealt_evenly() -> None:
     run(4, body)
 
 
-def test_who_has_more_leaves_the_next_ones_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_end_with_more_connections_accepts_fewer_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_server, "HEAD_START_SECONDS", 20.0)
 
     async def body(front_ends: FrontEnds) -> None:
@@ -105,8 +107,8 @@ def test_who_has_more_leaves_the_next_ones_to_the_others(monkeypatch: pytest.Mon
     run(2, body)
 
 
-def test_nobody_waits_for_one_that_does_not_accept() -> None:
-    """It is dead or hangs: its count stays low, and the others take what comes."""
+def test_a_front_end_that_does_not_accept_delays_no_connection() -> None:
+    """It is dead or hangs, so its count stays low; the others accept its share."""
 
     async def body(front_ends: FrontEnds) -> None:
         front_ends.listeners[1].close()
@@ -116,7 +118,7 @@ def test_nobody_waits_for_one_that_does_not_accept() -> None:
     run(2, body)
 
 
-def test_who_leaves_is_not_counted() -> None:
+def test_closed_connections_are_not_counted() -> None:
     async def body(front_ends: FrontEnds) -> None:
         for each in await front_ends.connect(6):
             each.close()
@@ -126,7 +128,7 @@ def test_who_leaves_is_not_counted() -> None:
     run(2, body)
 
 
-def test_without_descriptors_it_rests_and_goes_on(
+def test_accepting_resumes_after_running_out_of_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "_EXHAUSTED_SECONDS", 0.01)
@@ -152,7 +154,7 @@ def test_without_descriptors_it_rests_and_goes_on(
     assert not Exhausted.num_left
 
 
-def test_a_closed_one_accepts_nobody() -> None:
+def test_a_closed_listener_accepts_no_connection() -> None:
     async def body(front_ends: FrontEnds) -> None:
         front_ends.listeners[0].close()
         _, writer = await asyncio.open_connection("127.0.0.1", front_ends.port)

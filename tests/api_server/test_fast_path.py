@@ -1,4 +1,4 @@
-"""The short way to the routes that generate: who has left costs nothing, all else is as usual."""
+"""The fast path to generation routes: disconnected clients cost nothing, the rest is unchanged."""
 
 import asyncio
 import json
@@ -32,8 +32,8 @@ async def until_left(front_end) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-async def test_who_left_before_the_work_is_counted_and_nothing_else(start, caplog, half):
-    """Also where only its own half of the connection is closed, and while another is served."""
+async def test_a_client_that_left_before_processing_is_only_counted(start, caplog, half):
+    """Also if only the client's half is closed, and while another request is served."""
     async with start() as front_end:
         other = asyncio.create_task(front_end.complete())
         running = await front_end.engine.requests.get()
@@ -52,7 +52,7 @@ async def test_who_left_before_the_work_is_counted_and_nothing_else(start, caplo
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_connection_that_was_reset_is_one_that_was_left(start, caplog):
+async def test_a_reset_connection_counts_as_disconnected(start, caplog):
     async with start() as front_end:
         with socket.create_connection(address(front_end)) as client:
             client.sendall(HEAD + BODY)
@@ -62,8 +62,8 @@ async def test_a_connection_that_was_reset_is_one_that_was_left(start, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_two_requests_in_one_piece_are_both_answered(start, say):
-    """The second one is no sign that the client of the first has left."""
+async def test_pipelined_requests_are_both_answered(start, say):
+    """The second request does not mean that the client of the first one left."""
     async with start(say("!")) as front_end:
         reader, writer = await asyncio.open_connection(*address(front_end))
         writer.write(2 * (HEAD + BODY))
@@ -74,7 +74,7 @@ async def test_two_requests_in_one_piece_are_both_answered(start, say):
         assert text.count(b"HTTP/1.1 200 ") == 2
 
 
-def test_a_route_that_depends_on_something_has_no_short_way() -> None:
+def test_a_route_with_dependencies_has_no_fast_path() -> None:
     async def answer(request: Request) -> Response:
         return Response()
 

@@ -1,4 +1,4 @@
-"""Schemas as the grammar compiler gets them, judged by what the compiled grammar allows."""
+"""JSON schemas rewritten for the grammar compiler, tested by what the grammar accepts."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def accepts(matcher: LLGuidanceMatcher, text: str) -> bool:
     return inner.try_consume_tokens(token_ids) == len(token_ids) and inner.is_accepting()
 
 
-def test_cases_of_the_public_suite(backend):
+def test_json_schema_test_suite(backend):
     """No invalid instance is accepted, unless a keyword is reported as having no effect."""
     counts, wrong = Counter[str](), []
     for line in SUITE.read_text().splitlines():
@@ -144,7 +144,7 @@ def test_cases_of_the_public_suite(backend):
         (True, ["1", "{}"], [], []),
     ],
 )
-def test_what_a_rewritten_schema_allows(backend, schema, valid, invalid, removed):
+def test_instances_accepted_by_rewritten_schemas(backend, schema, valid, invalid, removed):
     rewritten, found = rewrite_schema(schema)
     matcher = compiled(backend, rewritten)
     assert found == removed
@@ -170,7 +170,7 @@ def test_what_a_rewritten_schema_allows(backend, schema, valid, invalid, removed
         ({"dependencies": []}, "dependencies must be an object"),
     ],
 )
-def test_what_is_refused_by_name(schema, words):
+def test_unsupported_schemas_are_refused_by_name(schema, words):
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
         rewrite_schema(schema)
 
@@ -190,11 +190,11 @@ def test_what_is_refused_by_name(schema, words):
         ("a\\", "a\\"),
     ],
 )
-def test_classes_of_ecmascript(pattern, expected):
+def test_ecmascript_character_classes(pattern, expected):
     assert ecmascript_regex(pattern) == expected
 
 
-def test_white_space_of_ecmascript_compiles(backend):
+def test_ecmascript_whitespace_compiles(backend):
     matcher = backend.compile(GrammarSource("regex", ecmascript_regex(r"[^\s]\s[\sx]\S")))
     assert isinstance(matcher, LLGuidanceMatcher)
     assert accepts(matcher, "a\u00a0\ufeffb")

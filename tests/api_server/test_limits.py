@@ -1,4 +1,4 @@
-"""No request costs more than one may, and none is told more than it should be."""
+"""Limits on the cost of a request, and on what errors reveal."""
 
 import asyncio
 import json
@@ -20,13 +20,13 @@ MIB = 1 << 20
 
 
 def nested(depth: int, opening: str, closing: str) -> bytes:
-    """A body of which one field makes it so deep."""
+    """Return a body nested to this depth by one field."""
     inner = opening * (depth - 1) + "1" + closing * (depth - 1)
     return ('{"prompt": "x", "metadata": ' + inner + "}").encode()
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}")])
-async def test_how_deep_a_body_may_be(start, say, opening, closing):
+async def test_body_depth_limit(start, say, opening, closing):
     async with start(say("!")) as front_end:
         for depth in (MAX_DEPTH + 1, 1000, 100_000):
             content = nested(depth, opening, closing)
@@ -38,13 +38,13 @@ async def test_how_deep_a_body_may_be(start, say, opening, closing):
         assert (await front_end.http.post(PATH, content=deepest, headers=headers)).is_success
 
 
-async def test_brackets_in_texts_and_side_by_side_are_not_deep(start, say):
+async def test_brackets_in_strings_and_siblings_do_not_count_as_depth(start, say):
     async with start(say("!")) as front_end:
         assert (await front_end.complete(user="[" * 1000)).status_code == 200
         assert (await front_end.complete(metadata={"a": [[]] * 1000})).status_code == 200
 
 
-async def test_how_many_headers_there_may_be(start):
+async def test_header_count_limit(start):
     async with start() as front_end:
         begin = b"GET /health HTTP/1.1\r\n"
         for number in (MAX_HEADERS + 1, 5000):
@@ -57,8 +57,8 @@ async def test_how_many_headers_there_may_be(start):
         assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_headers_without_an_end(start):
-    """As many as a client can send until it is cut off."""
+async def test_endless_headers(start):
+    """A client sends headers until it is disconnected."""
     async with start() as front_end:
         pieces = [b"x-%d: y\r\n" % number for number in range(100_000)]
         begin = b"GET /health HTTP/1.1\r\n"
@@ -69,7 +69,7 @@ async def test_headers_without_an_end(start):
 
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_body_of_a_gigabyte_takes_no_memory(start, announced):
-    """Sent whole or in chunks; whatever the client still sends after the answer is dropped."""
+    """Sent whole or in chunks; data after the answer is dropped."""
     length = b"content-length: 1073741824" if announced else b"transfer-encoding: chunked"
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%s\r\n\r\n"
     piece = b" " * MIB
@@ -90,7 +90,7 @@ async def test_a_body_of_a_gigabyte_takes_no_memory(start, announced):
 
 
 @pytest.mark.parametrize("prompts", [["x"] * 10**5, [[1]] * 10**5], ids=["texts", "ids"])
-async def test_too_many_prompts_are_refused_before_any_is_read(start, say, monkeypatch, prompts):
+async def test_too_many_prompts_are_refused_before_tokenizing(start, say, monkeypatch, prompts):
     async with start(say("!")) as front_end:
         monkeypatch.setattr(type(front_end.app_state.tokenizer), "encode", None)
         content = json.dumps({"prompt": prompts}).encode()
@@ -101,7 +101,7 @@ async def test_too_many_prompts_are_refused_before_any_is_read(start, say, monke
 
 
 @pytest.mark.parametrize("salt", ["s" * MIB, "a\x00b", "line\nbreak", "\ud800", "", 5, ["s"], {}])
-async def test_a_salt_that_is_none(start, say, salt):
+async def test_invalid_cache_salts(start, say, salt):
     async with start(say("!")) as front_end:
         content = json.dumps({"prompt": "x", "cache_salt": salt}).encode()
         error = await expect_error(front_end, PATH, content, 400)
@@ -140,5 +140,5 @@ async def test_templates_and_tools_of_clients(start, say, fields):
         ("https://example.org/a/b takes 3/4", "https://example.org/a/b takes 3/4"),
     ],
 )
-def test_what_an_error_does_not_tell(message, shown):
+def test_errors_reveal_no_internals(message, shown):
     assert error_body(RequestError(message))["error"]["message"] == shown

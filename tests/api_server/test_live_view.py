@@ -1,4 +1,4 @@
-"""The live view over HTTP: what a watcher is shown, and what is hidden from it."""
+"""The live view over HTTP: the events of a subscriber, and data hidden from it."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
 
 
 class Stream:
-    """The events of one watcher, in order."""
+    """The events of one subscriber, in order."""
 
     def __init__(self, lines) -> None:
         self._lines = lines
@@ -74,11 +74,11 @@ class Stream:
         return line.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
     async def text(self) -> str:
-        """The next line, whatever it is."""
+        """Return the next line of any kind."""
         return await asyncio.wait_for(anext(self._lines), 10)
 
     async def rest(self) -> list[str]:
-        """All lines until the stream ends."""
+        """Return all lines until the stream ends."""
         return [line async for line in self._lines]
 
 
@@ -91,11 +91,11 @@ async def watching(front_end: FrontEnd, **headers: str):
 
 
 async def watches(front_end: FrontEnd) -> bool:
-    """What the engine is told next."""
+    """Return the next Watch message that the engine gets."""
     return (await asyncio.wait_for(front_end.engine.watches.get(), 10)).wanted
 
 
-async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) -> None:
+async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> None:
     request = RequestView(1, 0, "cmpl-1", RUNNING, 20, 5, 24, 16, 2)
     async with start() as front_end, watching(front_end) as stream:
         kind, hello = await stream.next()
@@ -133,8 +133,8 @@ async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) ->
         }
 
 
-async def test_one_subscription_for_all_watchers(start: StartFrontEnd) -> None:
-    """It begins with the first and ends with the last; who comes later sees what was shown last."""
+async def test_all_subscribers_share_one_engine_subscription(start: StartFrontEnd) -> None:
+    """It starts with the first and ends with the last; later subscribers get the last view."""
     async with start() as front_end:
         async with watching(front_end) as first:
             assert (await first.next())[0] == "hello"
@@ -152,7 +152,7 @@ async def test_one_subscription_for_all_watchers(start: StartFrontEnd) -> None:
         assert not front_end.app_state.live_view.has_subscribers
 
 
-async def test_the_engine_hears_the_id_of_an_answer(start: StartFrontEnd) -> None:
+async def test_the_engine_gets_the_request_id_of_the_response(start: StartFrontEnd) -> None:
     async with start(lambda request, choice: [2]) as front_end:
         answer = (await front_end.complete()).json()
         assert (await front_end.engine.requests.get()).label == answer["id"]
@@ -162,7 +162,7 @@ async def test_the_engine_hears_the_id_of_an_answer(start: StartFrontEnd) -> Non
 async def test_requests_of_other_tenants_are_anonymous(
     start: StartFrontEnd, tmp_path: Path, tenant_by: Any
 ) -> None:
-    """Also where nothing tells tenants apart: then whose key is another one is another."""
+    """Without tenants, requests with different API keys are anonymous to each other."""
     keys = tmp_path / "keys"
     keys.write_text("alice key-of-alice\nbob key-of-bob\n")
     keys.chmod(0o600)
@@ -200,8 +200,8 @@ async def test_requests_of_other_tenants_are_anonymous(
         assert response.status_code == 401
 
 
-async def test_the_stream_goes_on_after_the_engine_died(start: StartFrontEnd) -> None:
-    """The next engine is asked anew, and only another shape is told again."""
+async def test_the_stream_continues_after_an_engine_death(start: StartFrontEnd) -> None:
+    """The next engine gets a new subscription; hello is repeated only if its shape differs."""
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         assert await watches(front_end)
@@ -221,7 +221,7 @@ async def test_the_stream_goes_on_after_the_engine_died(start: StartFrontEnd) ->
             assert (await stream.next())[1]["step"] == 1
 
 
-async def test_what_happens_is_told(start: StartFrontEnd) -> None:
+async def test_events_are_sent(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         assert await watches(front_end)
@@ -234,7 +234,7 @@ async def test_what_happens_is_told(start: StartFrontEnd) -> None:
         assert (await stream.next())[1]["kind"] == "watchdog"
 
 
-async def test_a_view_that_makes_no_sense_costs_nothing_else(
+async def test_an_invalid_view_affects_nothing_else(
     start: StartFrontEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with start() as front_end, watching(front_end) as stream:
@@ -247,7 +247,7 @@ async def test_a_view_that_makes_no_sense_costs_nothing_else(
         assert len([each for each in caplog.records if "could not be encoded" in each.message]) == 2
 
 
-async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
+async def test_a_subscriber_that_does_not_read_alone_is_disconnected(
     start: StartFrontEnd,
 ) -> None:
     async with start() as front_end:
@@ -265,7 +265,7 @@ async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
             assert await lazy.drain_events(None) == b""
 
 
-async def test_there_is_a_most_of_watchers(
+async def test_the_number_of_subscribers_is_limited(
     start: StartFrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "MAX_SUBSCRIBERS", 1)
@@ -280,14 +280,14 @@ async def test_there_is_a_most_of_watchers(
             assert (await stream.next())[0] == "hello"
 
 
-async def test_the_end_of_the_server_ends_the_stream(start: StartFrontEnd) -> None:
+async def test_shutdown_ends_the_stream(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         front_end.app_state.client.close()
         assert not any(await stream.rest())
 
 
-async def test_silence_is_broken_by_empty_lines(start: StartFrontEnd) -> None:
+async def test_keep_alive_lines_are_sent(start: StartFrontEnd) -> None:
     config = FrontEndConfig(sse_keep_alive=0.01)
     async with start(config=config) as front_end, watching(front_end) as stream:
         await stream.next()
@@ -295,7 +295,7 @@ async def test_silence_is_broken_by_empty_lines(start: StartFrontEnd) -> None:
         assert await stream.text() == ""
 
 
-async def test_a_drain_does_not_wait_for_watchers(start: StartFrontEnd) -> None:
+async def test_a_drain_does_not_wait_for_subscribers(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
         assert front_end.app_state.in_flight.number == 0
@@ -305,7 +305,7 @@ async def test_a_drain_does_not_wait_for_watchers(start: StartFrontEnd) -> None:
             assert (await late.next())[0] == "hello"
 
 
-async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
+async def test_the_view_is_same_origin_only_and_can_be_disabled(
     start: StartFrontEnd,
 ) -> None:
     async with start() as front_end:
@@ -317,6 +317,6 @@ async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
         assert (await front_end.http.get("/view/events")).status_code == 404
 
 
-def test_a_view_that_comes_at_once_has_no_rate():
+def test_the_first_view_has_no_rates():
     assert rate(256, 0.004) == 0.0
     assert rate(256, 0.25) == 1024.0

@@ -1,4 +1,4 @@
-"""/v1/messages with a model with reasoning, and with templates that accept few orders of roles."""
+"""/v1/messages with reasoning models, and with templates that restrict the order of roles."""
 
 import pytest
 from anthropic.types import Message
@@ -36,7 +36,7 @@ def serve(tokenizer, tmp_path):
     return served
 
 
-async def test_reasoning_is_a_block_of_its_own(start, say, serve):
+async def test_reasoning_is_a_separate_block(start, say, serve):
     async with start(say(SAID), served=serve(THINKING)) as front_end:
         found = await answer(front_end)
         thinking, text = found["content"]
@@ -60,7 +60,7 @@ async def test_reasoning_can_be_omitted(start, say, serve):
         assert (thinking["thinking"], text["text"]) == ("", "over the sea")
 
 
-async def test_the_switch_and_the_budget(start, say, serve, tokenizer):
+async def test_thinking_switch_and_budget(start, say, serve, tokenizer):
     async with start(say(SAID), served=serve(THINKING)) as front_end:
         await answer(front_end, thinking={"type": "enabled", "budget_tokens": 1024})
         request = front_end.engine.requests.get_nowait()
@@ -71,7 +71,7 @@ async def test_the_switch_and_the_budget(start, say, serve, tokenizer):
         assert prompt_of(front_end, tokenizer).endswith("assistant:<think></think>")
 
 
-async def test_thoughts_come_back_to_the_template(start, say, serve, tokenizer):
+async def test_thinking_blocks_are_sent_back_to_the_template(start, say, serve, tokenizer):
     async with start(say(SAID), served=serve(THINKING)) as front_end:
         first = Message.model_validate(await answer(front_end)).to_param()
         front_end.engine.requests.get_nowait()
@@ -81,9 +81,7 @@ async def test_thoughts_come_back_to_the_template(start, say, serve, tokenizer):
         assert "(the fox 😀)over the sea;" in prompt_of(front_end, tokenizer)
 
 
-async def test_where_the_template_refuses_an_order_of_roles_it_gets_another(
-    start, say, serve, tokenizer
-):
+async def test_role_orders_are_adapted_to_the_template(start, say, serve, tokenizer):
     messages = [*USER, {"role": "system", "content": "9 tokens left"}]
     async with start(say("!"), served=serve(STRICT)) as front_end:
         await answer(front_end, system="be brief", messages=messages)
@@ -95,7 +93,7 @@ async def test_where_the_template_refuses_an_order_of_roles_it_gets_another(
         assert response.json()["input_tokens"] > 0
 
 
-async def test_what_no_template_takes_is_an_error_of_its_place(start, serve):
+async def test_an_unsupported_message_is_an_error_that_names_it(start, serve):
     refusing = "{{ raise_exception('no') }}"
     async with start(served=serve(refusing), config=FrontEndConfig()) as front_end:
         response = await front_end.http.post("/v1/messages", json=BODY)

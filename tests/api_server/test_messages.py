@@ -1,4 +1,4 @@
-"""/v1/messages: events and answers as Anthropic's own types and client read them, and errors."""
+"""/v1/messages: responses and events checked with Anthropic's types and client, and errors."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def ask(front_end, path=PATH, **fields):
 
 
 async def answer(front_end, **fields) -> dict:
-    """The message, which is one that Anthropic could have given."""
+    """Return the message after validation by Anthropic's types."""
     response = await ask(front_end, **fields)
     assert response.status_code == 200, response.text
     Message.model_validate(response.json())
@@ -50,7 +50,7 @@ async def answer(front_end, **fields) -> dict:
 
 
 def decoded(text: str) -> list[dict]:
-    """Events of a stream, each one that Anthropic has; and blocks are open one at a time."""
+    """Return the events of a stream, validated by Anthropic's types; at most one block is open."""
     found = []
     for event in text.removesuffix("\n\n").split("\n\n"):
         name, _, data = event.partition("\n")
@@ -70,7 +70,7 @@ async def events(front_end, **fields) -> list[dict]:
 
 
 async def error(front_end, status=400, path=PATH, **fields) -> str:
-    """The message of an error in Anthropic's shape."""
+    """Return the message of an error in Anthropic's shape."""
     response = await ask(front_end, path, **fields)
     assert response.status_code == status, response.text
     found = response.json()
@@ -86,12 +86,12 @@ def client(front_end, key: str = "none") -> anthropic.AsyncAnthropic:
 
 
 def prompt_of(front_end, tokenizer) -> str:
-    """What the engine was asked last."""
+    """Return the last request that the engine got."""
     request = front_end.engine.requests.get_nowait()
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-async def test_a_whole_answer(start, say):
+async def test_non_streaming_response(start, say):
     async with start(say(TEXT)) as front_end:
         found = await answer(front_end)
         assert found["id"].startswith("msg_")
@@ -132,7 +132,7 @@ async def test_cached_tokens_are_not_input_tokens(start, say):
         assert (await events(front_end))[-2]["usage"] == usage
 
 
-async def test_what_the_model_sees(start, say, tokenizer):
+async def test_messages_are_rendered_for_the_model(start, say, tokenizer):
     async with start(say("!")) as front_end:
         await answer(
             front_end,
@@ -163,7 +163,7 @@ async def test_what_the_model_sees(start, say, tokenizer):
         )
 
 
-async def test_an_answer_goes_on_with_the_assistants_words(start, say, tokenizer):
+async def test_an_assistant_prefill_is_continued(start, say, tokenizer):
     async with start(say("!")) as front_end:
         await answer(front_end, messages=[*USER, {"role": "assistant", "content": "The answer:"}])
         assert prompt_of(front_end, tokenizer).endswith("<|im_start|>assistant\nThe answer:")
@@ -193,7 +193,7 @@ async def test_parameters_reach_the_engine(start, say):
         assert json.loads(front_end.engine.requests.get_nowait().grammar.source) == schema
 
 
-async def test_why_an_answer_ends(start, say):
+async def test_stop_reasons(start, say):
     async with start(say("one two three")) as front_end:
         found = await answer(front_end, stop_sequences=[" two"])
         assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", " two")
@@ -201,15 +201,15 @@ async def test_why_an_answer_ends(start, say):
         assert (await answer(front_end, max_tokens=2))["stop_reason"] == "max_tokens"
 
 
-async def test_the_context_may_leave_less_than_is_asked_for(start, tokenizer):
-    """Agents ask for more tokens than small models have."""
+async def test_max_tokens_is_capped_by_the_context(start, tokenizer):
+    """Agents request more tokens than small models support."""
     async with start(lambda request, choice: [5] * request.sampling_params.max_tokens) as front_end:
         found = await answer(front_end, max_tokens=32_000)
         assert found["stop_reason"] == "model_context_window_exceeded"
         assert found["usage"]["input_tokens"] + found["usage"]["output_tokens"] == 256
 
 
-async def test_a_prompt_that_is_cut_leaves_room_for_the_answer(start, say):
+async def test_a_truncated_prompt_leaves_room_for_the_answer(start, say):
     long = [{"role": "user", "content": "the quick brown fox " * 200}]
     async with start(say("!")) as front_end:
         for most, left in ((6, 6), (5000, 64)):
@@ -219,7 +219,7 @@ async def test_a_prompt_that_is_cut_leaves_room_for_the_answer(start, say):
             assert found["usage"]["input_tokens"] == 256 - left
 
 
-async def test_a_prompt_that_is_too_long_is_said_to_be_in_the_words_that_agents_look_for(start):
+async def test_the_error_for_a_long_prompt_has_the_text_that_agents_match(start):
     async with start() as front_end:
         message = await error(front_end, messages=[{"role": "user", "content": "🦊" * 300}])
         assert message.startswith("prompt is too long: ")
@@ -279,7 +279,7 @@ async def test_choices_of_tools(start, say, tokenizer):
             assert (request.grammar is not None) is has_grammar, choice
 
 
-async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
+async def test_tool_errors_and_tool_references(start, say, tokenizer):
     call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
     blocks = [
         {
@@ -308,8 +308,8 @@ async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
         assert prompt.index("clock") < prompt.index("go on")
 
 
-async def test_what_agents_send(start, say):
-    """Fields that must not stop them."""
+async def test_fields_sent_by_agents_are_accepted(start, say):
+    """Fields that have no effect must not cause an error."""
     async with start(say(TEXT), max_model_len=8192) as front_end:
         response = await ask(
             front_end,
@@ -343,7 +343,7 @@ async def test_what_agents_send(start, say):
         assert found.content[0].text
 
 
-async def test_counting_needs_no_engine_and_is_right(start, say):
+async def test_token_counts_are_exact_without_the_engine(start, say):
     async with start(say("!"), max_model_len=8192) as front_end:
         fields = {"messages": USER, "system": "be brief", "tools": [WEATHER]}
         counted = await client(front_end).messages.count_tokens(model="toy", **fields)
@@ -415,13 +415,13 @@ async def test_counting_needs_no_engine_and_is_right(start, say):
         ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "type \\ud800"),
     ],
 )
-async def test_what_is_refused(start, fields, words):
+async def test_invalid_requests_are_refused(start, fields, words):
     async with start() as front_end:
         assert words in await error(front_end, **fields)
 
 
-async def test_every_field_that_anthropic_has_is_taken_or_refused_by_name(start, say):
-    """Whatever is in it: nothing is an error of the daemon's, or of another field."""
+async def test_every_anthropic_field_is_accepted_or_refused_by_name(start, say):
+    """With any value: no server error, and no error that names another field."""
     taken = MessagesRequest.model_fields.keys() | HARMLESS | {"cache_control"}
     async with start(say("!")) as front_end:
 
@@ -448,14 +448,14 @@ async def test_every_field_that_anthropic_has_is_taken_or_refused_by_name(start,
         )
 
 
-async def test_errors_have_anthropics_types(start, say):
+async def test_error_types_of_anthropic(start, say):
     config = FrontEndConfig(api_key="secret")
     async with start(say("!"), config=config) as front_end:
         with pytest.raises(anthropic.AuthenticationError) as denied:
             await client(front_end).messages.create(**BODY)
         assert denied.value.body["error"]["type"] == "authentication_error"
         assert denied.value.request_id == denied.value.body["request_id"]
-        assert denied.value.response.headers["x-should-retry"] == "false"  # agents ask ten times
+        assert denied.value.response.headers["x-should-retry"] == "false"  # agents retry ten times
         known = client(front_end, "secret")
         assert (await known.messages.create(**BODY)).content
         with pytest.raises(anthropic.NotFoundError) as missing:
@@ -470,7 +470,7 @@ async def test_errors_have_anthropics_types(start, say):
         assert others.json()["error"]["code"] == 401
 
 
-async def test_a_body_that_cannot_be_read_is_told_in_this_shape(start):
+async def test_an_unreadable_body_is_an_error_in_this_shape(start):
     async with start() as front_end:
         for path in (PATH, f"{PATH}/count_tokens"):
             headers = {"content-type": "application/json"}
@@ -492,7 +492,7 @@ async def test_a_body_that_cannot_be_read_is_told_in_this_shape(start):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
+async def test_errors_of_the_engine(start, refusal, status, kind, stream):
     async with start() as front_end:
         asking = asyncio.create_task(ask(front_end, stream=stream))
         front_end.engine.refuse(await front_end.engine.requests.get(), refusal)
@@ -505,7 +505,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
             assert found["error"]["message"] == "output_format: no"
 
 
-async def test_draining_is_an_overload(start):
+async def test_draining_is_an_overloaded_error(start):
     async with start() as front_end:
         front_end.app_state.health.start_drain()
         response = await ask(front_end)
@@ -527,7 +527,7 @@ async def test_a_stream_that_fails(start):
         assert found[-1]["request_id"] == found[0]["message"]["id"]
 
 
-async def test_leaving_a_stream_ends_it(start):
+async def test_a_disconnect_ends_the_stream(start):
     async with start(accepts=True) as front_end:
         async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
             request = await front_end.engine.requests.get()
@@ -539,7 +539,7 @@ async def test_leaving_a_stream_ends_it(start):
         assert abort.request_id == request.request_id
 
 
-async def test_a_stream_that_is_silent_is_kept_open_with_pings(start):
+async def test_idle_streams_get_pings(start):
     config = FrontEndConfig(sse_keep_alive=0.1)
     async with start(accepts=True, config=config) as front_end:
         async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
@@ -554,7 +554,7 @@ async def test_a_stream_that_is_silent_is_kept_open_with_pings(start):
         assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
 
 
-async def test_the_session_of_a_header_is_the_agents_job(start, say):
+async def test_the_session_header_names_the_agent_job(start, say):
     async with start(say("!")) as front_end:
         headers = {"x-session-id": "s1"}
         response = await front_end.http.post(PATH, json=BODY, headers=headers)

@@ -1,4 +1,4 @@
-"""The names that dashboards made for vLLM ask for: type, labels and buckets; and the documents."""
+"""vLLM's metrics: names, types, labels and buckets; and their documentation."""
 
 import re
 from pathlib import Path
@@ -95,13 +95,13 @@ ABSENT = {
     *("kv_offload_store_size", "kv_offload_lookup_sync_delay_seconds"),
     *("kv_offload_lookup_async_delay_seconds", "kv_offload_tiering_"),
 }
-"""What vLLM shows and tokend has no source for; docs/metrics.md says why."""
+"""Metrics of vLLM that do not apply to tokend; docs/metrics.md says why."""
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def families() -> dict[str, Metric]:
-    """All that can be shown is."""
+    """Return all metrics, with every optional one present."""
     metrics = Metrics("toy", MetricSheet.of_one())
     http = metrics.register_http_metrics(completions.router.routes)
     metrics.set_engine_info(boots.engine_ready())
@@ -145,13 +145,13 @@ def test_histograms(families: dict[str, Metric], name: str) -> None:
     assert bounds[-1] == "+Inf"
 
 
-def test_of_http(families: dict[str, Metric]) -> None:
+def test_http_metrics(families: dict[str, Metric]) -> None:
     assert labels(families["http_requests"], "_total") == {"handler", "method", "status"}
     durations = families["http_request_duration_seconds"]
     assert labels(durations, "_count") == {"handler", "method"}
 
 
-def test_the_document_names_exactly_what_there_is(families: dict[str, Metric]) -> None:
+def test_the_documentation_lists_exactly_these_metrics(families: dict[str, Metric]) -> None:
     expected = {f"vllm:{name}" for name in (*GAUGES, *COUNTERS, *HISTOGRAMS)}
     assert {each for each in families if each.startswith("vllm:")} == expected
     shown = {each for each in families if not each.startswith(("process_", "python_"))}

@@ -1,4 +1,4 @@
-"""Several front ends and one /metrics: whichever of them is asked, it shows the same."""
+"""Metrics shared by several front ends: each of them returns the same."""
 
 import os
 
@@ -12,7 +12,7 @@ ENGINE = 4
 
 
 class Daemon:
-    """The shared memory, and front ends over it."""
+    """The shared memory and its front ends."""
 
     def __init__(self, num_front_ends=2):
         self.descriptor = os.memfd_create("metrics")
@@ -26,7 +26,7 @@ class Daemon:
         return metrics
 
     def shown(self, name):
-        """What every front end shows, which is to be one number."""
+        """Return a value that all front ends must report alike."""
         (value,) = {sample(each, name) for each in self.front_ends}
         return value
 
@@ -40,7 +40,7 @@ def sample(metrics, name, **labels):
     raise AssertionError(f"{name} is not shown")
 
 
-def test_counters_and_histograms_are_those_of_all_front_ends():
+def test_counters_and_histograms_sum_all_front_ends():
     daemon = Daemon()
     first, second = daemon.front_ends
     first.record_prompt(7)
@@ -54,7 +54,7 @@ def test_counters_and_histograms_are_those_of_all_front_ends():
         assert sample(each, "vllm:request_success_total", finished_reason="stop") == 1
 
 
-def test_a_step_counts_once_and_its_gauges_hold_until_the_next_whoever_is_told():
+def test_a_step_counts_once_and_sets_gauges_in_any_front_end():
     daemon = Daemon()
     first, second = daemon.front_ends
     first.record_scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
@@ -67,7 +67,7 @@ def test_a_step_counts_once_and_its_gauges_hold_until_the_next_whoever_is_told()
     assert daemon.shown("vllm:kv_cache_usage_perc") == 0.125
 
 
-def test_engines_beside_each_other_are_added_up_and_one_that_is_gone_shows_nothing():
+def test_gauges_sum_parallel_engines_and_drop_ended_ones():
     daemon = Daemon()
     first, second = daemon.front_ends
     for each in daemon.front_ends:
@@ -87,7 +87,7 @@ def test_engines_beside_each_other_are_added_up_and_one_that_is_gone_shows_nothi
             each.remove_engine(epoch)
 
 
-def test_a_front_end_that_dies_leaves_its_counts_to_the_next():
+def test_counts_of_a_dead_front_end_are_kept():
     daemon = Daemon()
     first, second = daemon.front_ends
     first.record_prompt(7)
@@ -101,12 +101,12 @@ def test_a_front_end_that_dies_leaves_its_counts_to_the_next():
     assert daemon.shown("vllm:prompt_tokens_total") == 8
 
 
-def test_what_all_are_told_counts_once_also_where_one_was_dead():
+def test_broadcast_messages_count_once_even_if_a_front_end_was_dead():
     daemon = Daemon()
     second = daemon.front_ends[1]
     for each in daemon.front_ends:
         each.count_restart("worker", hung=True)
-    second.count_restart("api_server", hung=False)  # front end 0 is dead and hears nothing
+    second.count_restart("api_server", hung=False)  # front end 0 is dead
     second.count_restart("worker", hung=False)
     daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
     for each in daemon.front_ends:
@@ -117,14 +117,14 @@ def test_what_all_are_told_counts_once_also_where_one_was_dead():
         assert sample(each, "tokend:watchdog_kills_total", role="worker") == 1
 
 
-def test_a_lone_front_end_knows_of_its_own_restarts():
-    """While it was dead there was nobody to be told of it."""
+def test_a_single_front_end_counts_its_own_restarts():
+    """No other front end could count them while it was dead."""
     daemon = Daemon(1)
     reborn = daemon.front_end(0, 1, incarnation=2, num_hung=1)
     assert sample(reborn, "tokend:restarts_total", role="api") == 2
     assert sample(reborn, "tokend:watchdog_kills_total", role="api") == 1
 
 
-def test_figures_of_a_process_are_shown_where_there_is_one():
+def test_process_metrics_are_present_for_existing_processes():
     assert "process_resident_memory_bytes" in Metrics("toy", MetricSheet.of_one()).render().decode()
     assert "process_resident_memory_bytes" not in Daemon().front_ends[0].render().decode()

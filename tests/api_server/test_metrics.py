@@ -1,4 +1,4 @@
-"""What /metrics shows."""
+"""The content of /metrics."""
 
 import asyncio
 import re
@@ -111,7 +111,7 @@ async def test_pins_and_jobs(start):
         assert found["tokend:pins_taken_total"] == 5
 
 
-async def test_only_whole_answers_have_a_latency(start):
+async def test_only_complete_answers_have_a_latency(start):
     async with start(accepts=True) as front_end:
         waiting = asyncio.create_task(front_end.complete())
         request = await front_end.engine.requests.get()
@@ -120,7 +120,7 @@ async def test_only_whole_answers_have_a_latency(start):
         assert (await samples(front_end))["vllm:e2e_request_latency_seconds_count"] == 0
 
 
-async def test_memory_of_the_weights_by_form(start):
+async def test_weight_memory_by_format(start):
     async with start(ready=False) as front_end:
         weights = (WeightFormatMemory("packed", 90), WeightFormatMemory("bf16", 250))
         front_end.engine._send(boots.engine_ready(weights=weights))
@@ -144,7 +144,7 @@ ENDED = (
 )
 
 
-async def test_parts_of_a_request(start, say, tokenizer):
+async def test_request_phases(start, say, tokenizer):
     async with start(say(" world")) as front_end:
         prompt = len(tokenizer.encode("hello").ids)
         output = len(tokenizer.encode(" world").ids) + 1

@@ -70,7 +70,7 @@ async def test_async(start, say):
         assert final.choices[0].message.content == TEXT
 
 
-async def test_parameters_and_the_id_that_comes_back(start, say):
+async def test_parameters_and_the_response_id(start, say):
     async with start(say(TEXT)) as front_end, async_client(front_end.url) as client:
         chat = await client.chat.completions.create(
             model="toy",
@@ -89,7 +89,7 @@ async def test_parameters_and_the_id_that_comes_back(start, say):
         assert edits.bad_words
 
 
-async def test_leaving_a_stream_aborts(start):
+async def test_a_disconnect_aborts_the_request(start):
     async with start(accepts=True) as front_end, async_client(front_end.url) as client:
         stream = await client.completions.create(model="toy", prompt="hello", stream=True)
         request = await front_end.engine.requests.get()

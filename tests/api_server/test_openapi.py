@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the routes do."""
+"""The OpenAPI document matches the routes."""
 
 import json
 
@@ -21,7 +21,7 @@ async def document_of(front_end, **headers) -> dict:
 
 
 def validator(document: dict, path: str, method: str, status: str = "") -> Draft202012Validator:
-    """Of the body of a request, or of an answer with this status."""
+    """Return the schema of a request body, or of a response with this status."""
     described = document["paths"][path][method]
     part = described["responses"][status] if status else described["requestBody"]
     schema = part["content"]["application/json"]["schema"]
@@ -42,7 +42,7 @@ async def test_every_operation_is_described(start):
             assert "$defs" not in json.dumps(schema), name
 
 
-async def test_requests_that_are_taken_fit_the_document(start, say):
+async def test_accepted_requests_match_the_document(start, say):
     async with start(say("!")) as front_end:
         document = await document_of(front_end)
         check = validator(document, *COMPLETIONS)
@@ -62,8 +62,8 @@ async def test_requests_that_are_taken_fit_the_document(start, say):
         validator(document, *CHAT, status="200").validate(answer.json())
 
 
-async def test_what_does_not_fit_the_document_is_refused(start):
-    """Of the fields that a test refuses anyway, those of which the document knows."""
+async def test_requests_that_violate_the_document_are_refused(start):
+    """The invalid fields of other tests, as far as the document describes them."""
     async with start() as front_end:
         check = validator(await document_of(front_end), *COMPLETIONS)
         bodies = [{"prompt": "x", **fields} for fields, _, _ in BAD_FIELDS]
@@ -74,7 +74,7 @@ async def test_what_does_not_fit_the_document_is_refused(start):
             check.validate({"prompt": "x", "stop": ["a"] * 5})
 
 
-async def test_errors_fit_the_document(start):
+async def test_errors_match_the_document(start):
     async with start() as front_end:
         document = await document_of(front_end)
         for path, method in (COMPLETIONS, CHAT, ("/tokenize", "post"), ("/pause", "post")):
@@ -85,7 +85,7 @@ async def test_errors_fit_the_document(start):
 
 @pytest.mark.parametrize("operators", [None, "op"])
 @pytest.mark.parametrize("clients", [None, "k"])
-async def test_keys_stand_where_they_are_asked_for(start, clients, operators):
+async def test_security_schemes_are_on_protected_routes(start, clients, operators):
     config = FrontEndConfig(api_key=clients, admin_api_key=operators, metrics_open=True)
     async with start(config=config, accepts=True) as front_end:
         key = {"x-api-key": operators or clients or "none"}
@@ -98,7 +98,7 @@ async def test_keys_stand_where_they_are_asked_for(start, clients, operators):
                 assert ("security" in described) == (answer.status_code == 401), (method, path)
 
 
-async def test_the_document_itself_wants_the_key(start):
+async def test_the_document_needs_the_key(start):
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
         assert (await front_end.http.get("/openapi.json")).status_code == 401
         document = await document_of(front_end, **{"x-api-key": "k"})
@@ -106,7 +106,7 @@ async def test_the_document_itself_wants_the_key(start):
         assert "security" not in document["paths"]["/health"]["get"]
 
 
-async def test_it_is_made_once_and_when_it_is_asked_for(start):
+async def test_the_document_is_built_once_on_demand(start):
     async with start() as front_end:
         app = create_app(front_end.app_state)
         assert app.openapi_schema is None

@@ -1,4 +1,4 @@
-"""Too many requests, too little time: which status, which event, what is counted."""
+"""Queue limits and deadlines: status, events and metrics."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ WAITED = ErrorInfo(
 
 
 async def begin(front_end, **fields):
-    """A completion under way; returns its task and what the engine was asked."""
+    """Start a completion; return its task and the engine's request."""
     task = asyncio.create_task(front_end.complete(**fields))
     return task, await front_end.engine.requests.get()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_a_503_that_says_when_to_come_again(start, stream):
+async def test_a_full_queue_is_a_503_with_retry_after(start, stream):
     async with start() as front_end:
         answer, request = await begin(front_end, stream=stream)
         front_end.engine.refuse(request, FULL)
@@ -55,7 +55,7 @@ async def test_a_full_queue_is_a_503_that_says_when_to_come_again(start, stream)
         assert sum(found[f"vllm:request_success_total,{each}"] for each in ("abort", "error")) == 0
 
 
-async def test_one_prompt_without_a_place_frees_those_of_the_others(start):
+async def test_a_prompt_refused_by_the_queue_aborts_the_others(start):
     async with start() as front_end:
         answer = asyncio.create_task(front_end.complete(prompt=["one", "two"]))
         first = await front_end.engine.requests.get()
@@ -66,7 +66,7 @@ async def test_one_prompt_without_a_place_frees_those_of_the_others(start):
         assert (await front_end.engine.aborts.get()).request_id == first.request_id
 
 
-async def test_prompts_that_could_never_wait_together_are_refused_for_good(start, say):
+async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start, say):
     async with start(say("!"), ready=False) as front_end:
         vocab_size = front_end.engine.vocab_size
         front_end.engine._send(
@@ -101,7 +101,7 @@ async def test_gauges_of_the_queue(start):
         assert found["tokend:queued_tokens"] == 70
 
 
-async def test_the_limits_of_time_become_moments(start):
+async def test_timeouts_become_deadlines(start):
     config = FrontEndConfig(queue_timeout=60.0)
     async with start(config=config, accepts=True) as front_end:
         for fields, headers, total, queue in (
@@ -124,14 +124,14 @@ async def test_the_limits_of_time_become_moments(start):
 
 @pytest.mark.parametrize("name", ["timeout_ms", "queue_timeout_ms"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, 1 << 31, 10**400])
-async def test_times_that_make_no_sense(start, name, value):
+async def test_invalid_timeouts(start, name, value):
     async with start() as front_end:
         response = await front_end.complete(**{name: value})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == name
 
 
-async def test_a_header_that_makes_no_sense(start):
+async def test_invalid_timeout_headers(start):
     async with start() as front_end:
         for value in ("soon", "1.5", "0", "9" * 30):
             headers = {"X-Request-Timeout-Ms": value}
@@ -143,7 +143,7 @@ async def test_a_header_that_makes_no_sense(start):
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
-async def test_too_late_for_a_whole_answer_is_a_504(start, has_tokens):
+async def test_a_deadline_without_streaming_is_a_504(start, has_tokens):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end)
         if has_tokens:
@@ -158,7 +158,7 @@ async def test_too_late_for_a_whole_answer_is_a_504(start, has_tokens):
         assert found["vllm:request_success_total,error"] == 1
 
 
-async def test_too_late_in_a_stream_is_an_event(start):
+async def test_a_deadline_in_a_stream_is_an_error_event(start):
     async with start(accepts=True) as front_end:
         body = {"prompt": "hello", "stream": True}
         async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
@@ -173,12 +173,12 @@ async def test_too_late_in_a_stream_is_an_event(start):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_waited_too_long_gets_a_status_also_for_a_stream(start, stream):
+async def test_a_queue_timeout_is_a_status_also_for_streams(start, stream):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, stream=stream, queue_timeout_ms=1000)
         for _ in range(3):
             assert (await front_end.http.get("/version")).status_code == 200
-        assert not answer.done(), "a status was sent before anything was computed"
+        assert not answer.done(), "a status was sent before the first token"
         front_end.engine.refuse(request, WAITED)
         response = await answer
         assert response.status_code == 503
@@ -188,7 +188,7 @@ async def test_who_waited_too_long_gets_a_status_also_for_a_stream(start, stream
         assert found["tokend:requests_cut_short_total,queue_timeout"] == 1
 
 
-async def test_a_stream_that_may_wait_only_so_long_begins_with_its_first_token(start):
+async def test_a_stream_with_a_queue_timeout_begins_with_its_first_token(start):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, stream=True, queue_timeout_ms=1000)
         first = FirstTokenInfo(0, 1.0, 2.0)
@@ -198,7 +198,7 @@ async def test_a_stream_that_may_wait_only_so_long_begins_with_its_first_token(s
         assert response.text.endswith("data: [DONE]\n\n")
 
 
-async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
+async def test_deadlines_continue_without_an_engine(start, monkeypatch):
     monkeypatch.setattr(engine_client, "DEADLINE_CHECK_SECONDS", 0.001)
     async with start(accepts=True) as front_end:
         short, _ = await begin(front_end, timeout_ms=1)
@@ -212,8 +212,8 @@ async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
         assert (await long).status_code == 200
 
 
-async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, monkeypatch):
-    """But not for who has a token, and so had begun."""
+async def test_queue_timeouts_continue_without_an_engine(start, monkeypatch):
+    """But not for requests with a token, which have left the queue."""
     monkeypatch.setattr(engine_client, "DEADLINE_CHECK_SECONDS", 0.001)
     async with start(accepts=True) as front_end:
         waiting, _ = await begin(front_end, queue_timeout_ms=1)
@@ -236,17 +236,19 @@ async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, mon
 
 
 def stall(monkeypatch, client):
-    """The engine takes nothing more; the call returned makes it go on."""
-    # A request is too much; the word of a new engine, which may wait for its connection, is not.
+    """Make the engine stop reading; return a function that resumes it."""
+    # One request is too much, but not the message about a new engine, which may be delayed.
     monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 30)
     link = client._current._link
     monkeypatch.setattr(link, "_try_send", lambda frame: False)
     return lambda: monkeypatch.delattr(link, "_try_send")
 
 
-async def test_what_a_stalled_engine_is_not_asked_it_never_hears_of(start, monkeypatch, caplog):
+async def test_requests_not_sent_to_a_stalled_engine_are_never_aborted_there(
+    start, monkeypatch, caplog
+):
     async with start(accepts=True) as front_end:
-        go_on = stall(monkeypatch, front_end.app_state.client)
+        resume = stall(monkeypatch, front_end.app_state.client)
         first = asyncio.create_task(front_end.complete(prompt="hello"))
         async with asyncio.timeout(20):
             while not front_end.app_state.client.num_open:
@@ -256,7 +258,7 @@ async def test_what_a_stalled_engine_is_not_asked_it_never_hears_of(start, monke
         assert refused.status_code == 503
         assert "keep up" in refused.json()["error"]["message"]
         assert "finish=error 503" in caplog.text
-        go_on()
+        resume()
         request = await front_end.engine.requests.get()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await first).status_code == 200
@@ -264,18 +266,18 @@ async def test_what_a_stalled_engine_is_not_asked_it_never_hears_of(start, monke
         assert front_end.engine.aborts.empty()
 
 
-async def test_who_waits_is_sent_as_fast_as_the_next_engine_takes_it(start, monkeypatch):
-    """And not refused, because its status may be sent."""
+async def test_waiting_requests_are_sent_as_fast_as_the_next_engine_reads(start, monkeypatch):
+    """They are not refused, because their status may have been sent."""
     async with start(accepts=True) as front_end:
         answers = [(await begin(front_end, max_tokens=1))[0] for _ in range(3)]
         engine = await front_end.lose_engine()
         client = front_end.app_state.client
-        go_on = stall(monkeypatch, client)
+        resume = stall(monkeypatch, client)
         engine.announce()
         while not client.connected:
             await asyncio.sleep(0.001)
         assert sorted(entry.sent_to for entry in client._open.values()) == [0, 0, 2]
-        go_on()
+        resume()
         async with asyncio.timeout(20):
             for _ in answers:
                 again = await engine.requests.get()
@@ -284,7 +286,7 @@ async def test_who_waits_is_sent_as_fast_as_the_next_engine_takes_it(start, monk
                 assert (await answer).status_code == 200
 
 
-async def test_an_engine_that_follows_hears_who_was_accepted(start):
+async def test_a_new_engine_is_told_which_requests_were_accepted(start):
     async with start() as front_end:
         answers = [await begin(front_end, timeout_ms=1_000_000) for _ in range(2)]
         (_, accepted), (_, other) = answers

@@ -1,4 +1,4 @@
-"""The files of the page: what they are, whom they are for, and what a browser may do with them."""
+"""The files of the web page: content types, security policy, caching and access."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from proto.config import FrontEndConfig
 FILES = page_files()
 
 
-async def test_every_file_is_served_with_its_type_and_the_policy(start):
+async def test_every_file_has_its_content_type_and_security_policy(start):
     types = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8"}
     types |= {"css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
     types |= {"txt": "text/plain; charset=utf-8"}
@@ -34,7 +34,7 @@ async def test_every_file_is_served_with_its_type_and_the_policy(start):
         }
 
 
-async def test_a_file_that_a_browser_has_is_not_sent_again(start):
+async def test_cached_files_are_not_sent_again(start):
     async with start() as front_end:
         first = await front_end.http.get("/")
         assert first.headers["cache-control"] == "no-cache"
@@ -45,7 +45,7 @@ async def test_a_file_that_a_browser_has_is_not_sent_again(start):
         assert other.status_code == 200
 
 
-async def test_the_page_needs_no_key_and_nothing_else_is_opened(start):
+async def test_only_the_page_needs_no_key(start):
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
         assert (await front_end.http.get("/")).status_code == 200
         assert (await front_end.http.get("/page/main.js")).status_code == 200
@@ -56,7 +56,7 @@ async def test_the_page_needs_no_key_and_nothing_else_is_opened(start):
             assert (await front_end.http.get(path, headers=key)).status_code == 404, path
 
 
-async def test_the_page_is_there_while_the_daemon_drains(start):
+async def test_the_page_is_served_during_a_drain(start):
     async with start() as front_end:
         front_end.app_state.health.start_drain()
         assert (await front_end.http.get("/v1/models")).status_code == 503
@@ -64,15 +64,15 @@ async def test_the_page_is_there_while_the_daemon_drains(start):
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-async def test_without_a_page_there_is_none(start, key):
+async def test_the_page_can_be_disabled(start, key):
     async with start(config=FrontEndConfig(page=False, api_key=key)) as front_end:
         for path in ("/", "/page/main.js"):
             status = (await front_end.http.get(path)).status_code
             assert status == (404 if key is None else 401), path
 
 
-def test_the_bundle_is_of_the_pinned_versions_and_has_their_licences():
-    """`make page` was run after the last change of a version."""
+def test_the_bundle_has_the_pinned_versions_and_licences():
+    """Fails if `make page` was not run after a change of a version."""
     package = json.loads((ASSETS.parent / "vendor" / "package.json").read_text())
     pinned = package["devDependencies"].items()
     bundle = (ASSETS / "vendor.js").read_text().split("*/")[0]
@@ -83,8 +83,8 @@ def test_the_bundle_is_of_the_pinned_versions_and_has_their_licences():
             assert f"{name} {version} (" in licences
 
 
-def test_nothing_comes_from_elsewhere_and_text_never_becomes_markup():
-    """What the policy would stop as well, and what it would not."""
+def test_no_external_resources_and_no_html_injection():
+    """Checks beyond the security policy of the browser."""
     served = {each.path.removeprefix("/") for each in FILES}
     for each in FILES:
         if each.path.startswith("/page/vendor"):

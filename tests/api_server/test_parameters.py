@@ -1,4 +1,4 @@
-"""What the parameters of a request become: for the engine, and in the text of the answer."""
+"""Request parameters: their values in the engine's request, and their effect on the answer."""
 
 import asyncio
 import hashlib
@@ -16,14 +16,14 @@ ENDPOINTS = ("complete", "chat")
 
 
 async def asked(front_end, endpoint: str, **fields):
-    """The answer's body and what the engine was asked."""
+    """Return the body of the answer and the engine's request."""
     response = await getattr(front_end, endpoint)(**fields)
     assert response.status_code == 200, response.text
     return response.json(), front_end.engine.requests.get_nowait()
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_edits_of_scores_reach_the_engine(start, say, tokenizer, endpoint):
+async def test_logits_edits_reach_the_engine(start, say, tokenizer, endpoint):
     async with start(say("!")) as front_end:
         _, request = await asked(front_end, endpoint)
         assert request.sampling_params.edits is None
@@ -53,8 +53,8 @@ async def test_edits_of_scores_reach_the_engine(start, say, tokenizer, endpoint)
         assert set(words) <= set(edits.bad_words)
 
 
-async def test_bad_words_with_a_space_before_them(start, say, tokenizer):
-    """The other spelling counts where it is as long and begins with another token."""
+async def test_bad_words_with_a_leading_space(start, say, tokenizer):
+    """The other tokenization is used if it has the same length and another first token."""
     async with start(say("!")) as front_end:
         for word in ("fox", "lazy", "zebra", "the quick", "  dog"):
             first = tuple(tokenizer.encode(word.lstrip()).ids)
@@ -67,7 +67,7 @@ async def test_bad_words_with_a_space_before_them(start, say, tokenizer):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_rules_of_ending_and_identity_reach_the_engine(start, say, endpoint):
+async def test_repetition_detection_and_cache_salt_reach_the_engine(start, say, endpoint):
     async with start(say("!")) as front_end:
         pattern = {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}
         _, request = await asked(
@@ -80,8 +80,8 @@ async def test_rules_of_ending_and_identity_reach_the_engine(start, say, endpoin
         assert request.sampling_params.repetition.min_pattern_size == 1
 
 
-async def test_more_tokens_at_least_than_at_most(start, say):
-    """Also where the most is what the context leaves."""
+async def test_min_tokens_above_max_tokens(start, say):
+    """Also if max_tokens follows from the context."""
     async with start(say("!")) as front_end:
         for fields in ({"min_tokens": 300}, {"min_tokens": 9, "max_completion_tokens": 8}):
             response = await front_end.chat(**fields)
@@ -105,7 +105,7 @@ async def test_a_repetition_ends_a_choice(start):
 
 
 @pytest.mark.parametrize("shown", [False, True])
-async def test_stop_strings_in_the_text(start, say, shown):
+async def test_include_stop_str_in_output(start, say, shown):
     async with start(say("the quick brown fox")) as front_end:
         fields = {"max_tokens": 60, "stop": ["brown"], "include_stop_str_in_output": shown}
         body = (await front_end.complete(**fields)).json()
@@ -118,8 +118,8 @@ async def test_stop_strings_in_the_text(start, say, shown):
 
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("shows_stop", [False, True])
-async def test_special_tokens_in_the_text(start, tokenizer, skipped, shows_stop):
-    """The end token is text only where both want it."""
+async def test_skip_special_tokens(start, tokenizer, skipped, shows_stop):
+    """The end token has text only with both settings."""
     ids = [*tokenizer.encode("fox").ids, 1, 0, 2]
     async with start(lambda request, choice: ids) as front_end:
         fields = {"skip_special_tokens": skipped, "include_stop_str_in_output": shows_stop}
@@ -171,8 +171,8 @@ async def test_token_ids_without_text_are_not_held_back(start):
 
 
 @pytest.mark.parametrize("interval", [1, 3, 1000])
-async def test_the_interval_of_a_stream(start, say, tokenizer, interval):
-    """The first token at once, then every so many, then the rest."""
+async def test_stream_interval(start, say, tokenizer, interval):
+    """The first token immediately, then every N tokens, then the rest."""
     ids = [*tokenizer.encode("the quick brown fox jumps").ids, 2]
     async with start(say("the quick brown fox jumps")) as front_end:
         fields = {"prompt": "hello", "max_tokens": 60, "return_token_ids": True}
@@ -186,8 +186,8 @@ async def test_the_interval_of_a_stream(start, say, tokenizer, interval):
             assert len(lengths) <= 2
 
 
-async def test_the_interval_of_a_stream_that_does_not_say(start, say):
-    """That of --stream-interval; a request with one of its own has that."""
+async def test_stream_interval_defaults_to_the_flag(start, say):
+    """A value in the request overrides --stream-interval."""
     config = FrontEndConfig(stream_interval=1000)
     fields = {"max_tokens": 60, "return_token_ids": True}
     async with start(say("the quick brown fox jumps"), config=config) as front_end:
@@ -195,7 +195,7 @@ async def test_the_interval_of_a_stream_that_does_not_say(start, say):
         assert (await front_end.complete(**fields)).status_code == 200
 
 
-async def test_the_interval_of_a_stream_with_one_of_its_own(start):
+async def test_stream_interval_of_the_request(start):
     config = FrontEndConfig(stream_interval=1000)
     fields = {"max_tokens": 60, "return_token_ids": True}
     async with start(accepts=True, config=config) as front_end:
@@ -203,7 +203,7 @@ async def test_the_interval_of_a_stream_with_one_of_its_own(start):
         assert [each["choices"][0]["token_ids"] for each in events] == [[40], [41], [42]]
 
 
-async def test_names_and_choice_of_logprobs(start, say, tokenizer):
+async def test_return_tokens_as_token_ids(start, say, tokenizer):
     first = tokenizer.encode("fox").ids[0]
     async with start(say("fox")) as front_end:
         fields = {"max_tokens": 60, "return_tokens_as_token_ids": True, "prompt_logprobs": 0}
@@ -219,8 +219,8 @@ async def test_names_and_choice_of_logprobs(start, say, tokenizer):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_tokens_that_logprobs_name(start, endpoint):
-    """The engine's columns are those tokens, however many logprobs was."""
+async def test_logprob_token_ids(start, endpoint):
+    """The engine returns these tokens, whatever the number in `logprobs`."""
     async with start() as front_end:
         wanted = {"logprobs": True} if endpoint == "chat" else {"logprobs": 0}
         answer = asyncio.create_task(
@@ -250,8 +250,8 @@ async def test_tokens_that_logprobs_name(start, endpoint):
         ({"truncate_prompt_tokens": -1}, slice(-240, None)),
     ],
 )
-async def test_a_prompt_that_is_cut(start, say, tokenizer, fields, kept):
-    """As text and as token ids, and far longer than the context."""
+async def test_truncate_prompt_tokens(start, say, tokenizer, fields, kept):
+    """For text and token ids, also far longer than the context."""
     text = "the quick brown fox jumps over the lazy dog. " * 400
     ids = tokenizer.encode(text).ids
     async with start(say("!")) as front_end:
@@ -266,7 +266,7 @@ async def test_a_prompt_that_is_cut(start, say, tokenizer, fields, kept):
         )
 
 
-async def test_a_chat_that_is_cut(start, say):
+async def test_truncate_prompt_tokens_in_a_chat(start, say):
     async with start(say("!")) as front_end:
         long = [{"role": "user", "content": "the quick brown fox " * 5000}]
         _, request = await asked(front_end, "chat", messages=long, truncate_prompt_tokens=40)
@@ -278,7 +278,7 @@ async def test_a_chat_that_is_cut(start, say):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_prompt_as_the_model_saw_it(start, say, tokenizer, stream):
+async def test_the_rendered_prompt_is_returned(start, say, tokenizer, stream):
     async def shown(path, **fields):
         if stream:
             return (await front_end.events(path, **fields))[0]
@@ -295,7 +295,7 @@ async def test_the_prompt_as_the_model_saw_it(start, say, tokenizer, stream):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_fields_that_nobody_defines_are_named(start, say, caplog, endpoint):
+async def test_unknown_fields_are_reported(start, say, caplog, endpoint):
     caplog.set_level("INFO", "tokend.requests")
     async with start(say("!")) as front_end:
         fields = {"temprature": 1, "x\r\ny: 1": 2, "z" * 200: None, "repetition_detection": None}
@@ -310,7 +310,7 @@ async def test_fields_that_nobody_defines_are_named(start, say, caplog, endpoint
         assert "x-tokend-ignored" not in fine.headers
 
 
-async def test_fields_within_others_that_nobody_defines(start, say):
+async def test_unknown_nested_fields_are_reported(start, say):
     async with start(say("!")) as front_end:
         response = await front_end.chat(
             messages=[
@@ -330,7 +330,7 @@ async def test_fields_within_others_that_nobody_defines(start, say):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_the_id_of_a_request(start, say, endpoint):
+async def test_request_id(start, say, endpoint):
     async with start(say("!")) as front_end:
         url = PATH if endpoint == "complete" else "/v1/chat/completions"
         messages = [{"role": "user", "content": "hi"}]
@@ -350,8 +350,8 @@ async def test_the_id_of_a_request(start, say, endpoint):
         assert headers["x-tokend-ignored"] == "x-request-id"
 
 
-async def test_the_same_id_twice_at_once(start, tokenizer):
-    """It is a label: what is under way is told apart by the server's own ids."""
+async def test_concurrent_requests_with_the_same_id(start, tokenizer):
+    """The id is only a label; the server distinguishes requests by its own ids."""
     async with start(lambda request, choice: [*request.prompt_token_ids, 2]) as front_end:
         answers = await asyncio.gather(
             *(

@@ -1,4 +1,4 @@
-"""The real front-end process, with the test in the place of supervisor and engine."""
+"""The real front-end process; the test acts as supervisor and engine."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ from tests.api_server.conftest import make_boot
 from tests.fakes.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 20
+TIMEOUT_SECONDS = 20
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Process:
     alive: list[int]
 
     async def say(self, kind: type) -> object:
-        """The next message of this kind to the supervisor."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        """Return the next message of this type to the supervisor."""
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             while True:
                 self.supervisor.flush()
                 for message in self.supervisor.receive():
@@ -60,12 +60,12 @@ class Process:
                 await asyncio.sleep(0.01)
 
     def abandon(self) -> None:
-        """The supervisor is gone."""
+        """Simulate the death of the supervisor."""
         while self.alive:
             os.close(self.alive.pop())
 
     async def status(self) -> int:
-        return await asyncio.to_thread(self.child.wait, PATIENCE_SECONDS)
+        return await asyncio.to_thread(self.child.wait, TIMEOUT_SECONDS)
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +89,7 @@ async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
     os.close(death)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS) as http:
             process = Process(child, supervisor, engine, http, [alive])
             yield process
             process.abandon()
@@ -103,7 +103,7 @@ async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
         directory.leave()
 
 
-async def test_life(run_dir, model):
+async def test_start_serve_and_shutdown(run_dir, model):
     async with running(run_dir, model) as process:
         assert (await process.http.get("/health")).status_code == 503
         process.engine.announce()
@@ -126,7 +126,7 @@ async def test_life(run_dir, model):
         assert await process.status() == 0
 
 
-async def test_it_meets_the_next_engine_when_it_is_told_of_it(run_dir, model):
+async def test_connects_to_the_next_engine_on_request(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
         await process.say(FrontEndReady)
@@ -160,7 +160,7 @@ async def test_sigterm(run_dir, model):
         assert await process.status() == 0
 
 
-async def test_it_answers_the_supervisor_from_the_start_and_shows_its_stacks(run_dir, model, capfd):
+async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model, capfd):
     async with running(run_dir, model) as process:
         process.supervisor.send(Ping())
         await process.say(Alive)
@@ -171,7 +171,7 @@ async def test_it_answers_the_supervisor_from_the_start_and_shows_its_stacks(run
             await process.say(Alive)
         process.child.send_signal(signal.SIGUSR1)
         shown = ""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             while "api_server/server.py" not in shown:
                 shown += capfd.readouterr().err
                 await asyncio.sleep(0.01)
@@ -193,7 +193,7 @@ async def test_ctrl_c_is_left_to_the_supervisor(run_dir, model):
         process.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).status_code == 200
         process.abandon()
-        assert await process.status() == 1, "it ends with the supervisor"
+        assert await process.status() == 1, "the process ends with the supervisor"
 
 
 async def test_a_folder_without_tokenizer_is_fatal(run_dir, model, tmp_path):

@@ -1,4 +1,4 @@
-"""Reasoning is separated from content, wherever the text is cut."""
+"""Reasoning is separated from content in texts split at any position."""
 
 import random
 
@@ -75,7 +75,9 @@ def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("opening", "text", "thoughts", "answer"), OUTPUTS)
-def test_wherever_it_is_cut(opening: OutputStart, text: str, thoughts: str, answer: str) -> None:
+def test_texts_split_at_any_position(
+    opening: OutputStart, text: str, thoughts: str, answer: str
+) -> None:
     def parser(*, is_shown: bool = True) -> ReasoningParser:
         return ReasoningParser(THINK, opening, PLAIN_TEXT, is_shown=is_shown)
 
@@ -87,7 +89,7 @@ def test_wherever_it_is_cut(opening: OutputStart, text: str, thoughts: str, answ
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)
-def test_random_texts_in_random_pieces(name: str) -> None:
+def test_random_texts_in_random_chunks(name: str) -> None:
     style, random_ = REASONING_FORMATS[name], random.Random(name)
     words = [style.start, style.end, *style.start[:5], style.end[:-1], " ", "\n", "a", "\t" * 70]
     for _ in range(300):
@@ -103,7 +105,7 @@ def test_random_texts_in_random_pieces(name: str) -> None:
             assert cut == whole, (text, pieces)
 
 
-def test_reasoning_is_returned_as_it_comes() -> None:
+def test_reasoning_is_streamed_immediately() -> None:
     parser = ReasoningParser(THINK, UNKNOWN, PLAIN_TEXT)
     assert parser.parse_delta("<think>") == []
     assert parser.parse_delta("One") == [ReasoningText("One")]
@@ -114,7 +116,7 @@ def test_reasoning_is_returned_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("piece", [" ", "<", "x", "</think", "\n<"])
-def test_little_is_held_back(piece: str) -> None:
+def test_only_a_marker_prefix_is_held_back(piece: str) -> None:
     held = ReasoningParser(THINK, INSIDE, PLAIN_TEXT)
     for _ in range(10_000):
         held.parse_delta(piece)
@@ -136,7 +138,7 @@ def test_little_is_held_back(piece: str) -> None:
         ("none", "assistant\n<think>\n", "", OutputStart.CONTENT),
     ],
 )
-def test_the_end_of_the_prompt_decides_what_the_output_starts_with(
+def test_the_end_of_the_prompt_decides_whether_output_starts_with_reasoning(
     name: str, prompt: str, continued: str, opening: OutputStart
 ) -> None:
     assert reasoning_format(name, None).output_start(prompt, continued) is opening
@@ -158,13 +160,13 @@ def test_auto_detects_the_format_from_the_template(template: str | None, style: 
     assert reasoning_format("qwen3", template) == THINK
 
 
-def test_the_setting_names_every_format() -> None:
+def test_every_format_has_a_setting() -> None:
     assert {"auto", "none", *REASONING_FORMATS} == set(ReasoningParserName.__args__)  # type: ignore[attr-defined]
     assert FrontEndConfig().reasoning_parser == "auto"
 
 
 class Spelled:
-    """A detokenizer whose token ids are indices into a list of texts."""
+    """A detokenizer whose token ids index a list of texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -195,9 +197,7 @@ class Spelled:
         (UNKNOWN, [], 0),
     ],
 )
-def test_tokens_of_thoughts_are_counted(
-    opening: OutputStart, texts: list[str], number: int
-) -> None:
+def test_reasoning_tokens_are_counted(opening: OutputStart, texts: list[str], number: int) -> None:
     counting = ReasoningTokenCounter(Spelled(texts), THINK, opening)
     assert [counting.decode_token(each) for each in range(len(texts))] == texts
     assert counting.num_tokens == number

@@ -1,4 +1,4 @@
-"""Thoughts in chats over HTTP, against a scripted engine."""
+"""Reasoning in chats over HTTP, against a scripted engine."""
 
 import pytest
 from tokenizers import AddedToken
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def served(tokenizer, tmp_path):
-    """A model that may think."""
+    """A reasoning model."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
@@ -31,7 +31,7 @@ def joined(events, name):
     return "".join(event["choices"][0]["delta"].get(name) or "" for event in events)
 
 
-async def test_whole_answer(start, say, served, tokenizer):
+async def test_non_streaming_response(start, say, served, tokenizer):
     async with start(say(SAID), served=served) as front_end:
         body = (await front_end.chat()).json()
         assert body["choices"][0]["message"] == {
@@ -41,14 +41,14 @@ async def test_whole_answer(start, say, served, tokenizer):
             "reasoning": "the fox 😀",
         }
         counts = [len(tokenizer.encode(text).ids) for text in ("<think>", "</think>")]
-        assert counts[0] > 1  # so that a marker of several tokens is tried
+        assert counts[0] > 1  # tests a marker of several tokens
         number = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
         assert number == len(tokenizer.encode("\nthe fox 😀\n").ids)
         assert front_end.engine.requests.get_nowait().thinking is None
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-async def test_stream(start, say, served, interval):
+async def test_streaming_response(start, say, served, interval):
     async with start(say(SAID), served=served) as front_end:
         events = await front_end.events(
             PATH,
@@ -84,7 +84,7 @@ async def test_reasoning_tokens_are_counted_without_text(
         assert number == len(tokenizer.encode("\nthe fox 😀\n").ids)
 
 
-async def test_thoughts_may_be_left_out(start, say, served):
+async def test_reasoning_can_be_omitted(start, say, served):
     async with start(say(SAID), served=served) as front_end:
         body = (await front_end.chat(include_reasoning=False)).json()
         assert "reasoning" not in body["choices"][0]["message"]
@@ -95,7 +95,7 @@ async def test_thoughts_may_be_left_out(start, say, served):
         assert joined(events[:-1], "content") == "over the sea"
 
 
-async def test_content_is_null_where_all_is_thought(start, say, served):
+async def test_content_is_null_without_content_tokens(start, say, served):
     async with start(say("<think>\nthe fox"), served=served) as front_end:
         message = (await front_end.chat()).json()["choices"][0]["message"]
         assert message["content"] is None
@@ -106,7 +106,7 @@ async def test_content_is_null_where_all_is_thought(start, say, served):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_every_choice_has_thoughts_of_its_own(start, say, served, n):
+async def test_every_choice_has_its_reasoning(start, say, served, n):
     async with start(say(SAID), served=served) as front_end:
         body = (await front_end.chat(n=n, temperature=1.0, logprobs=True)).json()
         for choice in body["choices"]:
@@ -118,7 +118,7 @@ async def test_every_choice_has_thoughts_of_its_own(start, say, served, n):
     "fields",
     [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}],
 )
-async def test_the_switch(start, say, served, tokenizer, fields):
+async def test_thinking_can_be_switched_off(start, say, served, tokenizer, fields):
     async with start(say("over <think> it"), served=served) as front_end:
         body = (await front_end.chat(**fields)).json()
         assert body["choices"][0]["message"]["content"] == "over <think> it"
@@ -128,7 +128,7 @@ async def test_the_switch(start, say, served, tokenizer, fields):
         assert request.prompt_token_ids == tokenizer.encode(prompt).ids
 
 
-async def test_the_clients_own_variable_wins(start, say, served, tokenizer):
+async def test_a_template_variable_of_the_client_takes_precedence(start, say, served, tokenizer):
     async with start(say("x"), served=served) as front_end:
         await front_end.chat(
             reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}
@@ -137,7 +137,7 @@ async def test_the_clients_own_variable_wins(start, say, served, tokenizer):
         assert tokenizer.decode(request.prompt_token_ids).endswith("<think></think>")
 
 
-async def test_none_reads_nothing(start, say, served):
+async def test_parser_none_leaves_the_text_unchanged(start, say, served):
     config = FrontEndConfig(reasoning_parser="none")
     async with start(say(SAID), served=served, config=config) as front_end:
         body = (await front_end.chat()).json()
@@ -147,7 +147,7 @@ async def test_none_reads_nothing(start, say, served):
         assert response.json()["error"]["param"] == "thinking_token_budget"
 
 
-async def test_the_engine_is_told_of_a_budget(start, say, served, tokenizer):
+async def test_the_thinking_budget_reaches_the_engine(start, say, served, tokenizer):
     async with start(say(SAID), served=served) as front_end:
         await front_end.chat(thinking_token_budget=5)
         assert front_end.engine.requests.get_nowait().thinking == ThinkingRule(
@@ -163,7 +163,7 @@ async def test_the_engine_is_told_of_a_budget(start, say, served, tokenizer):
         assert front_end.engine.requests.get_nowait().thinking is None
 
 
-async def test_the_engine_is_told_that_a_grammar_is_for_what_follows(start, say, served):
+async def test_a_grammar_applies_after_the_reasoning(start, say, served):
     async with start(say(SAID), served=served) as front_end:
         await front_end.chat(response_format={"type": "json_object"})
         request = front_end.engine.requests.get_nowait()
@@ -200,7 +200,7 @@ async def test_markers_that_are_special_tokens(start, tmp_path, skips):
         ({"include_reasoning": "yes"}, "include_reasoning"),
     ],
 )
-async def test_what_a_model_without_thoughts_cannot_do(start, say, fields, param):
+async def test_reasoning_fields_need_a_reasoning_model(start, say, fields, param):
     async with start(say("Hi")) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 400
@@ -212,7 +212,7 @@ async def test_what_a_model_without_thoughts_cannot_do(start, say, fields, param
 @pytest.mark.parametrize(
     "fields", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"use_beam_search": True, "n": 2}]
 )
-async def test_nothing_may_rule_out_the_end_of_thoughts(start, say, served, fields):
+async def test_the_end_marker_of_reasoning_must_be_allowed(start, say, served, fields):
     async with start(say("Hi"), served=served) as front_end:
         response = await front_end.chat(thinking_token_budget=5, **fields)
         assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""Which test tries which bad input or fault of a client, row by row; each of them is there."""
+"""A table of bad inputs and client faults with their tests; all of these tests exist."""
 
 import ast
 from pathlib import Path
@@ -17,31 +17,31 @@ ROWS = {
     ),
     "2 a body of 1 GB, 100,000 headers, headers and bodies that come slowly": (
         f"{API}test_limits.py::test_a_body_of_a_gigabyte_takes_no_memory",
-        f"{API}test_limits.py::test_headers_without_an_end",
-        f"{API}test_limits.py::test_how_many_headers_there_may_be",
+        f"{API}test_limits.py::test_endless_headers",
+        f"{API}test_limits.py::test_header_count_limit",
         f"{API}test_bad_bodies.py::test_large_bodies",
         f"{API}test_bad_bodies.py::test_large_headers",
         f"{API}test_bad_bodies.py::test_a_slow_upload",
-        f"{API}test_slow_clients.py::test_headers_that_do_not_come",
-        f"{API}test_slow_clients.py::test_the_rest_of_a_body_that_was_answered_already",
+        f"{API}test_slow_clients.py::test_missing_headers_time_out",
+        f"{API}test_slow_clients.py::test_the_rest_of_a_body_after_the_answer_times_out",
     ),
     "3 an unknown model, none": (f"{API}test_bad_requests.py::test_models",),
     "4 an empty prompt, list, conversation; null content": (
         f"{API}test_bad_requests.py::test_bad_fields",
         f"{API}test_chat.py::test_bad_messages",
-        f"{API}test_chat.py::test_null_content_is_told_apart",
+        f"{API}test_chat.py::test_null_content_has_its_own_error",
     ),
     "5 longer than the context": (
         f"{API}test_bad_requests.py::test_bad_fields",
-        f"{API}test_chat.py::test_errors_name_the_length_as_the_client_did",
-        f"{API}test_chat.py::test_what_cannot_fit_is_never_rendered",
+        f"{API}test_chat.py::test_length_errors_name_the_clients_field",
+        f"{API}test_chat.py::test_an_oversized_conversation_is_not_rendered",
         "tests/e2e/test_bad_input.py::test_a_pool_too_small_for_a_request_says_both_numbers",
     ),
     "6 token ids that are none": (f"{API}test_bad_requests.py::test_bad_fields",),
     "7 sampling parameters out of range": (f"{API}test_bad_requests.py::test_bad_fields",),
     "8 a million choices or prompts": (
         f"{API}test_bad_requests.py::test_bad_fields",
-        f"{API}test_limits.py::test_too_many_prompts_are_refused_before_any_is_read",
+        f"{API}test_limits.py::test_too_many_prompts_are_refused_before_tokenizing",
     ),
     "9 log-probabilities without a bound": (f"{API}test_bad_requests.py::test_bad_fields",),
     "10 min_tokens over max_tokens, also where that is null": (
@@ -49,7 +49,7 @@ ROWS = {
     ),
     "11 stop strings: many, empty, long, half a surrogate pair": (
         f"{API}test_bad_requests.py::test_bad_fields",
-        f"{API}test_stop_strings.py::test_holds_back_no_more_than_a_beginning",
+        f"{API}test_stop_strings.py::test_only_a_prefix_of_a_stop_string_is_held_back",
     ),
     "12 tokens outside the vocabulary": (f"{API}test_bad_requests.py::test_bad_fields",),
     "13 schemas that are none, too deep, recursive without an end": (
@@ -74,44 +74,44 @@ ROWS = {
     ),
     "17 templates of clients, endless templates": (
         f"{API}test_limits.py::test_templates_and_tools_of_clients",
-        f"{API}test_rendering.py::test_what_does_not_end_is_stopped",
+        f"{API}test_rendering.py::test_an_endless_render_is_stopped",
         f"{API}test_rendering.py::test_the_route_answers_400",
     ),
     "18 a salt of 1 MB, with control characters, that is no text": (
-        f"{API}test_limits.py::test_a_salt_that_is_none",
+        f"{API}test_limits.py::test_invalid_cache_salts",
     ),
     "19 one request_id twice, a prefix of another; aborts of others": (
-        f"{API}test_system.py::test_requests_of_one_name_have_nothing_to_do_with_each_other",
-        f"{API}test_admin.py::test_aborts_do_not_cross_keys",
+        f"{API}test_system.py::test_requests_with_the_same_id_are_independent",
+        f"{API}test_admin.py::test_a_client_key_aborts_only_its_own_requests",
     ),
     "22 a wrong key or none on every route, paths and hosts in disguise": (
-        f"{API}test_api_key.py::test_the_key_guards_every_other_route",
-        f"{API}test_api_key.py::test_no_way_of_writing_a_path_or_a_host_gets_past_the_key",
-        f"{API}test_api_key.py::test_browsers_of_other_origins_are_not_let_in",
-        f"{API}test_admin.py::test_an_operators_key_and_nothing_else",
+        f"{API}test_api_key.py::test_every_other_route_needs_the_key",
+        f"{API}test_api_key.py::test_no_spelling_of_path_or_host_bypasses_the_key",
+        f"{API}test_api_key.py::test_browsers_of_other_origins_are_refused",
+        f"{API}test_admin.py::test_only_an_admin_key_opens_admin_routes",
     ),
     "25 a client that stops reading": (
-        f"{API}test_slow_clients.py::test_a_stream_that_nobody_reads_is_ended_at_its_bound",
-        f"{API}test_slow_clients.py::test_a_connection_that_takes_nothing_is_cut_off",
-        f"{API}test_slow_clients.py::test_a_slow_reader_that_reads_is_not_cut_off",
+        f"{API}test_slow_clients.py::test_an_unread_stream_is_ended_at_its_limit",
+        f"{API}test_slow_clients.py::test_a_connection_without_progress_is_closed",
+        f"{API}test_slow_clients.py::test_a_slow_reader_with_progress_is_not_disconnected",
     ),
     "44 characters of several tokens, stop strings across pieces": (
-        f"{API}test_characters.py::test_a_stop_string_in_the_middle_of_such_characters",
-        f"{API}test_characters.py::test_every_piece_is_whole",
-        f"{API}test_stop_strings.py::test_across_pieces_nothing_leaks",
+        f"{API}test_characters.py::test_a_stop_string_between_multi_token_characters",
+        f"{API}test_characters.py::test_every_chunk_has_whole_characters",
+        f"{API}test_stop_strings.py::test_a_stop_string_across_chunks_is_not_emitted",
         f"{API}test_streams_and_wholes.py::test_completions",
         f"{API}test_streams_and_wholes.py::test_chats",
     ),
     "45 a failure after the first piece": (
-        f"{API}test_stream_failures.py::test_an_engines_failure",
-        f"{API}test_stream_failures.py::test_the_end_of_the_daemon",
-        f"{API}test_stream_failures.py::test_a_mistake_of_ours",
+        f"{API}test_stream_failures.py::test_a_failure_of_the_engine",
+        f"{API}test_stream_failures.py::test_shutdown_during_a_stream",
+        f"{API}test_stream_failures.py::test_an_internal_error",
     ),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_a_row_names_is_there(row: str) -> None:
+def test_tests_of_a_row_exist(row: str) -> None:
     for name in ROWS[row]:
         path, _, function = name.partition("::")
         functions = {
@@ -122,7 +122,7 @@ def test_what_a_row_names_is_there(row: str) -> None:
         assert function in functions, name
 
 
-def test_every_row_of_inputs_and_streams_has_tests() -> None:
+def test_every_row_has_tests() -> None:
     numbers = {int(row.split()[0]) for row in ROWS}
     assert numbers >= {*range(1, 20), 22, 25, 44, 45}
     assert all(ROWS.values())

@@ -1,4 +1,4 @@
-"""No template keeps the front end: a render ends within its limit, and nobody else waits for it."""
+"""Template rendering has a time limit and does not block the event loop."""
 
 import asyncio
 import shutil
@@ -37,17 +37,17 @@ async def until_no_render_is_left() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_ends_in_time_is_what_the_template_says() -> None:
+async def test_a_render_within_the_limit_returns_its_text() -> None:
     assert await timed("{{ messages[0].content }}!").render(Conversation(MESSAGES)) == "hello!"
 
 
-async def test_a_refusal_comes_through() -> None:
+async def test_an_exception_of_the_template_is_raised() -> None:
     with pytest.raises(InvalidRequestError, match="no"):
         await timed("{{ raise_exception('no') }}").render(Conversation(MESSAGES))
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-async def test_what_does_not_end_is_stopped(kind: str) -> None:
+async def test_an_endless_render_is_stopped(kind: str) -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -62,12 +62,12 @@ async def test_what_does_not_end_is_stopped(kind: str) -> None:
     assert caught.value.param == "messages"
     await until_no_render_is_left()
     other.cancel()
-    if kind != "recursion":  # which ends by itself
+    if kind != "recursion":  # ends by itself
         assert "longer than 0.2 s" in caught.value.message
-        assert ticks >= 2, "the loop went on meanwhile"
+        assert ticks >= 2, "the event loop was not blocked"
 
 
-async def test_after_one_that_was_stopped_others_are_rendered() -> None:
+async def test_renders_work_after_one_was_stopped() -> None:
     rendering = timed(SLOW)
     with pytest.raises(InvalidRequestError):
         await rendering.render(Conversation(MESSAGES * 2))
@@ -75,7 +75,7 @@ async def test_after_one_that_was_stopped_others_are_rendered() -> None:
     await until_no_render_is_left()
 
 
-async def test_whoever_waits_too_long_for_a_turn_may_come_again() -> None:
+async def test_a_long_wait_for_a_render_slot_is_a_retryable_error() -> None:
     rendering = timed(SLOW)
     slow = [asyncio.create_task(rendering.render(Conversation(MESSAGES * 2))) for _ in range(4)]
     answers = await asyncio.gather(*slow, return_exceptions=True)
@@ -85,7 +85,7 @@ async def test_whoever_waits_too_long_for_a_turn_may_come_again() -> None:
     assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
-async def test_a_render_that_nobody_waits_for_gives_its_turn_back() -> None:
+async def test_a_cancelled_render_releases_its_slot() -> None:
     rendering = timed(SLOW, 20.0)
     waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))
     while not num_renders():
@@ -94,7 +94,7 @@ async def test_a_render_that_nobody_waits_for_gives_its_turn_back() -> None:
     assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
-async def test_where_no_thread_can_be_started_the_turn_is_not_lost(monkeypatch) -> None:
+async def test_a_failure_to_start_a_thread_releases_the_slot(monkeypatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -117,8 +117,8 @@ async def test_where_no_thread_can_be_started_the_turn_is_not_lost(monkeypatch) 
         "2**4000 * 2**4000",
     ],
 )
-def test_no_operator_makes_anything_enormous(expression: str) -> None:
-    """Also not when the template is compiled, which is where constants are computed."""
+def test_operators_cannot_create_huge_values(expression: str) -> None:
+    """Not even while the template is compiled, when constants are folded."""
     start = time.monotonic()
     for source in (f"{{{{ {expression} }}}}", f"{{% set x = {expression} %}}"):
         with pytest.raises(InvalidRequestError, match="too large"):
@@ -126,20 +126,20 @@ def test_no_operator_makes_anything_enormous(expression: str) -> None:
     assert time.monotonic() - start < 5.0
 
 
-def test_operators_still_do_what_templates_need() -> None:
+def test_operators_work_for_normal_values() -> None:
     source = "{{ '-' * 80 }}{{ 2**10 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ (1, 2) * 2 }}"
     expected = "-" * 80 + "1024123.00.5(1, 2, 1, 2)"
     assert ChatTemplate(source, {}).render(Conversation(MESSAGES)) == expected
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ (" * 3000, "{{ '%d' % 'x' }}"])
-def test_whatever_a_template_does_is_an_error_of_ours(source: str) -> None:
+def test_any_failure_of_a_template_is_an_invalid_request(source: str) -> None:
     with pytest.raises((InvalidRequestError, ModelError)):
         ChatTemplate(source, {}).render(Conversation(MESSAGES))
 
 
 async def test_the_route_answers_400(start, model, tmp_path) -> None:
-    """A model whose template does not end; the front end serves on."""
+    """The template never ends; the front end keeps serving."""
     shutil.copytree(model.folder, tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text(ENDLESS["loops"])
     served = msgspec.structs.replace(model, folder=str(tmp_path / "m"))

@@ -1,4 +1,4 @@
-"""What /metrics shows of each request: its phases, its prompt's sources, its HTTP side."""
+"""Request metrics: phases, sources of prompt tokens, HTTP status."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from proto.stats import METRIC_CELLS, SchedulerStats
 from tests.api_server.conftest import samples
 
 
-async def test_a_request_by_phase_and_what_it_asked_for(start, say):
+async def test_request_phases_and_parameters(start, say):
     async with start(say(" world")) as front_end:
         await front_end.complete(n=3, max_tokens=7)
         found = await samples(front_end)
@@ -33,7 +33,7 @@ async def test_a_request_by_phase_and_what_it_asked_for(start, say):
         )
 
 
-async def test_whoever_leaves_or_is_refused_is_in_no_phase(start):
+async def test_aborted_and_refused_requests_are_in_no_phase(start):
     async with start(accepts=True) as front_end:
         waiting = asyncio.create_task(front_end.complete())
         request = await front_end.engine.requests.get()
@@ -62,7 +62,7 @@ async def test_prompt_tokens_by_source_add_up(start, say):
         assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 46
 
 
-async def test_a_prompt_counts_once_whichever_engine_computes_it(start):
+async def test_a_prompt_counts_once_across_engines(start):
     async with start(accepts=True) as front_end:
         waiting = asyncio.create_task(front_end.complete(max_tokens=3))
         request = await front_end.engine.requests.get()
@@ -87,7 +87,7 @@ async def test_a_prompt_counts_once_whichever_engine_computes_it(start):
         assert not [each for each in counters if after[each] < before[each]]
 
 
-def test_tokens_that_nobody_gets():
+def test_discarded_tokens():
     metrics = Metrics("toy", MetricSheet.of_one())
 
     def discarded(cause: str) -> float | None:
@@ -140,7 +140,7 @@ async def test_a_bug_is_a_500_of_its_route(start, monkeypatch):
         assert found["http_requests_total,/v1/completions,POST,5xx"] == 1
 
 
-def test_front_ends_count_the_same_cells():
+def test_front_ends_share_the_same_metric_cells():
     memory = bytearray(2 * 8 * METRIC_CELLS)
     both = [HttpMetrics(MetricSheet(memory, row), completions.router.routes) for row in (0, 1)]
     for each in both:

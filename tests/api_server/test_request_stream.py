@@ -1,4 +1,4 @@
-"""Outputs of the engine, repeated, lost, merged and cut."""
+"""The stream of a request: repeated, lost and merged outputs, and stop strings."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -43,7 +43,7 @@ def sample(metrics: Metrics, name: str) -> float:
     raise AssertionError(f"no sample {name}")
 
 
-def test_repeats_are_counted_once(make, metrics, tokenizer):
+def test_repeated_tokens_count_once(make, metrics, tokenizer):
     ids = tokenizer.encode(" one two three").ids
     stream = make()
     stream.process_output(output(ids[:2], 0), 101.0)
@@ -102,13 +102,13 @@ def test_stop_string_before_a_stop_token_wins(make, tokenizer):
     ids = [*tokenizer.encode("abcde").ids, 2]
     stream = make(stop=["cd"])
     assert not stream.process_output(output(ids, 0, FinishReason.STOP), 101.0), (
-        "the engine ended it too"
+        "the engine ended the choice, too"
     )
     delta = stream.choices[0].take_delta()
     assert (delta.text, delta.stop_reason) == ("ab", "cd")
 
 
-def test_min_tokens_shield_from_stop_strings(make, tokenizer):
+def test_stop_strings_are_ignored_before_min_tokens(make, tokenizer):
     ids = tokenizer.encode("e e e e").ids
     stream = make(stop=["e"], min_tokens=len(ids) - 1)
     stream.process_output(output(ids, 0), 101.0)
@@ -125,7 +125,7 @@ def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
     assert delta.stop_reason == ids[-1]
 
 
-def test_held_text_comes_at_the_end(make, tokenizer):
+def test_held_back_text_is_emitted_at_the_end(make, tokenizer):
     ids = tokenizer.encode("to sto").ids
     stream = make(stop=["stop"])
     stream.process_output(output(ids, 0, FinishReason.LENGTH), 101.0)
@@ -152,13 +152,13 @@ def test_errors_of_the_engine(make):
     assert stream.finished
 
 
-def test_an_error_without_words_is_no_success(make):
+def test_an_error_without_a_message_is_an_error(make):
     stream = make()
     stream.process_output(output([40], 0, FinishReason.ERROR), 101.0)
     assert isinstance(stream.error, InternalRequestError)
 
 
-def test_an_abort_by_the_engine_ends_it_with_what_it_has(make):
+def test_an_abort_by_the_engine_keeps_the_partial_output(make):
     stream = make()
     stream.process_output(output([40], 0, FinishReason.ABORT), 101.0)
     assert stream.error is None
@@ -166,7 +166,7 @@ def test_an_abort_by_the_engine_ends_it_with_what_it_has(make):
     assert stream.choices[0].finish_reason is FinishReason.ABORT
 
 
-def test_choices_end_one_by_one(make):
+def test_choices_end_independently(make):
     stream = make(n=2)
     stream.process_output(output([40], 0, FinishReason.LENGTH, choice=1), 101.0)
     assert not stream.finished

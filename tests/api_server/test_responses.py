@@ -459,6 +459,22 @@ async def test_input_tokens_are_counted(start, say):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
 
 
+@pytest.mark.parametrize("path", ["", "/input_tokens", "/compact"])
+async def test_errors_count_only_the_items_of_the_request(start, say, path):
+    """Not those before them, which the client does not see; nor those that a summary leaves out."""
+    async with start(say(TEXT)) as front_end:
+        first = await answer(front_end, input=[{"role": "user", "content": "one"}] * 3)
+        pending = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        body = {
+            "model": "toy",
+            "input": [pending, {"role": "user", "content": "two"}, {"role": "tool"}],
+            "previous_response_id": first["id"],
+        }
+        refused = await front_end.http.post(f"{PATH}{path}", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("input[2].role must be")
+
+
 async def test_input_items_are_listed(start, say):
     async with start(say(TEXT)) as front_end, client(front_end) as api:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

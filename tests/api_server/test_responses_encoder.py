@@ -16,7 +16,7 @@ from api_server.parsers.output import (
 from api_server.protocol.encoder import ResponseOptions
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.input import ItemTranslator
+from api_server.protocol.responses.input import ItemTranslator, with_id
 from api_server.protocol.responses.request import ResponsesTranslation, parse_request
 from api_server.protocol.responses.stored import ResponseRecord, StoredResponses
 from api_server.protocol.responses.tools import ResponseTools
@@ -64,7 +64,8 @@ def translated(request) -> ResponsesTranslation:
 
 def chat_messages(items: list[dict], tools: ResponseTools) -> list[dict]:
     translator = ItemTranslator(None, tools, IgnoredFields())
-    translator.append_items(items)
+    items = [with_id(item) for item in items]
+    translator.append_items(items, {})
     return translator.build_messages()
 
 

@@ -55,7 +55,7 @@ async def test_each_input_is_a_turn_and_the_end_closes(start):
         following = await engine.inputs.get()
         assert (following.prompt_token_ids, following.last) == ([8, 9], False)
         params = following.sampling_params
-        assert (params.max_tokens, params.temperature) == (6, 0.5), "the rest is as before"
+        assert (params.max_tokens, params.temperature) == (6, 0.5), "everything else is unchanged"
         engine.emit(request, [30], finish=FinishReason.STOP, goes_on=True)
         chunk = await message(client)
         assert chunk["id"] == first["id"]
@@ -71,7 +71,7 @@ async def test_each_input_is_a_turn_and_the_end_closes(start):
         assert engine.aborts.empty()
 
 
-async def test_inputs_may_be_sent_ahead_even_before_the_engine_has_the_session(start):
+async def test_inputs_may_be_sent_before_the_session_is_accepted(start):
     async with start() as front_end, opened(front_end) as client:
         engine = front_end.engine
         await give(client, [5])
@@ -111,7 +111,7 @@ async def test_inputs_may_be_sent_ahead_even_before_the_engine_has_the_session(s
         ({"type": "stop"}, "type"),
     ],
 )
-async def test_an_invalid_message_is_answered_and_the_session_goes_on(start, fields, param):
+async def test_an_invalid_message_is_an_error_and_the_session_continues(start, fields, param):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         await client.send(json.dumps({"type": "input", "event_id": "e1", **fields}))
         error = await error_of(client)
@@ -124,13 +124,13 @@ async def test_an_invalid_message_is_answered_and_the_session_goes_on(start, fie
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "5", '{"type": "end", "type": "end"}', b"\x00"])
-async def test_what_is_no_json_object_is_an_error(start, text):
+async def test_a_message_that_is_not_a_json_object_is_an_error(start, text):
     async with start() as front_end, opened(front_end) as client:
         await client.send(text)
         assert (await error_of(client))["code"] == 400
 
 
-async def test_what_holds_for_a_session_cannot_change(start):
+async def test_session_wide_fields_cannot_change(start):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         await give(client, [5], seed=3)
         await front_end.engine.requests.get()
@@ -154,7 +154,7 @@ async def test_the_context_limits_all_turns_together(start):
         assert (await front_end.engine.inputs.get()).sampling_params.max_tokens == 2
 
 
-async def test_inputs_that_wait_are_limited(start, monkeypatch):
+async def test_queued_inputs_are_limited(start, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_WAITING_TURNS", 2)
     async with start(accepts=True) as front_end, opened(front_end) as client:
         for _ in range(3):
@@ -162,7 +162,7 @@ async def test_inputs_that_wait_are_limited(start, monkeypatch):
         assert (await error_of(client))["param"] == "prompt"
 
 
-async def test_no_input_is_taken_after_the_end(start):
+async def test_input_after_the_end_is_refused(start):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         await give(client, [5])
         await end(client)
@@ -195,7 +195,7 @@ async def test_a_client_that_leaves_aborts_the_session(start):
         assert not front_end.app_state.open_streams
         async with asyncio.timeout(5):
             await front_end.app_state.in_flight.wait_until_idle()
-        assert front_end.app_state.metrics.connections.own_value <= 1  # that of httpx
+        assert front_end.app_state.metrics.connections.own_value <= 1  # of httpx
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ async def test_an_operators_abort_ends_the_session(start):
         assert (await front_end.engine.aborts.get()).request_id == request.request_id
 
 
-async def test_a_drain_lets_the_turn_finish_and_takes_no_input(start):
+async def test_a_drain_finishes_the_turn_and_refuses_input(start):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         engine = front_end.engine
         await give(client, [5])
@@ -261,7 +261,7 @@ async def test_a_drain_lets_the_turn_finish_and_takes_no_input(start):
         assert await closed(client) == 1012
 
 
-async def test_a_session_needs_a_key_and_a_server_that_does_not_drain(start):
+async def test_a_session_needs_a_key_and_no_drain(start):
     config = FrontEndConfig(api_key="secret")
     async with start(accepts=True, config=config) as front_end:
         with pytest.raises(InvalidStatus) as refused:
@@ -290,7 +290,7 @@ async def test_pages_of_other_sites_are_refused(start):
             pass
 
 
-async def test_there_is_no_websocket_elsewhere(start):
+async def test_other_paths_have_no_websocket(start):
     async with start() as front_end:
         url = front_end.url.replace("http", "ws", 1) + "/v1/completions"
         with pytest.raises(InvalidStatus) as refused:
@@ -300,7 +300,7 @@ async def test_there_is_no_websocket_elsewhere(start):
         assert "/v1/completions" in json.loads(refused.value.response.body)["error"]["message"]
 
 
-async def test_an_upgraded_connection_outlives_the_limit_of_headers(start, monkeypatch):
+async def test_a_websocket_outlives_the_header_timeout(start, monkeypatch):
     monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.05)
     async with start(accepts=True) as front_end, opened(front_end) as client:
         await asyncio.sleep(0.2)
@@ -308,7 +308,7 @@ async def test_an_upgraded_connection_outlives_the_limit_of_headers(start, monke
         await front_end.engine.requests.get()
 
 
-async def test_the_end_of_the_server_ends_a_session(start):
+async def test_shutdown_ends_a_session(start):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         await give(client, [5])
         await front_end.engine.requests.get()

@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly: nobody else is held up, and nothing piles up."""
+"""Clients that send or read too slowly do not block others or fill memory."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.api_server.conftest import samples
 
 
 def post(body: dict, *headers: bytes) -> bytes:
-    """A completion request, as bytes."""
+    """Return a completion request as bytes."""
     content = json.dumps({"prompt": "hello", "max_tokens": 100_000, **body}).encode()
     lines = [
         b"POST /v1/completions HTTP/1.1",
@@ -29,7 +29,7 @@ def post(body: dict, *headers: bytes) -> bytes:
 
 
 async def deaf_client(front_end, request: bytes) -> socket.socket:
-    """Sends a request and never reads; the kernel keeps next to nothing for it."""
+    """A client that sends a request and never reads, with a tiny receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
@@ -40,14 +40,14 @@ async def deaf_client(front_end, request: bytes) -> socket.socket:
 
 
 async def talk(front_end, request, token_ids: list[int], until: asyncio.Task) -> None:
-    """Output without an end, a little at a time."""
+    """Return a script of endless output in small steps."""
     while not until.done():
         front_end.engine.emit(request, token_ids)
         await asyncio.sleep(0)
 
 
 def small_send_buffers(monkeypatch) -> None:
-    """The kernel's buffers of loopback connections hold megabytes otherwise."""
+    """Shrink the kernel's send buffers, which hold megabytes on loopback connections."""
     made = http_protocol.LimitedHttpProtocol.connection_made
 
     def connection_made(self, transport):
@@ -59,9 +59,7 @@ def small_send_buffers(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 5}])
-async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
-    start, tokenizer, monkeypatch, fields
-):
+async def test_an_unread_stream_is_ended_at_its_limit(start, tokenizer, monkeypatch, fields):
     small_send_buffers(monkeypatch)
     monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
@@ -74,7 +72,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
         await talking
         assert (abort.request_id, abort.choice) == (request.request_id, None)
         assert front_end.app_state.client.num_open == 0
-        # Others are served meanwhile, and after.
+        # Other requests are served meanwhile and afterwards.
         other = asyncio.create_task(front_end.complete())
         front_end.engine.emit(
             await front_end.engine.requests.get(), [40], finish=FinishReason.LENGTH
@@ -85,7 +83,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
             pass
 
 
-async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, tokenizer, monkeypatch):
+async def test_a_burst_of_output_does_not_end_the_stream(start, tokenizer, monkeypatch):
     monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 100)
     ids = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
@@ -98,7 +96,7 @@ async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, token
         assert "error" not in text
 
 
-async def test_who_reads_on_after_that_hears_why_it_ended(start, tokenizer, monkeypatch):
+async def test_a_client_that_resumes_reading_gets_the_error(start, tokenizer, monkeypatch):
     small_send_buffers(monkeypatch)
     monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
@@ -117,8 +115,8 @@ async def test_who_reads_on_after_that_hears_why_it_ended(start, tokenizer, monk
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monkeypatch, stream):
-    """Also when all of the answer is there: the engine is done, the connection is not."""
+async def test_a_connection_without_progress_is_closed(start, tokenizer, monkeypatch, stream):
+    """Even if the answer is complete and only its transmission is not."""
     small_send_buffers(monkeypatch)
     monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
     piece = tokenizer.encode(" number" * 100).ids
@@ -143,8 +141,8 @@ async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monk
         assert front_end.app_state.client.num_open == 0
 
 
-async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeypatch):
-    """Every look at it finds that something was taken since the last one."""
+async def test_a_slow_reader_with_progress_is_not_disconnected(start, tokenizer, monkeypatch):
+    """Every check finds progress since the last one."""
     small_send_buffers(monkeypatch)
     piece = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
@@ -167,7 +165,7 @@ async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeyp
 
 @contextlib.asynccontextmanager
 async def unfinished(front_end, sent: bytes):
-    """A connection whose client has sent this and waits; yields it, and what reads from it."""
+    """Send bytes and wait; yield the connection and its reader."""
     known = set(front_end.server.server_state.connections)
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
     while not (new := front_end.server.server_state.connections - known):
@@ -180,7 +178,7 @@ async def unfinished(front_end, sent: bytes):
 BEGIN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 
 
-async def test_headers_that_do_not_come(start):
+async def test_missing_headers_time_out(start):
     async with start() as front_end, unfinished(front_end, BEGIN) as (connection, reader):
         while not connection._in_headers:
             await asyncio.sleep(0)
@@ -193,7 +191,7 @@ async def test_headers_that_do_not_come(start):
         assert json.loads(content)["error"]["type"] == "RequestTimeoutError"
 
 
-async def test_a_connection_without_a_request_ends_without_an_answer(start):
+async def test_an_unused_connection_is_closed_without_an_answer(start):
     async with start() as front_end, unfinished(front_end, b"") as (connection, reader):
         assert connection._receive_timeout.is_scheduled
         connection._on_headers_late()
@@ -201,20 +199,20 @@ async def test_a_connection_without_a_request_ends_without_an_answer(start):
 
 
 @pytest.mark.parametrize("more", [BEGIN, b"\r\n"])
-async def test_a_further_request_that_does_not_come(start, more):
+async def test_an_incomplete_second_request_times_out(start, more):
     async with (
         start() as front_end,
         unfinished(front_end, BEGIN + b"\r\n") as (connection, reader),
     ):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert not connection._receive_timeout.is_scheduled, "idle connections are uvicorn's to end"
+        assert not connection._receive_timeout.is_scheduled, "uvicorn closes idle connections"
         connection.data_received(more)
         assert connection._receive_timeout.is_scheduled
         connection._on_headers_late()
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ") == (more is BEGIN)
 
 
-async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start):
+async def test_the_header_timeout_does_not_limit_the_answer(start):
     async with (
         start(accepts=True) as front_end,
         unfinished(front_end, post({"max_tokens": 4})) as (connection, reader),
@@ -223,14 +221,12 @@ async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start):
         assert not connection._receive_timeout.is_scheduled
         connection.data_received(BEGIN)
         connection._on_headers_late()
-        assert connection._receive_timeout.is_scheduled, (
-            "a response is being sent: it looks again later"
-        )
+        assert connection._receive_timeout.is_scheduled, "checked again after the response"
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
+async def test_the_rest_of_a_body_after_the_answer_times_out(start, monkeypatch):
     monkeypatch.setattr(http_protocol, "LEFTOVER_SECONDS", 0.1)
     async with start() as front_end:
         upload = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
@@ -244,7 +240,7 @@ async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
         writer.close()
 
 
-def test_unsent_counts_bytes_and_forgets_what_was_taken():
+def test_send_buffer_counts_unsent_bytes():
     waiting = SendBuffer(1000)
     waiting.is_blocked = True
     waiting.add_text("é" * 400)
@@ -259,7 +255,7 @@ def test_unsent_counts_bytes_and_forgets_what_was_taken():
     waiting.check()
 
 
-def test_an_answer_that_is_sent_as_a_whole_waits_without_a_bound():
+def test_non_streaming_answers_have_no_send_limit():
     waiting = SendBuffer()
     waiting.is_blocked = True
     waiting.add_text("x" * 10_000_000)

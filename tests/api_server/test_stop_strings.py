@@ -1,4 +1,4 @@
-"""Stop strings against the obvious search over the whole text."""
+"""Incremental stop string search, compared with a search in the whole text."""
 
 import random
 
@@ -8,7 +8,7 @@ from api_server.text.stop_strings import StopStrings
 
 
 def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:
-    """(text shown, stop string, what was shown piece by piece)"""
+    """Return (text, stop string, chunks of text)."""
     matcher = StopStrings(strings)
     shown: list[str] = []
     for piece in pieces:
@@ -21,7 +21,7 @@ def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[st
 
 
 def obvious(strings: list[str], text: str) -> tuple[str, str | None]:
-    """The string that is complete first; of several that end there the first in the list."""
+    """Return the stop string that ends first; ties go to the first in the list."""
     for end in range(1, len(text) + 1):
         for string in strings:
             if text[:end].endswith(string):
@@ -30,7 +30,7 @@ def obvious(strings: list[str], text: str) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_like_the_obvious_search(seed: int) -> None:
+def test_agrees_with_the_simple_search(seed: int) -> None:
     source = random.Random(seed)
     strings = [
         "".join(source.choices("ab", k=source.randint(1, 5))) for _ in range(source.randint(1, 4))
@@ -52,12 +52,12 @@ def test_the_first_in_the_list_wins_a_tie(strings: list[str], shown: str) -> Non
     assert run(strings, ["it is T", "HE E", "ND."])[:2] == (shown, strings[0])
 
 
-def test_holds_back_no_more_than_a_beginning() -> None:
+def test_only_a_prefix_of_a_stop_string_is_held_back() -> None:
     _, _, shown = run(["stop here"], ["we ", "stop", " now"])
     assert shown == ["we ", "", "stop now", ""]
 
 
-def test_across_pieces_nothing_leaks() -> None:
+def test_a_stop_string_across_chunks_is_not_emitted() -> None:
     assert run(["group of peo", "short"], ["a gr", "oup of", " people"]) == (
         "a ",
         "group of peo",
@@ -65,17 +65,17 @@ def test_across_pieces_nothing_leaks() -> None:
     )
 
 
-def test_inside_a_piece() -> None:
+def test_a_stop_string_inside_a_chunk() -> None:
     assert run(["gani"], ["volunteer organization"])[:2] == ("volunteer or", "gani")
 
 
-def test_unarmed_matches_are_passed_over() -> None:
+def test_matches_before_min_tokens_are_ignored() -> None:
     matcher = StopStrings(["e"])
     assert matcher.filter_text(" is Lee,", can_stop=False) == (" is Lee,", None)
     assert matcher.filter_text(" a stude", can_stop=True) == (" a stud", "e")
 
 
-def test_one_that_began_unarmed_counts() -> None:
+def test_a_match_that_began_before_min_tokens_counts() -> None:
     matcher = StopStrings(["abcd"])
     assert matcher.filter_text("xab", can_stop=False) == ("x", None)
     assert matcher.filter_text("cd", can_stop=True) == ("", "abcd")

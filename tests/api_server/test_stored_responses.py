@@ -1,4 +1,4 @@
-"""The limits of what is kept of responses."""
+"""Limits of stored responses."""
 
 import random
 
@@ -20,7 +20,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def test_the_oldest_of_a_client_with_too_much_goes_first(clock):
+def test_the_oldest_response_of_a_client_over_its_limit_is_evicted(clock):
     stored = StoredResponses(4000, 60, clock)
     stored.store_response(BEN, response("b", 500), [])
     for number in range(10):
@@ -31,7 +31,7 @@ def test_the_oldest_of_a_client_with_too_much_goes_first(clock):
     assert stored.find_stored(BEN, "b")
 
 
-def test_the_oldest_of_all_goes_when_there_is_too_much_altogether(clock):
+def test_the_oldest_response_is_evicted_above_the_total_limit(clock):
     stored = StoredResponses(4000, 60, clock)
     owners = [(number, "") for number in range(8)]
     for owner in owners:
@@ -42,7 +42,7 @@ def test_the_oldest_of_all_goes_when_there_is_too_much_altogether(clock):
     assert stored.num_bytes <= 4000
 
 
-def test_numbers_are_limited(clock, monkeypatch):
+def test_the_number_of_responses_is_limited(clock, monkeypatch):
     monkeypatch.setattr(stored_responses, "MAX_STORED_PER_OWNER", 3)
     monkeypatch.setattr(stored_responses, "MAX_STORED", 5)
     stored = StoredResponses(1 << 20, 60, clock)
@@ -55,7 +55,7 @@ def test_numbers_are_limited(clock, monkeypatch):
     assert stored.find_stored(ANN, "1") is None
 
 
-def test_time_passes(clock):
+def test_responses_expire(clock):
     stored = StoredResponses(1 << 20, 60, clock)
     stored.store_response(ANN, response("a"), [])
     clock.now += 59
@@ -69,7 +69,7 @@ def test_time_passes(clock):
     assert stored.num_bytes == len(stored) == 0
 
 
-def test_what_is_too_large_is_not_kept(clock):
+def test_oversized_responses_are_not_stored(clock):
     stored = StoredResponses(4000, 60, clock)
     stored.store_response(ANN, response("a", 900), [{"role": "user", "content": "x" * 200}])
     assert stored.find_stored(ANN, "a") is None
@@ -77,7 +77,7 @@ def test_what_is_too_large_is_not_kept(clock):
     assert stored.find_stored(ANN, "a")
 
 
-def test_the_count_of_bytes_is_that_of_what_is_there(clock):
+def test_the_byte_count_equals_the_stored_responses(clock):
     rng = random.Random(3)
     stored = StoredResponses(8000, 50, clock)
     for _ in range(2000):

@@ -17,7 +17,7 @@ HEAD = (
 
 
 class Connection:
-    """One kept alive by the client; `events` are those of the last stream."""
+    """A keep-alive connection. events: those of the last stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -25,19 +25,19 @@ class Connection:
         self.events: list[str] = []
 
     async def read_head(self) -> None:
-        """The status; what fails from now on fails in the stream."""
+        """Return the status; later failures occur in the stream."""
         async with asyncio.timeout(LIMIT_SECONDS):
             head = await self.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK")
 
     async def read_stream(self) -> None:
-        """Until the last chunk of a chunked body."""
+        """Read until the last chunk of a chunked body."""
         async with asyncio.timeout(LIMIT_SECONDS):
             answer = (await self.reader.readuntil(b"\r\n0\r\n\r\n")).decode()
         self.events = [each for each in answer.splitlines() if each.startswith("data: ")]
 
     async def is_closed(self) -> bool:
-        """By the server."""
+        """Return whether the server closed the connection."""
         try:
             async with asyncio.timeout(0.2):
                 return await self.reader.read() == b""
@@ -53,7 +53,7 @@ async def ask(front_end):
     return connection, await front_end.engine.requests.get()
 
 
-async def test_an_engines_failure(start):
+async def test_a_failure_of_the_engine(start):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40])
@@ -65,8 +65,8 @@ async def test_an_engines_failure(start):
         connection.writer.close()
 
 
-async def test_the_end_of_the_daemon(start):
-    """The choice that is not finished has no finish reason."""
+async def test_shutdown_during_a_stream(start):
+    """The unfinished choice has no finish reason."""
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40])
@@ -80,7 +80,7 @@ async def test_the_end_of_the_daemon(start):
         connection.writer.close()
 
 
-async def test_a_mistake_of_ours(start, monkeypatch):
+async def test_an_internal_error(start, monkeypatch):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         monkeypatch.setattr(CompletionEncoder, "encode_delta", lambda self, delta: 1 // 0)
@@ -94,7 +94,7 @@ async def test_a_mistake_of_ours(start, monkeypatch):
         connection.writer.close()
 
 
-async def test_after_a_stream_that_succeeds_the_connection_stays(start):
+async def test_the_connection_is_kept_after_a_successful_stream(start):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
@@ -104,9 +104,9 @@ async def test_after_a_stream_that_succeeds_the_connection_stays(start):
         connection.writer.close()
 
 
-async def test_tokens_are_told_past_the_task_and_words_that_fail_end_the_stream(start, monkeypatch):
-    """The usual chunk is written by who hears of the token; one that cannot be put into words is
-    the end of its stream alone."""
+async def test_an_encoding_error_in_the_direct_write_ends_only_its_stream(start, monkeypatch):
+    """Ordinary chunks are written directly when a token arrives; an error there ends only this
+    stream."""
     written, chunk = [], CompletionEncoder.encode_delta
 
     def write(self, body):

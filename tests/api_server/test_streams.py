@@ -1,4 +1,4 @@
-"""What happens between a request and its last event: acceptance, failure, disconnects."""
+"""The course of a request: acceptance, failures, disconnects."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def post(front_end, path: str, **fields) -> asyncio.Task[httpx.Response]:
 
 
 async def quiet_until(event: asyncio.Task, front_end) -> None:
-    """Let everything that is under way arrive: a request of another kind goes round."""
+    """Wait until messages in transit have arrived, by a round trip of another request."""
     for _ in range(3):
         assert (await front_end.http.get("/version")).status_code == 200
     assert not event.done()
@@ -35,7 +35,7 @@ async def quiet_until(event: asyncio.Task, front_end) -> None:
 @pytest.mark.parametrize(
     ("kind", "status"), [("invalid_request", 400), ("overloaded", 503), ("internal", 500)]
 )
-async def test_a_refusal_is_a_status(start, path, stream, kind, status):
+async def test_an_error_before_acceptance_is_a_status(start, path, stream, kind, status):
     async with start() as front_end:
         answer = post(front_end, path, stream=stream)
         request = await front_end.engine.requests.get()
@@ -50,7 +50,7 @@ async def test_a_refusal_is_a_status(start, path, stream, kind, status):
         assert front_end.app_state.client.num_open == 0
 
 
-async def test_status_comes_with_acceptance(start):
+async def test_the_status_is_sent_on_acceptance(start):
     async with start(accepts=True) as front_end:
         body = PATHS["/v1/completions"] | {"stream": True}
         async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
@@ -61,7 +61,7 @@ async def test_status_comes_with_acceptance(start):
             assert (await response.aread()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_one_refused_prompt_ends_all(start):
+async def test_one_refused_prompt_aborts_all(start):
     async with start() as front_end:
         answer = post(front_end, "/v1/completions", prompt=[[40], [41]])
         first = await front_end.engine.requests.get()
@@ -94,7 +94,7 @@ async def test_a_failure_in_a_stream(start, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_failure_of_a_whole_answer(start, path):
+async def test_a_failure_without_streaming(start, path):
     async with start(accepts=True) as front_end:
         answer = post(front_end, path)
         request = await front_end.engine.requests.get()
@@ -161,7 +161,7 @@ async def test_repeated_outputs_change_nothing(start, tokenizer):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("state", ["queued", "accepted", "running"])
-async def test_a_disconnect_aborts(start, path, stream, state):
+async def test_a_disconnect_aborts_the_request(start, path, stream, state):
     async with start() as front_end:
         async with httpx.AsyncClient(base_url=front_end.url, timeout=20) as client:
             body = PATHS[path] | {"stream": stream, "n": 2}
@@ -187,7 +187,7 @@ async def test_a_disconnect_aborts(start, path, stream, state):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_at_once_costs_the_engine_nothing(start, stream):
+async def test_a_disconnect_before_submission_sends_nothing_to_the_engine(start, stream):
     async with start() as front_end:
         host, port = front_end.url.removeprefix("http://").split(":")
         body = json.dumps(PATHS["/v1/completions"] | {"stream": stream}).encode()
@@ -215,7 +215,7 @@ async def test_a_finished_request_is_not_aborted(start, say):
 
 
 async def test_a_slow_reader_gets_everything_in_few_chunks(start, tokenizer):
-    """The socket's buffers are small and nobody reads: outputs merge, then all arrives."""
+    """With small socket buffers and no reads outputs are merged; then all of them arrive."""
     piece = tokenizer.encode(" number").ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         host, port = front_end.url.removeprefix("http://").split(":")
@@ -270,7 +270,7 @@ async def test_messages_of_another_epoch_are_dropped(start):
         assert (await front_end.engine.aborts.get()).request_id == request.request_id
 
 
-async def test_calls_of_an_operator(start):
+async def test_admin_calls(start):
     async with start() as front_end:
         reply = await front_end.app_state.client.call_admin("reset_prefix_cache")
         assert reply.ok

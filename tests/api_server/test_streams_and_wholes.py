@@ -1,4 +1,4 @@
-"""A stream, put together, is the answer that comes whole: for every field and form of prompt."""
+"""A joined stream equals the non-streaming answer, for all fields and forms of prompts."""
 
 import pytest
 
@@ -20,10 +20,10 @@ FIELDS = {
 
 
 def merged(whole: dict, event: dict) -> None:
-    """Add what an event tells of a choice."""
+    """Add the content of an event to its choice."""
     for choice in event["choices"]:
         known = whole.setdefault(choice["index"], {"text": "", "logprobs": {}, "token_ids": []})
-        assert known.get("finish_reason") is None, "nothing follows the end"
+        assert known.get("finish_reason") is None, "an event after the finish reason"
         known["text"] += choice["text"]
         for key, values in (choice["logprobs"] or {}).items():
             known["logprobs"].setdefault(key, []).extend(values)

@@ -1,4 +1,4 @@
-"""Health, version, models, the log line, errors without details."""
+"""Health, version, models, request log lines, errors without internals."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def readiness(front_end) -> tuple[int, list[str]]:
     return response.status_code, body["reasons"]
 
 
-async def test_ready_follows_this_front_ends_own_engine(start):
+async def test_readiness_follows_the_front_ends_engine(start):
     async with start(ready=False) as front_end:
         assert (await front_end.http.get("/health/live")).status_code == 200
         assert await readiness(front_end) == (503, ["the server is starting"])
@@ -59,7 +59,9 @@ async def test_ready_follows_this_front_ends_own_engine(start):
         assert await readiness(front_end) == (200, [])
         engine = await front_end.lose_engine()
         assert await readiness(front_end) == (503, ["no engine is connected"])
-        assert (await front_end.http.get("/health")).status_code == 200, "requests wait for it"
+        assert (await front_end.http.get("/health")).status_code == 200, (
+            "requests wait for the engine"
+        )
         engine.announce()
         while not front_end.app_state.client.connected:
             await asyncio.sleep(0)
@@ -70,7 +72,7 @@ async def test_ready_follows_this_front_ends_own_engine(start):
         assert (await front_end.http.head("/health/live")).status_code == 200
 
 
-async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
+async def test_readiness_reports_the_supervisors_reasons(start, monkeypatch):
     async with start() as front_end:
         now = time.monotonic()
         monkeypatch.setattr(front_end.app_state.health, "_clock", lambda: now)
@@ -125,7 +127,7 @@ BODIES = [
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_no_line_has_a_prompt_an_answer_or_a_key(start, say, caplog, log_format):
-    """Of any logger, and of requests that are refused as well."""
+    """In lines of any logger, also for refused requests."""
     caplog.set_level(logging.INFO)
     caplog.handler.setFormatter(formatter(log_format, "api 0"))
     config = FrontEndConfig(api_key=f"key-{SECRET}")
@@ -142,7 +144,7 @@ async def test_no_line_has_a_prompt_an_answer_or_a_key(start, say, caplog, log_f
     assert SECRET not in caplog.text
 
 
-async def test_a_line_for_programs(start, say, caplog):
+async def test_json_log_line(start, say, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     async with start(say("!")) as front_end:
         await front_end.complete(request_id="r1", n=2)
@@ -154,7 +156,7 @@ async def test_a_line_for_programs(start, say, caplog):
     assert 0 <= line["queue"] <= line["ttft"] <= line["total"]
 
 
-async def test_no_lines_when_they_are_off(start, say, caplog):
+async def test_request_logging_can_be_disabled(start, say, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     async with start(say("!"), config=FrontEndConfig(disable_log_requests=True)) as front_end:
         await front_end.complete()
@@ -174,14 +176,14 @@ async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
         assert "secret" in caplog.text
 
 
-def test_no_error_shows_where_anything_lies_in_memory():
+def test_errors_contain_no_memory_addresses():
     error = RequestError(f"{object()} took {hex(id(error_body))} of 0x10 bytes")
     message = error_body(error)["error"]["message"]
     assert message == "<object object at 0x…> took 0x… of 0x10 bytes"
 
 
-async def test_requests_of_one_name_have_nothing_to_do_with_each_other(start):
-    """Two clients call theirs alike, a third one by a prefix of it; one of them leaves."""
+async def test_requests_with_the_same_id_are_independent(start):
+    """Two clients use the same id, a third one a prefix of it; one of them disconnects."""
     async with start(accepts=True) as front_end:
         names = ("mine", "mine", "min")
         asking = [

@@ -1,4 +1,4 @@
-"""Fields of a chat request that say how its prompt is rendered."""
+"""Fields of a chat request that control rendering."""
 
 import pytest
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def served(tokenizer, tmp_path):
-    """A model whose template reads all there is."""
+    """A model whose template reads all variables."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
@@ -60,7 +60,7 @@ def served(tokenizer, tmp_path):
         ),
     ],
 )
-async def test_prompts(start, say, served, tokenizer, fields, prompt):
+async def test_rendered_prompts(start, say, served, tokenizer, fields, prompt):
     async with start(say("Hi"), served=served) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 200, response.text
@@ -71,7 +71,7 @@ async def test_prompts(start, say, served, tokenizer, fields, prompt):
         assert tokens == sent
 
 
-async def test_variables_that_a_template_does_not_read_are_named(start, say):
+async def test_unused_template_variables_are_reported(start, say):
     async with start(say("Hi")) as front_end:
         response = await front_end.chat(chat_template_kwargs={"enable_thinking": False})
         assert response.status_code == 200
@@ -99,7 +99,7 @@ async def test_variables_that_a_template_does_not_read_are_named(start, say):
         ({"documents": [{"text": "a" * 500_000}]}, "documents"),
     ],
 )
-async def test_what_a_template_cannot_have(start, say, fields, param):
+async def test_refused_template_variables(start, say, fields, param):
     async with start(say("Hi")) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 400, response.text
@@ -107,7 +107,7 @@ async def test_what_a_template_cannot_have(start, say, fields, param):
         assert front_end.engine.requests.empty()
 
 
-async def test_long_documents_are_never_rendered(start, say, served):
+async def test_oversized_documents_are_not_rendered(start, say, served):
     async with start(say("Hi"), served=served) as front_end:
         response = await front_end.chat(documents=[{"text": "a" * 500_000}])
         assert response.status_code == 400

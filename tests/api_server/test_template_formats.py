@@ -1,4 +1,4 @@
-"""Templates of the formats that models publish render as `transformers` renders them."""
+"""Published chat templates render like `transformers`."""
 
 import json
 from functools import cache
@@ -125,14 +125,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def expected(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
-    """What transformers renders; None where it refuses."""
+    """Return the text that transformers renders, None if it raises."""
     given = {key: value for key, value in options.items() if key != "variables"}
     variables = {**SPECIALS, **options.get("variables", {})}
     try:
         (text,), _ = render_jinja_template(
             conversations=[messages], chat_template=TEMPLATES[name], **given, **variables
         )
-    except Exception:  # of Jinja, or of what a template computes
+    except Exception:  # of Jinja, or of expressions in the template
         return None
     return text
 
@@ -153,20 +153,20 @@ def rendered(name: str, messages: list[dict[str, Any]], options: dict[str, Any])
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_like_transformers(name: str, option: str) -> None:
+def test_templates_render_like_transformers(name: str, option: str) -> None:
     refused = []
     for label, messages in CONVERSATIONS.items():
         before = json.dumps(messages)
         want = expected(name, messages, OPTIONS[option])
         assert rendered(name, messages, OPTIONS[option]) == want, label
-        assert json.dumps(messages) == before, "messages belong to the caller"
+        assert json.dumps(messages) == before, "the caller's messages are unchanged"
         refused.append(want is None)
     assert not all(refused)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_each_format_takes_what_it_is_for(name: str) -> None:
-    """So that the comparison above is not one of refusals."""
+def test_every_format_accepts_its_typical_messages(name: str) -> None:
+    """So the comparison above does not only compare errors."""
     for label in ("one", "turns"):
         assert rendered(name, CONVERSATIONS[label], OPTIONS["prompted"])
     assert rendered(name, CONVERSATIONS["to go on with"], OPTIONS["continued"])
@@ -191,7 +191,9 @@ def test_each_format_takes_what_it_is_for(name: str) -> None:
         ("documents", False, False),
     ],
 )
-def test_what_a_template_reads(name: str, knows_tools: bool, takes_parts: bool) -> None:
+def test_features_of_a_template_are_detected(
+    name: str, knows_tools: bool, takes_parts: bool
+) -> None:
     facts = compiled(name).facts
     assert ("tools" in facts.names) is knows_tools
     assert facts.takes_parts is takes_parts
@@ -209,7 +211,7 @@ def test_what_a_template_reads(name: str, knows_tools: bool, takes_parts: bool) 
         "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
     ],
 )
-def test_parts_are_found_wherever_they_are_gone_through(source: str) -> None:
+def test_templates_that_iterate_over_content_parts_are_detected(source: str) -> None:
     assert ChatTemplate(source, {}).facts.takes_parts
 
 
@@ -217,7 +219,7 @@ def test_parts_are_found_wherever_they_are_gone_through(source: str) -> None:
     "source",
     ["{{ messages[0].content }}", "{% for w in messages[0].content.split() %}{{ w }}{% endfor %}"],
 )
-def test_text_is_all_that_others_take(source: str) -> None:
+def test_other_templates_get_text(source: str) -> None:
     assert not ChatTemplate(source, {}).facts.takes_parts
 
 
@@ -230,7 +232,7 @@ def test_text_is_all_that_others_take(source: str) -> None:
         [said("user", "Hello"), said("assistant", "<think>\na\n</think>\nb", reasoning="c")],
     ],
 )
-def test_nothing_to_go_on_with(messages: list[dict[str, Any]]) -> None:
+def test_an_empty_conversation_cannot_be_continued(messages: list[dict[str, Any]]) -> None:
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequestError) as caught:

@@ -1,4 +1,4 @@
-"""Whose request it is: from the key, from the header of a trusted proxy, or nobody's."""
+"""The tenant of a request, from its key or the header of a trusted proxy."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def keys(tmp_path):
 
 
 async def tenant(front_end, path="/v1/completions", key=None, **headers):
-    """What the engine hears, or the answer where it hears nothing."""
+    """Return the engine's request, or the response if the engine gets none."""
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     if key is not None:
         given["authorization"] = f"Bearer {key}"
@@ -29,7 +29,7 @@ async def tenant(front_end, path="/v1/completions", key=None, **headers):
     return (await front_end.engine.requests.get()).tenant
 
 
-async def test_without_keys_everyone_is_one_tenant_whatever_the_header_says(start, say):
+async def test_without_keys_all_requests_have_one_tenant(start, say):
     async with start(say("!")) as front_end:
         assert await tenant(front_end) == DEFAULT_TENANT
         assert await tenant(front_end, x_tenant_id="alice") == DEFAULT_TENANT
@@ -50,7 +50,7 @@ async def test_a_name_of_the_key_file_is_a_tenant(start, say, keys, path):
         assert (await tenant(front_end, path)).status_code == 401
 
 
-async def test_an_x_api_key_names_its_tenant_too(start, say, keys):
+async def test_an_x_api_key_names_its_tenant(start, say, keys):
     async with start(say("!"), config=FrontEndConfig(api_key_file=keys)) as front_end:
         assert await tenant(front_end, x_api_key="b1") == await tenant(front_end, key="b1")
 
@@ -65,7 +65,7 @@ async def test_a_trusted_header_names_the_tenant(start, say, path):
         assert await tenant(front_end, path, x_tenant_id="bob") == bob
 
 
-async def test_the_header_of_one_key_is_not_that_of_another(start, say, keys):
+async def test_header_values_are_separate_for_every_key(start, say, keys):
     config = FrontEndConfig(api_key_file=keys, tenant_by="header")
     async with start(say("!"), config=config) as front_end:
         found = [
@@ -76,13 +76,13 @@ async def test_the_header_of_one_key_is_not_that_of_another(start, say, keys):
         assert len(set(found)) == 6
 
 
-async def test_every_front_end_makes_the_same_of_the_same_names(start, say):
-    """The number may not change from start to start, or a restart would change who is who."""
+async def test_tenant_numbers_are_the_same_in_all_front_ends(start, say):
+    """The numbers must not change between starts, or a restart would mix up tenants."""
     async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
         assert await tenant(front_end, x_tenant_id="alice") == 1433568293330041613
 
 
-async def test_nothing_tells_tenants_apart_if_so_asked(start, say, keys):
+async def test_tenants_can_be_disabled(start, say, keys):
     config = FrontEndConfig(api_key_file=keys, tenant_by="none")
     async with start(say("!"), config=config) as front_end:
         assert await tenant(front_end, key="a1", x_tenant_id="x") == DEFAULT_TENANT
@@ -90,7 +90,7 @@ async def test_nothing_tells_tenants_apart_if_so_asked(start, say, keys):
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a,b", "é", "x" * (MAX_TENANT_CHARACTERS + 1)])
-async def test_a_header_that_is_wrong_is_a_400_that_names_it(start, name):
+async def test_an_invalid_header_is_a_400_that_names_it(start, name):
     async with start(config=FrontEndConfig(tenant_by="header")) as front_end:
         response = await front_end.http.post(
             "/v1/completions",
@@ -106,8 +106,8 @@ async def test_a_header_that_is_wrong_is_a_400_that_names_it(start, name):
         assert TENANT_HEADER not in longest.text
 
 
-async def test_two_headers_say_nothing(start):
-    """A proxy that appends instead of replacing would let clients choose."""
+async def test_duplicate_tenant_headers_are_refused(start):
+    """With a proxy that appends instead of replacing, clients could choose their tenant."""
     async with start(config=FrontEndConfig(tenant_by="header")) as front_end:
         headers = [(TENANT_HEADER, "alice"), (TENANT_HEADER, "bob")]
         response = await front_end.http.post(

@@ -31,7 +31,7 @@ def client(front_end, context: ssl.SSLContext) -> httpx.AsyncClient:
 
 @pytest.mark.parametrize("number", [1, 2])
 async def test_answers_and_streams(start, say, authority, server, number: int):
-    """number: of front ends; several accept in another way."""
+    """number: of front ends, since several of them accept connections in another way."""
     config = FrontEndConfig(
         ssl_certfile=server.certificate, ssl_keyfile=server.key, api_server_count=number
     )
@@ -49,7 +49,7 @@ async def test_answers_and_streams(start, say, authority, server, number: int):
                 await stranger.get("/health")
 
 
-async def test_clients_show_a_certificate(start, authority, server, tmp_path: Path):
+async def test_client_certificates_are_required(start, authority, server, tmp_path: Path):
     config = FrontEndConfig(
         ssl_certfile=server.certificate,
         ssl_keyfile=server.key,
@@ -70,7 +70,7 @@ async def test_clients_show_a_certificate(start, authority, server, tmp_path: Pa
                     await http.get("/health")
 
 
-async def test_too_many_headers_are_refused_as_without(start, authority, server):
+async def test_too_many_headers_are_refused_like_without_tls(start, authority, server):
     config = FrontEndConfig(ssl_certfile=server.certificate, ssl_keyfile=server.key)
     async with start(config=config) as front_end:
         port = httpx.URL(front_end.url).port

@@ -1,4 +1,4 @@
-"""Text to tokens and back over HTTP, in vLLM's shapes; nobody waits for somebody's long text."""
+"""/tokenize and /detokenize in vLLM's shapes; long texts do not block the event loop."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from tests.api_server.conftest import CORPUS
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-async def test_a_text(start, tokenizer):
+async def test_tokenize_text(start, tokenizer):
     async with start() as front_end:
         response = await front_end.http.post("/tokenize", json={"prompt": "naïve 你好"})
         ids = tokenizer.encode("naïve 你好").ids
@@ -40,7 +40,7 @@ async def test_more_tokens_than_the_context_holds_are_counted(start, tokenizer):
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-async def test_a_conversation(start, tokenizer, goes_on):
+async def test_tokenize_conversation(start, tokenizer, goes_on):
     async with start() as front_end:
         body = {"messages": MESSAGES, "add_generation_prompt": goes_on, "return_token_strs": True}
         found = (await front_end.http.post("/tokenize", json=body)).json()
@@ -49,14 +49,14 @@ async def test_a_conversation(start, tokenizer, goes_on):
         assert found["token_strs"][0] == "<|im_start|>"
 
 
-async def test_a_conversation_has_the_tokens_that_a_chat_has(start, say):
+async def test_tokenized_conversations_equal_chat_prompts(start, say):
     async with start(say("!")) as front_end:
         chat = (await front_end.chat(return_token_ids=True)).json()
         found = (await front_end.http.post("/tokenize", json={"messages": MESSAGES})).json()
         assert found["tokens"] == chat["prompt_token_ids"]
 
 
-async def test_back_to_text(start, tokenizer):
+async def test_detokenize(start, tokenizer):
     async with start() as front_end:
         for text in ("naïve 你好 😀", "<|im_start|>user\nhi<|im_end|>", ""):
             body = {"tokens": tokenizer.encode(text).ids}
@@ -85,7 +85,7 @@ async def test_back_to_text(start, tokenizer):
         ("/detokenize", {"tokens": [2**70]}, "tokens"),
     ],
 )
-async def test_what_is_refused(start, path, body, param):
+async def test_invalid_requests_are_refused(start, path, body, param):
     async with start() as front_end:
         content = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
@@ -102,14 +102,14 @@ async def test_another_model_and_another_content_type(start):
             assert (await front_end.http.post(path, content=b"x")).status_code == 415
 
 
-async def test_a_header_that_stands_for_a_field_of_others_is_no_error(start):
+async def test_headers_of_other_endpoints_are_ignored(start):
     async with start() as front_end:
         headers = {"x-request-timeout-ms": "1000", "x-vllm-priority": "1"}
         answer = await front_end.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
         assert answer.status_code == 200
 
 
-async def test_what_the_tokenizer_is(start, model, tmp_path):
+async def test_tokenizer_info(start, model, tmp_path):
     async with start() as front_end:
         hidden = await front_end.http.get("/tokenizer_info")
         assert hidden.status_code == 404
@@ -132,8 +132,8 @@ async def test_a_tokenizer_without_settings(start, model, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
-async def test_a_stream_goes_on_while_a_long_text_becomes_tokens(start, path):
-    """The engine draws a token when the client has read the last one: many of them, meanwhile."""
+async def test_a_stream_continues_while_a_long_text_is_tokenized(start, path):
+    """The engine sends a token when the client has read the last one."""
     text = CORPUS[0] * 4000
     async with start(accepts=True, max_model_len=200_000) as front_end:
         body = {"prompt": "hello", "stream": True, "max_tokens": 100_000}
@@ -158,7 +158,7 @@ async def test_a_stream_goes_on_while_a_long_text_becomes_tokens(start, path):
         assert steps > 20
 
 
-async def test_short_texts_are_not_worth_a_thread(start, monkeypatch):
+async def test_short_texts_are_tokenized_without_a_thread(start, monkeypatch):
     async with start() as front_end:
         monkeypatch.setattr(front_end.app_state.tokenizer, "_threads", None)
         short = "x" * tokenizers.INLINE_SIZE

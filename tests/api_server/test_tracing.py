@@ -33,7 +33,7 @@ TRACED = FrontEndConfig(otlp_traces_endpoint="http://localhost:4317")
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_trace_goes_to_the_engine_and_to_the_log(start, say, caplog, path):
+async def test_the_trace_id_reaches_the_engine_and_the_log(start, say, caplog, path):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     headers = {"traceparent": PARENT, "tracestate": "vendor=1"}
     async with start(say("fox")) as front_end:
@@ -59,7 +59,7 @@ async def test_the_trace_goes_to_the_engine_and_to_the_log(start, say, caplog, p
         PARENT + "-more",
     ],
 )
-async def test_an_invalid_trace_counts_as_none(start, say, caplog, parent):
+async def test_invalid_trace_headers_are_ignored(start, say, caplog, parent):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     headers = {"tracestate": "vendor=1"} | ({} if parent is None else {"traceparent": parent})
     async with start(say("fox")) as front_end:
@@ -71,7 +71,7 @@ async def test_an_invalid_trace_counts_as_none(start, say, caplog, parent):
 
 @pytest.fixture
 def spans(monkeypatch):
-    """spans(front_end): the finished spans, which would go to a collector."""
+    """spans(front_end): the finished spans, collected in memory."""
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "span_exporter", lambda endpoint: exporter)
 
@@ -82,7 +82,7 @@ def spans(monkeypatch):
     return finished
 
 
-async def test_a_request_is_a_span_of_its_trace(start, spans):
+async def test_a_request_is_a_span_in_its_trace(start, spans):
     async with start(accepts=True, config=TRACED) as front_end:
         body = {"prompt": "hello", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9}
         body["request_id"] = "mine"
@@ -136,7 +136,7 @@ async def test_a_failed_request_is_a_span_with_an_error(start, spans):
     assert span.attributes["error.type"] == "BadRequestError"
 
 
-async def test_a_request_without_a_trace_begins_one_that_the_log_names(start, say, spans, caplog):
+async def test_a_request_without_a_trace_starts_a_logged_one(start, say, spans, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     async with start(say("fox"), config=TRACED) as front_end:
         await front_end.complete()
@@ -155,7 +155,7 @@ async def test_a_trace_that_is_not_sampled_is_not_exported(start, say, spans):
 
 @asynccontextmanager
 async def collector():
-    """An OTLP collector over HTTP: its address, and the bodies that come."""
+    """An OTLP collector over HTTP: its address and the received bodies."""
     bodies = asyncio.Queue()
 
     async def answer(reader, writer):

@@ -1,4 +1,4 @@
-"""What a KV connector has clients told at the end of a request (KVH-10)."""
+"""Transfer parameters of a KV connector at the end of a request (KVH-10)."""
 
 import asyncio
 

@@ -1,10 +1,10 @@
-"""How long a stream waits while somebody's prompt of 100,000 tokens is read.
+"""Measure how long a stream stalls while a prompt of 100,000 tokens is tokenized.
 
     python -m tests.api_server.tokenize_gap PREPARED_FOLDER
 
-A scripted engine gives a stream a token every 5 ms; meanwhile the prompt is sent, to each
-endpoint in turn. Prints the longest time between two tokens as the client sees them: with nobody
-else there, with the tokenizer on its thread, and with it on the event loop, best of several.
+A scripted engine sends a stream a token every 5 ms; meanwhile the prompt is sent to the endpoints
+in turn. Prints the longest time between two tokens at the client: without other requests, with the
+tokenizer on its thread, and with it on the event loop, best of several runs.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ ROUNDS = 5
 
 
 def long_text(tokenizer: Tokenizer) -> str:
-    """Of at least NUM_TOKENS tokens, hardly two words alike."""
+    """Return a text of at least NUM_TOKENS tokens, with hardly any repeated words."""
     pieces = (tokenizer.decode([each % 40_000 + 1000]) for each in range(0, NUM_TOKENS * 7, 7))
     return "".join(pieces)
 
 
 async def longest_gap(front_end: FrontEnd, path: str | None, text: str) -> float:
-    """Seconds; path: None for no prompt at all."""
+    """Return seconds; path: None for no prompt."""
     arrivals: list[float] = []
     over = asyncio.Event()
 

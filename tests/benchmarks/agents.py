@@ -2,24 +2,24 @@
 
 The scheduler and the KV cache are the real ones.
 
-    capacity      jobs/s that the server finishes when there is always somebody to compute for:
-                  fcfs, `TOGETHER` jobs or requests of others at any time, tools that take no
+    capacity      jobs/s that the server finishes when it always has work:
+                  fcfs, `TOGETHER` jobs or other requests at any time, tools that take no
                   time, a pool that holds everything. It is the rate at which fcfs with the full
                   pool saturates.
-    working set   the most KV that jobs under way have at once, from a job's first arrival to its
-                  last token, their time with tools included, what they share counted once: fcfs,
-                  arrivals at 90 % of the capacity, a pool that holds everything.
+    working set   the peak KV of live jobs, from a job's first arrival to its last token, time
+                  with tools included, shared prefixes counted once: fcfs, arrivals at 90 % of
+                  the capacity, a pool that holds everything.
 
-In a pool of 100 % the KV of all who come back would just have room, if that of jobs which are over
-went first. Under fcfs it goes by age, so the KV of who waits for a tool goes before it.
-Both are measured for each seed before its cells; all cells of a seed have the same jobs and the
-same arrivals (at another rate, closer by a factor), and nothing is chosen by their outcome.
+A pool of 100 % just holds the KV of all jobs that will continue, if KV of finished jobs is evicted
+first. fcfs evicts by age, so the KV of jobs that wait for a tool is evicted before it.
+Both are measured for every seed before its cells; all cells of a seed have the same jobs and the
+same arrivals (scaled at other rates), and no parameter is chosen by their outcome.
 
-SmolLM2's terms go through the fastest steps of each shape in a trace that the daemon wrote
-(`--sched-trace`) on two cores of a Xeon (Sapphire Rapids) which others used, too: 1, 2, 8 and 24
-sequences that decode, and chunks of 256 tokens. Those of the H100 are assumed, and nothing has been
-measured on one: an 8B model in bfloat16 (16 GB of weights and 128 KiB of KV a token at 3.35 TB/s,
-16 GFLOP a token at 800 TFLOP/s, 50 GB/s from host memory).
+SmolLM2's step times are fitted to the fastest steps of each shape in a trace of the daemon
+(`--sched-trace`) on two cores of a shared Xeon (Sapphire Rapids): 1, 2, 8 and 24 sequences that
+decode, and chunks of 256 tokens. Those of the H100 are assumed, not measured: an 8B model in
+bfloat16 (16 GB of weights and 128 KiB of KV a token at 3.35 TB/s, 16 GFLOP a token at 800 TFLOP/s,
+50 GB/s from host memory).
 """
 
 import argparse
@@ -57,7 +57,7 @@ from tests.benchmarks.simulator.messages import (
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """block_ms: that copying a block of 16 tokens to or from host memory takes."""
+    """Step times. block_ms: time to copy a block of 16 tokens to or from host memory."""
 
     step_model: StepModel
     block_ms: float
@@ -111,9 +111,10 @@ class Grid:
 
 
 class Ledger:
-    """path: read at once where it is there, and appended to; "" keeps nothing beyond this run.
+    """Finished replays, kept in a file.
 
-    Raises ConfigError where the file cannot be read or written, or is something else.
+    path: an existing file is read and then appended to; "" keeps nothing beyond this run. Raises
+    ConfigError if the file cannot be read or written, or has another content.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -129,7 +130,7 @@ class Ledger:
                 for text in whole.splitlines():
                     line = from_json(text, ReplayRecord)
                     self._known[to_json_line(line.order)] = line.figures
-                file.truncate(len(whole) + len(end))  # what was being written as it was cut off
+                file.truncate(len(whole) + len(end))  # a partial last line of an interrupted run
         except OSError as error:
             raise ConfigError(f"--ledger: {path}: {error.strerror}", "ledger") from None
         except ProtocolError as error:
@@ -138,11 +139,11 @@ class Ledger:
             ) from None
 
     def figures(self, order: ReplayOrder) -> ReplayFigures | None:
-        """Of such a replay, where there was one."""
+        """Return the figures of a finished replay, or None."""
         return self._known.get(to_json_line(order))
 
     def keep(self, order: ReplayOrder, figures: ReplayFigures) -> None:
-        """A replay is over; from any thread."""
+        """Record a finished replay; called from any thread."""
         with self._lock:
             self._known[to_json_line(order)] = figures
             if self._path:
@@ -151,13 +152,13 @@ class Ledger:
 
 
 class Finished:
-    """Replays that are in a ledger; nothing is played."""
+    """Replays from a ledger only; runs nothing."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def play(self, order: ReplayOrder) -> ReplayFigures:
-        """Raises TokendError where it is not there."""
+        """Return the figures; raise TokendError if the ledger lacks the replay."""
         known = self._ledger.figures(order)
         if known is None:
             raise TokendError("agents: the ledger has no capacity of this load yet")
@@ -166,12 +167,12 @@ class Finished:
     def play_all(
         self, orders: Sequence[ReplayOrder], done: Callable[[], None]
     ) -> list[ReplayFigures | None]:
-        """In the order of the orders; None where one is not there."""
+        """Return figures in the order of `orders`, None for missing ones."""
         return [self._ledger.figures(order) for order in orders]
 
 
 class Programs:
-    """Replays at low priority, so many at once. ledger: those in it are not played again."""
+    """Replays in parallel processes at low priority. ledger: finished replays, not run again."""
 
     def __init__(self, stack: ExitStack, number: int, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -182,7 +183,7 @@ class Programs:
         self._threads = stack.enter_context(ThreadPoolExecutor(number))
 
     def play(self, order: ReplayOrder) -> ReplayFigures:
-        """Raises TokendError where the replay cannot be made."""
+        """Run a replay; raise TokendError if it fails."""
         known = self._ledger.figures(order)
         if known is not None:
             return known
@@ -199,7 +200,7 @@ class Programs:
     def play_all(
         self, orders: Sequence[ReplayOrder], done: Callable[[], None]
     ) -> list[ReplayFigures | None]:
-        """In the order of the orders, none missing; done: called for each as it comes."""
+        """Return all figures in the order of `orders`. done: called for every finished replay."""
 
         def one(order: ReplayOrder) -> ReplayFigures:
             figures = self.play(order)
@@ -210,7 +211,7 @@ class Programs:
 
 
 def measure(grid: Grid, seed: int, programs: Programs | Finished) -> tuple[SeedBaseline, StepModel]:
-    """Capacity, then working set, and the step model of all cells; raises TokendError."""
+    """Measure capacity, then working set, and the step model of all cells; raise TokendError."""
     load = grid.load(seed)
     order = _order(grid, load)
     most = TOGETHER * (load.longest // _BLOCK_SIZE + 1) + load.num_systems * load.system_tokens
@@ -238,7 +239,7 @@ def cells(
     programs: Programs | Finished,
     done: Callable[[], None],
 ) -> list[GridCell]:
-    """Those of a seed: pools, in them arrivals, in them policies; raises TokendError."""
+    """Return the cells of a seed by pool, arrivals and policy; raise TokendError."""
     order = _order(grid, grid.load(measured.seed))
     places = [
         (pool, rate, name) for pool in grid.pools for rate in grid.rates for name in grid.variants
@@ -318,7 +319,7 @@ def _cell(
 
 
 def _jobs(others: float, figures: ReplayFigures) -> Spread:
-    """Those of agents: all, where nobody else asks for anything."""
+    """Return the figures of agent jobs: all jobs, if there are no other requests."""
     return figures.agents if others else figures.jobs
 
 
@@ -351,7 +352,7 @@ def main(words: Sequence[str]) -> None:
 def _run(
     grid: Grid, options: argparse.Namespace
 ) -> tuple[list[SeedBaseline], list[StepModel], list[GridCell]]:
-    """Seed by seed."""
+    """Run the grid, seed by seed."""
     measured: list[SeedBaseline] = []
     step_models: list[StepModel] = []
     found: list[GridCell] = []

@@ -1,6 +1,6 @@
-"""How fast a step reads its KV, beside how fast memory is read.
+"""Measure how fast a step reads its KV, compared with the memory bandwidth.
 
-Attention alone, in a process of its own, on the shape of SmolLM2: 30 layers, 9 query and
+Only attention is run, in a separate process, with the shape of SmolLM2: 30 layers, 9 query and
 3 KV heads of 64; the first step also on that of Gemma 3's 270m: 18 layers, 4 query heads and
 one KV head of 256, here without its window.
 """
@@ -33,7 +33,7 @@ _STEPS: Final = {
     "512 tokens of a prompt after 512": (1, 1024, 512, _SMOLLM2),
     "16 decodes, 1000 tokens each, Gemma 3's heads": (16, 1000, 1, _GEMMA3),
 }
-"""Name: sequences, tokens of each, of which new; layers, heads, KV heads, their size."""
+"""Name: sequences, their tokens, new tokens; layers, heads, KV heads, head size."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> None:
         for kv_dtype in options.kv_cache_dtype or ("bf16", "f32", "int8")
     ]
     with ExitStack() as stack:
-        try:  # opened first: a name that is no good must not cost the measurement
+        try:  # opened first, so an invalid file name is reported before the measurement
             files = [stack.enter_context(open(name, "w")) for name in options.json]
         except OSError as error:
             raise ConfigError(f"--json: {error}") from None
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(workloads: Sequence[AttentionWorkload]) -> list[AttentionTimings]:
-    """Play them, all with as many threads, in a worker's process; raises TokendError."""
+    """Run workloads in a worker process, all with the same threads; raise TokendError."""
     device = DeviceConfig(cpu_threads=workloads[0].num_threads)
     around = HostEnvironment.of(os.environ)
     with worker_program("tests.benchmarks.attention_program", device, around) as program:

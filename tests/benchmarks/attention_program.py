@@ -1,6 +1,5 @@
-"""A workload a line in, its timings a line out.
-
-Both as JSON; the end of the input ends it. Measures what a layer does between its
+"""Reads workloads from stdin and prints their timings, one JSON line each, until EOF.
+ Measures what a layer does between its
 projections: rotary embedding, KV write, attention. Every round reads a large array
 right after the step, so that whatever else the machine does disturbs both.
 """
@@ -26,7 +25,7 @@ from worker.models.rope import DefaultRope
 
 
 class AttentionStep:
-    """A workload with its cache filled; `run` computes the step."""
+    """A workload with a filled cache; `run` computes the step."""
 
     def __init__(self, workload: AttentionWorkload) -> None:
         self._workload = workload
@@ -51,20 +50,20 @@ class AttentionStep:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all tokens in the cache that the step reads."""
+        """Bytes of all tokens in the cache that the step reads."""
         workload = self._workload
         return workload.num_seqs * workload.context_tokens * self._cache.bytes_per_token
 
     @property
     def num_operations(self) -> int:
-        """Floating-point operations of both products."""
+        """Return the floating-point operations of both products."""
         workload = self._workload
         new, total = workload.query_tokens, workload.context_tokens
         pairs = workload.num_seqs * sum(range(total - new + 1, total + 1))
         return 4 * pairs * workload.num_layers * workload.num_heads * workload.head_dim
 
     def run(self) -> None:
-        """One step, planned once as in the daemon."""
+        """Run one step, planned once as in the daemon."""
         self._attention.plan([self._inputs])
         for layer in range(self._workload.num_layers):
             self._attention.run(layer, self._query, self._key, self._value, self._rotation)
@@ -85,7 +84,7 @@ def _full_cache(workload: AttentionWorkload, dtype: torch.dtype) -> KVCache:
 
 
 def _inputs(workload: AttentionWorkload, num_blocks: int) -> AttentionInputs:
-    """Sequences of equal length whose blocks lie anywhere in the cache."""
+    """Return inputs of sequences of equal length with random blocks in the cache."""
     num_seqs, size, new = workload.num_seqs, workload.block_size, workload.query_tokens
     blocks = np.random.default_rng(0).permutation(np.arange(1, num_blocks, dtype=np.int32))
     table = blocks.reshape(num_seqs, -1)
@@ -105,7 +104,7 @@ def play(workload: AttentionWorkload) -> AttentionTimings:
     threads = CpuDevice(DeviceConfig(cpu_threads=workload.num_threads)).num_threads
     torch.set_num_threads(threads)
     step = AttentionStep(workload)
-    # Pages as K and V have them.
+    # the same kind of pages as K and V
     array = large_pages(workload.read_megabytes << 20).view(torch.float32).fill_(1.0)
     steps, rates = [], []
     for number in range(workload.rounds + 1):
@@ -114,7 +113,7 @@ def play(workload: AttentionWorkload) -> AttentionTimings:
         between = perf_counter()
         array.sum()
         ended = perf_counter()
-        if number:  # the first one warms up
+        if number:  # the first round is the warm-up
             steps.append(between - started)
             rates.append(array.nbytes / (ended - between) / 1e9)
     gigabytes = step.kv_bytes / 1e9
@@ -137,7 +136,7 @@ def play(workload: AttentionWorkload) -> AttentionTimings:
 
 
 def main() -> None:
-    """Play until nothing more is asked."""
+    """Run workloads until EOF."""
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(to_json_line(play(from_json(line, AttentionWorkload))))
         sys.stdout.buffer.flush()

@@ -1,15 +1,14 @@
-"""`tokend bench compare` with the ceiling of each daemon: what the hardware allows for its load.
+"""`tokend bench compare` with the ceiling of every daemon: the hardware limit for its load.
 
 The limits are measured before each turn of a daemon while all servers are idle.
-Owns the counting and the sum, and knows neither processes nor clocks. A step costs its matrix
-products, the K and V of the sequences that decode at the rate at which memory is read, and the
-attention of prompts:
+The cost of a step is the sum of its matrix products, reading K and V of decoding sequences at the
+memory bandwidth, and the attention of prompts:
 
-    rows of a step    | one of each sequence that decodes | prompts, in order, up to the budget |
-    products          |<---------------------- so many rows of the layers ------------------->|
-                      |<-- head: all of these ----------->| and one of each prompt that ends here
-    K and V           |<-- tokens in sight, read once --->|
-    attention                                             |<-- pairs that see each other ----->|
+    rows of a step    | one of every decoding sequence    | prompts, in order, up to the budget |
+    products          |<------------------------- rows of the layers --------------------->|
+                      |<-- head: all of these ----------->| and one of every finished prompt
+    K and V           |<-- visible tokens, read once ---->|
+    attention                                             |<-- pairs that attend to each other ->|
 """
 
 import argparse
@@ -36,12 +35,12 @@ from tests.benchmarks.line_program import LineProgram, worker_program
 from tests.benchmarks.messages import LimitsTimings, LimitsWorkload
 
 TARGET_SHARE = 0.8
-"""What a server is to reach of its ceiling."""
+"""Target share of the ceiling."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """step_tokens: most rows of a step. longest_chunk: most of one prompt in a step."""
+    """Limits of a step. step_tokens: maximal rows. longest_chunk: maximal tokens of one prompt."""
 
     step_tokens: int
     longest_chunk: int
@@ -49,10 +48,10 @@ class Budget:
 
 @dataclass
 class Step:
-    """contexts: tokens in sight of each sequence that decodes.
+    """The work of a step. contexts: visible tokens of every decoding sequence.
 
-    prompt_tokens: rows of prompts. prompt_pairs: of their tokens with those in sight.
-    num_sampled: rows whose scores are wanted.
+    prompt_tokens: rows of prompts. prompt_pairs: pairs of their tokens and visible tokens.
+    num_sampled: rows whose logits are computed.
     """
 
     contexts: list[int]
@@ -73,7 +72,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds of steps, part by part."""
+    """Milliseconds of steps, by part."""
 
     layers: float = 0.0
     head: float = 0.0
@@ -95,9 +94,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """cost: of all steps of a load. decode: of those that have no prompt, and how many they are.
+    """The ceiling of a load.
 
-    num_output_tokens: of the load.
+    cost: of all its steps. decode: of its steps without prompts, and their number.
+    num_output_tokens: output tokens of the load.
     """
 
     cost: Cost
@@ -111,7 +111,7 @@ class Ceiling:
         return 1e3 * self.num_output_tokens / self.cost.total
 
     def describe(self) -> str:
-        """Where the time goes, for people."""
+        """Return a description of the parts of the time."""
         cost, decode, number = self.cost, self.decode, max(1, self.num_decode_steps)
         return (
             f"{self.output_tokens_per_s:.0f} tokens/s in {self.num_steps} steps: "
@@ -124,7 +124,7 @@ class Ceiling:
 
 
 def steps_of(load: ClosedLoad, budget: Budget) -> Iterator[Step]:
-    """The steps of a load in order, as the scheduler makes them: who decodes goes first."""
+    """Yield the steps of a load in order, as the scheduler composes them: decodes first."""
     waiting = load.num_requests
     running: list[_Sequence] = []
     while waiting or running:
@@ -157,12 +157,12 @@ def _next_step(running: Sequence[_Sequence], load: ClosedLoad, budget: Budget) -
 
 @dataclass(frozen=True)
 class Hardware:
-    """What was measured, as the price of a step."""
+    """The measured speed of the hardware, from which the cost of a step follows."""
 
     timings: LimitsTimings
 
     def ceiling(self, load: ClosedLoad, budget: Budget) -> Ceiling:
-        """Of a load that has the machine for itself, with nothing between the parts."""
+        """Return the ceiling of a load on an idle machine without overhead."""
         total = decode = Cost()
         num_steps = num_decode_steps = 0
         for step in steps_of(load, budget):
@@ -176,7 +176,7 @@ class Hardware:
         return Ceiling(total, decode, num_steps, num_decode_steps, tokens)
 
     def cost(self, step: Step) -> Cost:
-        """Of one step."""
+        """Return the cost of one step."""
         rows, timings = self.timings.rows, self.timings
         return Cost(
             layers=between(rows, timings.layer_products_ms, step.num_rows),
@@ -187,11 +187,11 @@ class Hardware:
 
     @property
     def weights_ms(self) -> float:
-        """What reading the weights of a step of one row takes."""
+        """Return the time to read the weights for a step of one row."""
         return self.timings.weight_bytes / (1e6 * self.timings.read_gb_per_s)
 
     def describe(self) -> str:
-        """What the machine was measured at, for people."""
+        """Return a description of the measured speeds."""
         timings = self.timings
         return (
             f"weights {timings.weights}, {timings.num_threads} threads, memory read at "
@@ -207,14 +207,14 @@ class Hardware:
 
 
 def row_counts(concurrency: Sequence[int], budget: Budget) -> list[int]:
-    """For which numbers of rows products are to be measured; what lies between is a line."""
+    """Return the numbers of rows to measure products for; others are interpolated."""
     most = budget.step_tokens
     doubled = {1 << power for power in range(most.bit_length())}
     return sorted({*doubled, *(min(each, most) for each in concurrency), most})
 
 
 def between(rows: Sequence[int], values: Sequence[float], at: int) -> float:
-    """The value for `at` rows, on the lines between the measured ones; 0 for no rows."""
+    """Return the interpolated value for `at` rows; 0 for no rows."""
     if at == 0:
         return 0.0
     if at <= rows[0]:
@@ -225,10 +225,7 @@ def between(rows: Sequence[int], values: Sequence[float], at: int) -> float:
     return values[-1] * at / rows[-1]
 
 
-# The ceilings of a daemon's loads, measured beside it: a worker's parts by themselves.
-#
-# Owns the program that measures and knows which servers are daemons of this installation. What a
-# ceiling is, is in ceiling.py.
+# Measuring the hardware limits of a daemon: the parts of a worker, run separately.
 
 
 _ROUNDS: Final = 5
@@ -237,7 +234,7 @@ _PROMPT_TOKENS: Final = 256
 
 @dataclass(frozen=True)
 class MeasuredLimits:
-    """Of a daemon: measured by a program that has its weights, and sleeps in between."""
+    """Hardware limits of a daemon, measured by a program that has loaded its weights."""
 
     name: str
     program: LineProgram
@@ -248,7 +245,7 @@ class MeasuredLimits:
         return budget_of(self.workload.config)
 
     def measure(self) -> Hardware:
-        """Now; the machine should have nothing else to do."""
+        """Measure now; the machine should be idle."""
         what = f"the parts of a step of {self.name}"
         return Hardware(self.program.play(self.workload, LimitsTimings, what))
 
@@ -260,9 +257,9 @@ def limits_program(
     rounds: int = _ROUNDS,
     prompt_tokens: int = _PROMPT_TOKENS,
 ) -> MeasuredLimits:
-    """For a daemon with these settings; the caller ends the program.
+    """Start the program for a daemon with these settings; the caller ends it.
 
-    rows: numbers of rows that are multiplied.
+    rows: numbers of rows of the products.
     """
     around = HostEnvironment.of(os.environ)
     with closing(open_display(sys.stderr)) as display:
@@ -275,9 +272,9 @@ def limits_program(
 
 
 def settings_of(spec: ServerSpec, settings: Mapping[str, object]) -> ServeConfig | None:
-    """Of a server that is started as `tokend serve`; None for any other.
+    """Return the settings of a server started by `tokend serve`; None for any other.
 
-    settings: what the environment sets. Raises ConfigError for flags that the daemon would refuse.
+    settings: those from the environment. Raises ConfigError for flags that the daemon refuses.
     """
     for place, (word, follower) in enumerate(zip(spec.command, spec.command[1:], strict=False)):
         if follower == "serve" and PurePath(word).name in ("tokend", "deploy.cli"):
@@ -287,19 +284,16 @@ def settings_of(spec: ServerSpec, settings: Mapping[str, object]) -> ServeConfig
 
 
 def budget_of(config: ServeConfig) -> Budget:
-    """How the scheduler cuts steps."""
+    """Return the scheduler's limits of a step."""
     tokens = config.scheduler.step_tokens
     return Budget(tokens, min(config.scheduler.long_prefill_token_threshold or tokens, tokens))
 
 
-# What a daemon did in a turn, beside what the machine allowed just before it.
-#
-# Knows loads and figures by their names; how limits are measured is in hardware.py, and what
-# they come to in ceiling.py.
+# Figures of a daemon's run, compared with the limits measured just before it.
 
 
 def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
-    """The rows of one load; alone also how near a token is to reading the weights once."""
+    """Return the rows of one load; for a single stream also the share of weight reading."""
     found = [
         ComparedFigure(f"{load}_ceiling_output_tokens_per_s", f"ceiling, output tokens/s, {title}"),
         ComparedFigure(
@@ -317,10 +311,10 @@ def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
 
 
 class CeilingBench(CompareBench):
-    """A comparison with the ceiling of each server that is started as `tokend serve`."""
+    """A comparison with the ceiling of every server started by `tokend serve`."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
-        """The programs that measure run until the stack is left."""
+        """Start the measuring programs, which run until the stack is closed."""
         super().__init__(options)
         settings = HostEnvironment.of(os.environ).settings
         self._limits: dict[str, MeasuredLimits] = {}

@@ -1,4 +1,4 @@
-"""Run a benchmark as a command: its errors become exit statuses, as those of `tokend` do."""
+"""Run a benchmark as a command, with the exit statuses of `tokend`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from proto.errors import ConfigError, ModelError, TokendError
 
 
 def run(main: Callable[[Sequence[str]], object], words: Sequence[str] | None = None) -> int:
-    """Call main with the words, by default those of the command line.
+    """Call main with arguments, by default those of the command line.
 
-    Return what main returns, 0 for None; 2 for wrong flags, 1 for other failures.
+    Return main's status, 0 for None; 2 for invalid flags, 1 for other failures.
     """
     try:
         status = main(sys.argv[1:] if words is None else words)

@@ -1,10 +1,9 @@
-"""What one tenant's flood costs another that asks for little.
+"""Measure how a tenant with few requests is delayed by a tenant that floods the daemon.
 
-Starts a daemon of its own that tells tenants apart by a header. First the quiet tenant asks one
-request after the other of an idle daemon; then it does the same while the other tenant keeps
-several times as many requests under way as there are seats. What is promised is a first token at
-most two steps later than on the idle daemon, at the median: exit status 1 when it is not kept, or
-when a request failed.
+Starts a daemon that identifies tenants by a header. The quiet tenant first sends one request after
+another to the idle daemon, then again while the other tenant keeps several times --max-num-seqs
+requests in flight. The limit is a median first token at most two steps later than on the idle
+daemon; the exit status is 1 if it is missed or a request fails.
 """
 
 import argparse
@@ -37,12 +36,12 @@ STEPS_PROMISED: Final = 2
 WARM_UP_REQUESTS: Final = 3
 LOOK_SECONDS: Final = 0.5
 PAUSE_SECONDS: Final = 0.3
-"""Between requests of the quiet tenant."""
+"""Pause between requests of the quiet tenant."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """First tokens of the quiet tenant, seconds; and the steps that it met in the flood."""
+    """Seconds to the first token of the quiet tenant, and step times during the flood."""
 
     idle: list[float]
     flooded: list[float]
@@ -50,16 +49,16 @@ class Verdict:
 
     @property
     def delay(self) -> float:
-        """Seconds that the flood costs, at the median."""
+        """Median delay in seconds caused by the flood."""
         return statistics.median(self.flooded) - statistics.median(self.idle)
 
     @property
     def limit(self) -> float:
-        """Seconds of the steps that it may cost."""
+        """Allowed delay in seconds: the time of two steps."""
         return STEPS_PROMISED * statistics.median(self.steps)
 
     def plain(self, flood: PartResult, num_failed: int) -> dict[str, object]:
-        """For JSON: what the table shows."""
+        """Return the figures of the table for JSON."""
         times = {
             "quiet_idle_first_token": self.idle,
             "quiet_flooded_first_token": self.flooded,
@@ -103,7 +102,7 @@ class Verdict:
 
 
 async def probe(quiet: OverloadClients, number: int) -> list[Attempt]:
-    """So many requests of the quiet tenant, one after the other."""
+    """Send requests of the quiet tenant, one after another."""
     attempts = []
     for _ in range(number):
         attempts.append(await quiet.send_request())
@@ -112,7 +111,7 @@ async def probe(quiet: OverloadClients, number: int) -> list[Attempt]:
 
 
 async def watch_steps(daemon: MeasuredDaemon, found: list[float]) -> None:
-    """Append the seconds of a step, of each short stretch, until cancelled."""
+    """Append the mean step time of every short interval until cancelled."""
     last_steps, last_time = await asyncio.to_thread(daemon.num_steps), time.monotonic()
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -125,7 +124,7 @@ async def watch_steps(daemon: MeasuredDaemon, found: list[float]) -> None:
 async def measure(
     daemon: MeasuredDaemon, options: argparse.Namespace
 ) -> tuple[Verdict, PartResult, list[Attempt]]:
-    """Idle, then beside the flood: the verdict, the flood, and all that the quiet one asked."""
+    """Measure idle, then during the flood; return the verdict, the flood and the quiet requests."""
     async with AsyncExitStack() as stack:
         quiet, loud = [
             await stack.enter_async_context(

@@ -1,12 +1,12 @@
-"""What streaming costs front end and engine when the model costs nothing.
+"""Measure the cost of streaming in front end and engine, without a model.
 
-All processes and sockets of a daemon are real but for the worker, which makes tokens up and
-sleeps over each step for --step-ms. That is to be long enough for every token to have an event
-of its own (tokens an event: 1): a front end that lags behind sends several as one, which is
-cheaper. --step-ms 0 finds out how fast it goes instead.
+All processes and sockets of the daemon are real except the worker, which makes up tokens and sleeps
+for --step-ms in every step. This must be long enough for every token to get a separate event
+(tokens per event: 1), because a front end that lags behind merges tokens, which is cheaper.
+--step-ms 0 measures the maximal speed instead.
 
-With --peer-python and --peer-model vLLM's API server and engine get the same load, likewise
-without a model, in turns with ours: the one that does not have its turn idles.
+With --peer-python and --peer-model vLLM's API server and engine get the same load, also without a
+model, alternating with ours; the other server idles meanwhile.
 
   python -m tests.benchmarks.frontend --streams 1000
   python -m tests.benchmarks.frontend --peer-python ~/vllm/bin/python --peer-model
@@ -45,15 +45,14 @@ from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.null_daemon import NULL_DAEMON
 from tests.benchmarks.soak import request_bytes
 
-# Many open streams on one thread, of which only the events are counted.
+# Many open streams on one thread, whose events are counted but not parsed.
 #
-# Owns the connections, and of each the events and the gaps between them while somebody
-# measures. A client that understood what it reads would cost more than the servers.
+# A client that parsed them would cost more than the servers.
 
 
 PATH: Final = "/v1/completions"
 _AT_ONCE: Final = 50
-"""Connections that are opened together."""
+"""Number of connections that are opened together."""
 _EVENT_END: Final = b"\n\n"
 _LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 _GOOD: Final = b"HTTP/1.1 200"
@@ -62,15 +61,15 @@ _SHOWN_BYTES: Final = 300
 
 @dataclass
 class Window:
-    """What came while it was open. events: of each stream. gaps: seconds between two reads of a
-    stream that brought events."""
+    """Events in a time window. events: number by stream. gaps: seconds between two reads of a
+    stream that returned events."""
 
     events: list[int]
     gaps: list[float] = field(default_factory=list)
 
 
 class Stream(asyncio.Protocol):
-    """One request and its answer. begun, ended: called once each; failed: with the reason."""
+    """One request and its answer. begun, ended: called once; failed: called with the reason."""
 
     def __init__(
         self,
@@ -119,14 +118,14 @@ class Stream(asyncio.Protocol):
         self._ended()
 
     def close(self) -> None:
-        """Go away, as a client that has enough."""
+        """Disconnect, like a client that needs no more tokens."""
         self._transport.abort()
 
 
 class Streams:
-    """As many as there are prompts, all open at once.
+    """One concurrently open stream for every prompt.
 
-    max_tokens: of each; enough that none ends before the measurement does.
+    max_tokens: enough that no stream ends before the measurement.
     """
 
     def __init__(
@@ -144,11 +143,11 @@ class Streams:
 
     @property
     def num_events(self) -> int:
-        """Of all of them, since they were opened."""
+        """Number of events of all streams since they were opened."""
         return sum(each.num_events for each in self._streams)
 
     async def open(self, seconds: float) -> None:
-        """Return when each has had an event; raises TokendError after so many seconds."""
+        """Wait until every stream has had an event; raise TokendError after this many seconds."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -172,7 +171,7 @@ class Streams:
             ) from None
 
     async def watch(self, seconds: float) -> Window:
-        """What comes in this time; raises TokendError when a stream ends in it."""
+        """Return the events of this many seconds; raise TokendError if a stream ends."""
         before = [each.num_events for each in self._streams]
         gaps: list[float] = []
         for each in self._streams:
@@ -185,7 +184,7 @@ class Streams:
         return Window(events, gaps)
 
     def check(self) -> None:
-        """Raise TokendError if a stream has ended, or was none."""
+        """Raise TokendError if a stream has ended or failed."""
         if self._trouble:
             raise TokendError(self._trouble)
 
@@ -194,24 +193,22 @@ class Streams:
             each.close()
 
     def _stream(self, request: bytes) -> Callable[[], Stream]:
-        return lambda: Stream(request, self._on_begun, self._on_ended, self._on_trouble)
+        return lambda: Stream(request, self._on_begun, self._on_ended, self._on_failed)
 
     def _on_begun(self) -> None:
         self._num_begun += 1
         self._changed.set()
 
     def _on_ended(self) -> None:
-        self._on_trouble("a stream ended while it was measured: more --output-tokens are needed")
+        self._on_failed("a stream ended while it was measured: more --output-tokens are needed")
 
-    def _on_trouble(self, text: str) -> None:
+    def _on_failed(self, text: str) -> None:
         self._trouble = self._trouble or text
         self._changed.set()
 
 
-# The servers that are measured: the daemon and vLLM, both without a model.
-#
-# Owns how they are started with the same limits and the same time for a step, and what CPU time
-# their processes have taken, front end and engine apart.
+# The measured servers: the daemon and vLLM, both without a model, with the same limits and step
+# time, and the CPU time of their processes.
 
 
 API: Final = "API server"
@@ -225,14 +222,14 @@ _CORE: Final = "VLLM::EngineCore"
 
 @dataclass(frozen=True)
 class Limits:
-    """What both are started with. step_seconds: that the missing model takes, asleep."""
+    """The settings of both servers. step_seconds: time that a step sleeps instead of computing."""
 
     num_streams: int
     tokens_each: int
     step_seconds: float
 
     def flags(self) -> list[str]:
-        """Those that tokend and vLLM share."""
+        """Return the flags that tokend and vLLM share."""
         blocks_each = -(-self.tokens_each // BLOCK_SIZE) + 1
         return [
             *("--block-size", str(BLOCK_SIZE)),
@@ -243,18 +240,18 @@ class Limits:
 
 
 class Subject(Protocol):
-    """A server that runs."""
+    """A running server."""
 
     name: str
     url: str
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Since the start, by process; API and ENGINE are among them."""
+        """Return the CPU time since the start by process, including API and ENGINE."""
         ...
 
 
 class Ours:
-    """The daemon with a worker that computes nothing, which is a process of its own."""
+    """The daemon with a null worker process."""
 
     name = "tokend"
 
@@ -277,9 +274,9 @@ class Ours:
 
 
 class VLLM:
-    """`vllm serve` whose executor computes nothing, inside EngineCore.
+    """`vllm serve` with a null executor inside EngineCore.
 
-    python: of an environment that has vLLM. model: folder with a config and a tokenizer.
+    python: interpreter that has vLLM. model: folder with a config and a tokenizer.
     """
 
     name = "vLLM"
@@ -306,8 +303,8 @@ class VLLM:
         self.url = self._server.url
 
     def cpu_seconds(self) -> dict[str, float]:
-        """The front end is the process that was started; the answers of nobody's model count as
-        nobody's work."""
+        """Return CPU times; the front end is the started process, and the null executor's time is
+        excluded."""
         used = {
             title: each.cpu_seconds
             for title, each in usage_by_title(self._server.pid, _TITLES).items()
@@ -320,23 +317,21 @@ def _sum_of(used: Mapping[str, float], prefix: str) -> float:
     return sum(seconds for title, seconds in used.items() if title.startswith(prefix))
 
 
-# What a window of streaming cost: figures of one server, limits beside another, the table.
-#
-# Knows nothing of how they were taken.
+# The figures of a window of streaming, limits relative to a peer, and the table.
 
 
 LEAST_SHARE: Final = 0.8
-"""What the stream that gets least must have of what the middle one has."""
+"""Least allowed share of the slowest stream, relative to the median stream."""
 API_RATIO: Final = 0.5
-"""CPU time of our front end for a token, as part of the peer's."""
+"""Most CPU time of our front end per token, relative to the peer."""
 ENGINE_RATIO: Final = 1.0
-"""CPU time of our engine for a token, as part of the peer's."""
+"""Most CPU time of our engine per token, relative to the peer."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Of a server, at one moment. cpu_seconds: since its start, by process. events: that its
-    streams have had when the tokens and steps were counted."""
+    """Counters of a server at one moment. cpu_seconds: since its start, by process. events: of its
+    streams when tokens and steps were counted."""
 
     seconds: float
     cpu_seconds: Mapping[str, float]
@@ -347,11 +342,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one window, or medians of several.
+    """Figures of one window, or medians of several.
 
-    tokens_per_event: 1 where every token had an event of its own. least, middle: events of the
-    stream that got least and of the middle one. cpu_ms: by process, for 1,000 streamed tokens.
-    client_share: of one core, that the client took.
+    tokens_per_event: 1 if every token had a separate event. least, middle: events of the slowest
+    and of the median stream. cpu_ms: by process, per 1,000 streamed tokens. client_share: part of
+    one core that the client used.
     """
 
     streams: float
@@ -372,14 +367,14 @@ class Figures:
         return self.least_events / self.middle_events
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
 def figures_of(
     before: Reading, after: Reading, window: Window, client_cpu_seconds: float
 ) -> Figures:
-    """Of a window in which every stream had something."""
+    """Return the figures of a window in which every stream had events."""
     seconds, tokens = after.seconds - before.seconds, after.tokens - before.tokens
     steps = after.steps - before.steps
     used = {
@@ -405,7 +400,7 @@ def figures_of(
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Of each figure by itself."""
+    """Return the median of every figure."""
     plain = [each.plain() for each in rounds]
     found = {name: median(each[name] for each in plain) for name in plain[0] if name != "cpu_ms"}
     cpu_ms = {
@@ -417,7 +412,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def limits(ours: Sequence[Figures], peer: Sequence[Figures]) -> list[Limit]:
-    """What is judged; beside a peer the medians of the rounds' ratios."""
+    """Return the limits; with a peer also those of median ratios over rounds."""
     least = min(each.least_share for each in ours)
     found = [
         Limit("events of the least stream / of the middle one", least, "at least", LEAST_SHARE)
@@ -431,7 +426,7 @@ def limits(ours: Sequence[Figures], peer: Sequence[Figures]) -> list[Limit]:
 
 
 def table(title: str, columns: Mapping[str, Figures]) -> Table:
-    """A column each."""
+    """Return a table with a column for each server."""
     made = Table(title=title)
     made.add_column("")
     for name in columns:
@@ -468,7 +463,7 @@ _ROWS: Final = (
 _OPEN_SECONDS: Final = 120.0
 _SETTLE_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 2.0
-"""In which a server notices that all clients are gone."""
+"""Time in which a server notices that all clients have disconnected."""
 _FIRST_TOKEN: Final = 1_000
 _TOKENS: Final = "vllm:generation_tokens_total"
 _STEPS: Final = "vllm:iteration_tokens_total_count"
@@ -496,12 +491,12 @@ def main(words: Sequence[str]) -> None:
 
 
 def prompts_of(number: int, length: int) -> list[list[int]]:
-    """Token ids, no two prompts alike from the first on."""
+    """Return prompts of token ids, which differ from the first token on."""
     return [[_FIRST_TOKEN + each] + [_FIRST_TOKEN] * (length - 1) for each in range(number)]
 
 
 def _rounds(options: argparse.Namespace) -> dict[str, list[Figures]]:
-    """Of each server, in turns."""
+    """Measure the servers in alternation."""
     with ExitStack() as stack:
         subjects = _subjects(options, stack)
         rounds: dict[str, list[Figures]] = {each.name: [] for each in subjects}
@@ -530,7 +525,7 @@ async def _measure(subject: Subject, options: argparse.Namespace) -> Figures:
 
 
 async def _reading(subject: Subject, streams: Streams) -> Reading:
-    """The counts are asked for after the CPU time is taken: each window pays for one of them."""
+    """Read the CPU time, then the counts, so that every window includes one request for them."""
     seconds, used = time.monotonic(), subject.cpu_seconds()
     tokens, steps = await asyncio.to_thread(metrics_of, subject.url, _TOKENS, _STEPS)
     return Reading(seconds, used, tokens, steps, streams.num_events)

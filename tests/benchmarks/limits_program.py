@@ -1,9 +1,8 @@
-"""A workload a line in, its timings a line out.
+"""Reads workloads from stdin and prints their timings, one JSON line each, until EOF.
 
-Both as JSON; the end of the input ends it. What a step of a model cannot do without, each part
-by itself: the matrix products of so many rows with the weights as the daemon holds them, a
-prompt's attention, and how fast the memory is read. A model is loaded once for all lines that
-name it. Knows nothing of loads: which steps they take is counted elsewhere.
+Measures the essential parts of a model's step separately: matrix products with the daemon's weight
+formats by number of rows, the attention of a prompt, and the memory bandwidth. A model is loaded
+once for all lines that name it. The steps of a load are counted in ceilings.py.
 """
 
 import math
@@ -36,13 +35,13 @@ _SECONDS_OF_A_PART: Final = 0.03
 _DENSE_BYTES: Final = {"bf16": 2, "f16": 2, "f32": 4}
 
 Part = Sequence[Callable[[], object]]
-"""Calls that are made one after the other, as in a step: a head alone would stay in the caches."""
+"""Calls made in sequence, as in a step; a single head would stay in the CPU caches."""
 
 
 class NotedFormat:
-    """A form of weights; keeps the products that are made, beside the model that gets them.
+    """A weight format that records the products it creates for a model.
 
-    layers: (columns of the input, product) in the order of a step. head: that of the scores.
+    layers: (input columns, product) in the order of a step. head: the product of the logits.
     """
 
     def __init__(self, form: WeightFormat) -> None:
@@ -84,7 +83,7 @@ class NotedFormat:
 
 
 class LimitsWorker:
-    """The model of a worker as the daemon has it, whose products can be computed by themselves."""
+    """The model of a worker like in the daemon, whose products can be run separately."""
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
         device = create_device(config, 0)
@@ -94,7 +93,7 @@ class LimitsWorker:
         self.products = self.loaded.weight_format
 
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
-        """Prompts of a step, as many as fit."""
+        """Return inputs of a step with as many prompts as fit."""
         spec, config = self.loaded.model.spec, workload.config
         tokens = min(workload.prompt_tokens, config.scheduler.step_tokens)
         return AttentionWorkload(
@@ -114,16 +113,15 @@ class LimitsWorker:
 
     @property
     def kv_bytes_per_token(self) -> list[tuple[int, int | None]]:
-        """Bytes and window of each group of layers."""
+        """Return bytes per token and window of every KV group."""
         size = self.loaded.geometry.bytes_per_token
         return [(size, group.sliding_window) for group in self.loaded.geometry.groups]
 
 
 def weight_bytes(form: WeightFormat, prepared: PreparedModel, *, tied: bool) -> int:
-    """What a step of one row reads of the weights in this form; of two forms the first.
+    """Return the bytes of weights that a step of one row reads in this format.
 
-    tied: embedding and head are one weight; else the embedding is left out, for blocks as if it
-    had as many bits as the rest.
+    tied: embedding and head share one weight; otherwise the embedding is excluded.
     """
     index = read_index(prepared)
     numbers = {each.name: math.prod(each.shape) for each in index.tensors if len(each.shape) == 2}
@@ -141,9 +139,9 @@ def weight_bytes(form: WeightFormat, prepared: PreparedModel, *, tied: bool) -> 
 
 @torch.inference_mode()
 def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
-    """The parts take turns, and the best round of each counts."""
+    """Measure the parts in alternation; the best round of every part counts."""
     products, attention = worker.products, worker.attention(workload)
-    # Pages as weights and KV have them.
+    # the same kind of pages as weights and KV
     memory = large_pages(4 * _READ_FLOATS).view(torch.float32).fill_(1.0)
     parts: list[Part] = [
         [_product(each, rows, worker.loaded.dtype) for each in (products.layers, products.head)]
@@ -181,7 +179,7 @@ def _product(
 
 
 def _best_ms(parts: Sequence[Part], rounds: int) -> list[list[float]]:
-    """Of each call of each part; short parts run several times a round: they are disturbed most."""
+    """Return the best time of every call; short parts run several times a round."""
     best = [[math.inf] * len(part) for part in parts]
     for number in range(rounds + 1):
         for place, part in enumerate(parts):
@@ -189,7 +187,7 @@ def _best_ms(parts: Sequence[Part], rounds: int) -> list[list[float]]:
             while spent < _SECONDS_OF_A_PART:
                 times = [_seconds(call) for call in part]
                 spent += sum(times)
-                if number:  # the first round warms up
+                if number:  # the first round is the warm-up
                     best[place] = list(map(min, best[place], times))
     return [[1e3 * seconds for seconds in each] for each in best]
 
@@ -201,7 +199,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Play until nothing more is asked."""
+    """Run workloads until EOF."""
     loaded: list[tuple[object, LimitsWorker]] = []
     for line in sys.stdin.buffer:
         workload = from_json(line, LimitsWorkload)

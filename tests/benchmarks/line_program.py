@@ -1,7 +1,7 @@
-"""A program that is given workloads and answers each with its timings: JSON, a line each.
+"""A program that reads workloads and prints their timings, one JSON line each.
 
-It lives for the whole benchmark, so that what it imports and loads is paid for once, and sleeps
-while others measure. Owns the process and the lines; what is measured is in the messages.
+It runs for the whole benchmark, so that imports and models are loaded once, and idles while other
+programs measure.
 """
 
 import subprocess
@@ -22,9 +22,10 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class LineProgram(BenchProcess):
-    """command: its words. environment: all of its variables; None for ours.
+    """The process of such a program.
 
-    Raises TokendError when there is no such program.
+    environment: all of its variables; None inherits ours. Raises TokendError if the program does
+    not exist.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class LineProgram(BenchProcess):
             raise TokendError(f"{command[0]}: {error.strerror}") from None
 
     def play(self, workload: Message, answer: type[Answer], what: str) -> Answer:
-        """Measure one workload; raises TokendError, naming `what`, when the program fails."""
+        """Measure one workload; raise TokendError, naming `what`, if the program fails."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -57,6 +58,6 @@ class LineProgram(BenchProcess):
 
 
 def worker_program(module: str, device: DeviceConfig, around: HostEnvironment) -> LineProgram:
-    """A module of the worker by itself, with the threads that the daemon would give it."""
+    """Start a module with the environment and threads of a worker."""
     environment = child_environment(around.variables, "worker", device)
     return LineProgram((sys.executable, "-m", module), environment)

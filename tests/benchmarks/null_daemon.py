@@ -1,6 +1,6 @@
 """A daemon without a model.
 
-All processes are real except the worker, which answers each step with made-up tokens after N
+All processes are real except the worker, which answers every step with made-up tokens after N
 milliseconds.
 """
 
@@ -15,7 +15,7 @@ from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.line_program import ROOT
 
 NULL_DAEMON = (sys.executable, "-m", "tests.benchmarks.null_daemon")
-"""The command, from the repository's root."""
+"""The command; the working directory must be the repository's root."""
 
 
 def commands(words: Sequence[str]) -> tuple[Commands, list[str]]:

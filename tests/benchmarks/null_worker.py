@@ -1,7 +1,7 @@
-"""The fake worker as a process of a daemon.
+"""A null worker as a process of a daemon.
 
-What a worker does on its links and in its life, without weights, tensors and torch: a
-daemon with it costs what everything but the model costs.
+It behaves like a worker on its links, without weights, tensors and torch, so a daemon with it has
+the costs of everything except the model.
 
 supervisor ── boot ──▶ WorkerReady ──▶ engine ── InitializeCache ──▶ CacheReady
 engine ── SchedulerOutput ──▶ FakeWorker ── ModelRunnerOutput ──▶ engine
@@ -26,22 +26,22 @@ from proto.process import run
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 
-# A worker that computes nothing: it answers each step with tokens of its own making.
+# A worker that computes nothing and answers every step with made-up tokens.
 
 
 NUM_TOKEN_IDS = 49_152
-"""The vocabulary."""
+"""Size of the vocabulary."""
 GEOMETRY = KVCacheGeometry(
     num_slots=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040
 )
-"""SmolLM2's. Nothing that is measured depends on it."""
+"""That of SmolLM2. No figure depends on it."""
 _PRIME = 7919
 
 
 class FakeWorker:
-    """Knows of each sequence how many tokens it has, which tells who samples in a step.
+    """Tracks the number of tokens of every sequence, which determines the sequences that sample.
 
-    vocab_size: its tokens are smaller, and not below `lowest`.
+    vocab_size, lowest: exclusive upper and inclusive lower bound of its tokens.
     """
 
     def __init__(self, vocab_size: int = NUM_TOKEN_IDS, lowest: int = 0) -> None:
@@ -50,7 +50,7 @@ class FakeWorker:
         self._num_tokens: dict[int, int] = {}
 
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """A token for each sequence whose tokens are all computed after this step."""
+        """Return a token for each sequence whose tokens are all computed after this step."""
         num_tokens = self._num_tokens
         for seq_id in output.finished_seq_ids:
             num_tokens.pop(seq_id, None)
@@ -69,23 +69,23 @@ class FakeWorker:
 
 
 PLAIN_TOKENS = 1_000
-"""From here on tokens have a text of their own, seldom one that needs the next token: in a
-vocabulary of at least twice that size special tokens and single bytes are below."""
+"""First token with a text that rarely needs the next token; in a vocabulary of at least twice
+this size special tokens and single bytes have lower ids."""
 KV_CACHE_BYTES = 1 << 30
-"""What it says to have; nothing is allocated."""
+"""Reported memory; nothing is allocated."""
 
 
 class NullWorker:
-    """Serves one engine after the other. step_seconds: how long it sleeps over each step."""
+    """Serves one engine after another. step_seconds: sleep of every step."""
 
     def __init__(self, boot: ProcessBoot, supervisor: Link, step_seconds: float) -> None:
         self._boot = boot
         self._step_seconds = step_seconds
         self._supervisor = supervisor
-        self._meet(boot.worker_epoch)
+        self._connect(boot.worker_epoch)
 
     def run(self) -> None:
-        """Until Shutdown."""
+        """Serve until Shutdown."""
         while True:
             self._poller.wait()
             for order in self._supervisor.receive():
@@ -93,12 +93,12 @@ class NullWorker:
                     return
                 if isinstance(order, NewEngine):
                     self._engine.close()
-                    self._meet(order.worker_epoch)
+                    self._connect(order.worker_epoch)
             for message in self._engine.receive():
                 self._serve(message)
 
-    def _meet(self, epoch: int) -> None:
-        """The engine of an epoch; nothing is known of its sequences."""
+    def _connect(self, epoch: int) -> None:
+        """Connect to the engine of an epoch, without any sequences."""
         path = worker_path(self._boot.run_dir, epoch, self._boot.index)
         self._engine = Link.connect(path, InitializeCache | SchedulerOutput)
         self._poller = Poller([self._supervisor, self._engine])
@@ -129,7 +129,7 @@ class NullWorker:
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Answer until told to stop."""
+    """Run the worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, default=0.0)
     own, _ = parser.parse_known_args()

@@ -1,11 +1,11 @@
-"""What KV beyond the device is worth.
+"""Measure the benefit of KV offloading.
 
-First by the clock: a prompt is sent to a daemon three times, once when nobody knows it, once when
-only the KV connector has its KV (the prefix cache is reset), and once when the device has it.
-Then by counting: how much of the prompts of agents each eviction policy finds, with scans between
-them that nobody repeats, on a trace without a model.
+First the times: a prompt is sent to a daemon three times: when it is unknown, when only the KV
+connector has its KV (the prefix cache is reset), and when the device has it. Then hit rates: the
+share of agent prompts that every eviction policy finds, on a trace with scans that never repeat,
+without a model.
 
-With --cost something else: what the connector takes from those who never hit, by pairs of daemons.
+With --cost instead: the overhead of the connector for prompts that never hit, by pairs of daemons.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.messages import OffloadHits, OffloadHitsOfAll, OffloadTimes, OffloadWorkload
 
-# `python -m tests.benchmarks.offload --cost`: what a KV connector takes from those who never hit.
+# `python -m tests.benchmarks.offload --cost`: the overhead of a KV connector without hits.
 #
-# Two daemons, one of them with the connector, answer the same prompts in turn; no prompt begins
-# like another, so nothing is ever found and all that is computed is stored:
+# Two daemons, one of them with the connector, answer the same prompts alternately. Prompts share no
+# prefix, so there are no hits and all computed blocks are stored:
 #
 #     round 1    without ████████          ████████ without    round 2 …
 #                with             ████████                             ████████ with …
 #
-# Each round is a pair of its own. Its ratio of tokens per second is what the clock says; its ratio
-# of CPU seconds per token says the same with less noise where others use the machine.
+# Every round is a pair. The ratio of tokens per second is the direct figure; the ratio of CPU
+# seconds per token has less noise on a shared machine.
 
 
 _WARM_UP_TOKENS: Final = 16
@@ -52,7 +52,7 @@ _REST_SECONDS: Final = 120.0
 
 @dataclass(frozen=True)
 class CostLoad:
-    """num_clients: each waits for an answer before it sends the next of its num_requests."""
+    """num_clients: concurrent clients, which send num_requests one after another."""
 
     num_clients: int = 16
     num_requests: int = 2
@@ -62,7 +62,7 @@ class CostLoad:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of one daemon in one round. cpu_ms: of all its processes, for a token of an answer."""
+    """One daemon's run in a round. cpu_ms: CPU time of all its processes per output token."""
 
     tokens_per_second: float
     cpu_ms: float
@@ -70,26 +70,26 @@ class Turn:
 
 @dataclass(frozen=True)
 class CostRound:
-    """The turns of a pair. without: the connector."""
+    """The runs of a pair: without and with the connector."""
 
     without: Turn
     connected: Turn
 
     @property
     def speed(self) -> float:
-        """Tokens per second, connected by without: 1 costs nothing."""
+        """Ratio of tokens per second, with to without the connector; 1 means no overhead."""
         return self.connected.tokens_per_second / self.without.tokens_per_second
 
     @property
     def cpu(self) -> float:
-        """CPU seconds for a token, connected by without."""
+        """Ratio of CPU seconds per token, with to without the connector."""
         return self.connected.cpu_ms / self.without.cpu_ms
 
 
 @dataclass(frozen=True)
 class Cost:
-    """speed, cpu: medians of the rounds' ratios. loads: copies from the medium, which are to be
-    none. stores: copies to it."""
+    """speed, cpu: medians of the rounds' ratios. loads: copies from the medium, which must be zero.
+    stores: copies to the medium."""
 
     rounds: Sequence[CostRound]
     loads: int
@@ -105,13 +105,13 @@ class Cost:
 
 
 TakeTurn = Callable[[Sequence[Sequence[int]]], Turn]
-"""Sends prompts to one of the daemons, and returns what it took."""
+"""Sends prompts to one of the daemons and returns its figures."""
 
 
 def play_rounds(
     without: TakeTurn, connected: TakeTurn, num_rounds: int, load: CostLoad
 ) -> list[CostRound]:
-    """Both get the same prompts; who begins changes from round to round."""
+    """Run rounds in which both daemons get the same prompts and alternate in starting."""
     draw = random.Random(0)
     rounds = []
     for number in range(num_rounds):
@@ -129,7 +129,7 @@ def play_rounds(
 def measure_cost(
     flags: Sequence[str], connector_flags: Sequence[str], num_rounds: int, load: CostLoad
 ) -> Cost:
-    """Raises TokendError where anything was loaded, or nothing stored: that measures little."""
+    """Measure the cost; raise TokendError if blocks were loaded, or none were stored."""
     with (
         MeasuredDaemon(flags) as plain,
         MeasuredDaemon([*flags, *connector_flags]) as connected,
@@ -147,7 +147,7 @@ def measure_cost(
 
 
 class _Clients:
-    """All clients of one daemon, a thread each."""
+    """All clients of one daemon, each in a thread."""
 
     def __init__(self, daemon: MeasuredDaemon, load: CostLoad) -> None:
         self._daemon = daemon
@@ -176,7 +176,7 @@ class _Clients:
         self._await_rest()
 
     def turn(self, prompts: Sequence[Sequence[int]]) -> Turn:
-        """All prompts, as many at a time as there are clients."""
+        """Send all prompts, with as many concurrent requests as clients."""
         length = self._load.answer_tokens
         cpu, begun = self._cpu_seconds(), time.perf_counter()
         num_tokens = sum(self._threads.map(lambda each: self._ask(each, length), prompts))
@@ -185,7 +185,7 @@ class _Clients:
         return Turn(num_tokens / seconds, cpu_ms / num_tokens)
 
     def _await_rest(self) -> None:
-        """Until what a start leaves for idle moments is done."""
+        """Wait until work deferred by the start is done."""
         deadline = time.monotonic() + _REST_SECONDS
         before = -1.0
         while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _RESCAN_SECONDS:
@@ -198,7 +198,7 @@ class _Clients:
         return sum(each.cpu_seconds for each in usage_by_title(self._daemon.pid).values())
 
     def _ask(self, prompt: Sequence[int], length: int) -> int:
-        """Tokens of the answer."""
+        """Send a prompt; return the number of tokens of the answer."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -216,7 +216,7 @@ class _Clients:
 
 
 def cost_table(cost: Cost) -> Table:
-    """A line for each round, and the medians."""
+    """Return a table with a line for each round, and the medians."""
     table = Table(
         title=f"the cost of a connector that never hits; {cost.stores} stores, {cost.loads} loads"
     )
@@ -271,7 +271,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[OffloadTimes]:
-    """A row for each length of a prompt; raises TokendError where nothing was loaded."""
+    """Return a row for each prompt length; raise TokendError if nothing was loaded."""
     flags, connector_flags = _flags(options)
     with (
         MeasuredDaemon([*flags, *connector_flags]) as daemon,
@@ -283,7 +283,7 @@ def measure(options: argparse.Namespace) -> list[OffloadTimes]:
 
 
 def _flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Of tokend serve: those beside the connector, and the connector's."""
+    """Return the flags of tokend serve: those without the connector, and the connector's."""
     flags = list(options.serve_flags)
     for at, word in enumerate(flags):
         if word == _FLAG:
@@ -294,7 +294,7 @@ def _flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def trace(scan_share: float) -> list[OffloadHits]:
-    """A row for each policy."""
+    """Return a row for each policy."""
     workload = OffloadWorkload(policies=list(POLICIES), scan_share=scan_share)
     command = [sys.executable, "-m", "tests.benchmarks.offload_program"]
     with LineProgram(command) as program:
@@ -302,7 +302,7 @@ def trace(scan_share: float) -> list[OffloadHits]:
 
 
 class _Asker:
-    """One client of one daemon; no prompt begins like another."""
+    """One client of one daemon, whose prompts share no prefix."""
 
     def __init__(self, daemon: MeasuredDaemon, client: httpx.Client) -> None:
         self._daemon = daemon
@@ -336,7 +336,7 @@ class _Asker:
         )
 
     def ask(self, prompt: list[int]) -> float:
-        """Seconds until the one token that is wanted is here."""
+        """Send a prompt; return the seconds to its only token."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         begun = time.perf_counter()
         response = self._client.post(f"{self._daemon.url}/v1/completions", json=body)
@@ -346,7 +346,7 @@ class _Asker:
         return seconds
 
     def _await_stores(self) -> None:
-        """Until no more is stored; what is put off needs a step or two."""
+        """Wait until nothing more is stored; deferred stores need a step or two."""
         deadline = time.monotonic() + _STORE_SECONDS
         stored = -1.0
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The simulated grid of agents: cells, other requests beside them, a run that was cut off."""
+"""The simulated grid of agents: cells, additional requests, and a resumed run."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def bench(file: Path, *words: str) -> dict:
 
 
 @pytest.mark.suite("bench")
-def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) -> None:
+def test_a_grid_is_measured_and_reproducible(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90"]
     found = bench(tmp_path / "first.json", *place)
     cells = found["cells"]
@@ -47,7 +47,7 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
 
 
 @pytest.mark.suite("bench")
-def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
+def test_other_requests_are_measured_separately(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3", "--policies", "fcfs"]
     alone = bench(tmp_path / "alone.json", *place)
     found = bench(tmp_path / "beside.json", *place, "--others", "2")
@@ -60,7 +60,7 @@ def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.suite("bench")
-def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_interrupted_grid_is_resumed(tmp_path: Path, monkeypatch, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
     ledger = tmp_path / "replays.jsonl"
     first = bench(tmp_path / "first.json", *place, "--ledger", str(ledger))
@@ -101,6 +101,6 @@ def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch, capsys) ->
         (["--turns", "3"], "unrecognized arguments: --turns"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str, capsys) -> None:
+def test_invalid_arguments_are_refused(words: list[str], message: str, capsys) -> None:
     assert run(agents.main, ["--jobs", "2", "--policies", "fcfs", *words]) != 0
     assert message in capsys.readouterr().err

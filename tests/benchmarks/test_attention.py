@@ -31,7 +31,7 @@ def small(name: str, kv_cache_dtype: str) -> AttentionWorkload:
 
 
 @pytest.mark.suite("bench")
-def test_a_workload_is_played_in_a_process_of_its_own() -> None:
+def test_a_workload_runs_in_a_separate_process() -> None:
     try:
         variant = load_kernels().variant
     except KernelsUnavailableError as reason:
@@ -39,7 +39,7 @@ def test_a_workload_is_played_in_a_process_of_its_own() -> None:
     timings = attention_bench.measure([small("wide", "f32"), small("narrow", "int8")])
     assert [each.workload for each in timings] == ["wide", "narrow"]
     assert [each.kernels for each in timings] == [variant] * 2
-    # tokens * layers * K and V * heads * bytes of a row
+    # tokens * layers * (K and V) * heads * bytes of a row
     assert timings[0].kv_megabytes == pytest.approx(120 * 2 * 2 * 2 * 64 / 1e6)
     assert timings[1].kv_megabytes == pytest.approx(120 * 2 * 2 * 2 * (16 + 4) / 1e6)
     for each in timings:
@@ -49,7 +49,7 @@ def test_a_workload_is_played_in_a_process_of_its_own() -> None:
         assert each.share_of_read_median > 0.0
 
 
-def test_the_file_says_what_the_table_shows(
+def test_the_file_has_the_figures_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def played(workloads: list[AttentionWorkload]) -> list[AttentionTimings]:
@@ -84,7 +84,7 @@ def test_the_file_says_what_the_table_shows(
     assert "0.75" in shown
 
 
-def test_a_file_that_cannot_be_written_costs_no_measurement(
+def test_an_unwritable_file_is_refused_before_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_bench, "measure", lambda workloads: pytest.fail("measured"))

@@ -1,4 +1,4 @@
-"""The steps of a load, what they cost, and how a comparison shows it."""
+"""Ceilings: the steps of a load, their cost, and the comparison that shows them."""
 
 import json
 from contextlib import ExitStack, nullcontext
@@ -40,7 +40,7 @@ TIMINGS = LimitsTimings(
     weight_bytes=7_000,
     kv_bytes_per_token=[(10, None), (100, 3)],
 )
-"""Reading takes a millisecond for 1,000 bytes, a pair of tokens takes one."""
+"""Reading 1,000 bytes takes a millisecond, and so does a pair of tokens."""
 
 
 @given(
@@ -59,7 +59,7 @@ def test_every_token_is_computed_once(
     longest: int,
     more: int,
 ) -> None:
-    """More of them fit into a step than decode, so that prompts come along."""
+    """More rows fit into a step than decode, so that prompts are included."""
     load = ClosedLoad(concurrency, num_requests, input_tokens, output_tokens)
     budget = Budget(concurrency + longest + more, longest)
     steps = list(steps_of(load, budget))
@@ -73,8 +73,8 @@ def test_every_token_is_computed_once(
     assert all(len(step.contexts) <= concurrency for step in steps)
 
 
-def test_prompts_are_cut_and_go_behind_those_that_decode() -> None:
-    """Two requests of 5 tokens, 6 a step and 4 of one prompt."""
+def test_prompts_are_chunked_and_follow_decodes() -> None:
+    """Two requests of 5 tokens; at most 6 tokens in a step and 4 of one prompt."""
     assert list(steps_of(ClosedLoad(2, 2, 5, 2), Budget(6, 4))) == [
         Step([], prompt_tokens=6, prompt_pairs=10 + 3, num_sampled=0),
         Step([], prompt_tokens=4, prompt_pairs=5 + 12, num_sampled=2),
@@ -82,7 +82,7 @@ def test_prompts_are_cut_and_go_behind_those_that_decode() -> None:
     ]
 
 
-def test_a_step_costs_its_parts() -> None:
+def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
     cost = Hardware(TIMINGS).cost(Step([2, 5], prompt_tokens=4, prompt_pairs=9, num_sampled=2))
     assert cost.layers == pytest.approx(6.0)  # 6 rows, between 4 and 8
     assert cost.head == pytest.approx(1.0 + 1 / 3)
@@ -91,7 +91,7 @@ def test_a_step_costs_its_parts() -> None:
     assert cost.total == pytest.approx(16.0 + 1 / 3 + 0.57)
 
 
-def test_a_ceiling_is_that_of_all_steps() -> None:
+def test_the_ceiling_sums_all_steps() -> None:
     load, budget = ClosedLoad(2, 4, 3, 5), Budget(8, 8)
     hardware = Hardware(TIMINGS)
     ceiling = hardware.ceiling(load, budget)
@@ -101,7 +101,7 @@ def test_a_ceiling_is_that_of_all_steps() -> None:
     assert hardware.weights_ms == pytest.approx(7.0)
 
 
-def test_between_measured_numbers_of_rows_is_a_line() -> None:
+def test_product_times_are_interpolated() -> None:
     rows, values = [2, 4, 8], [3.0, 4.0, 10.0]
     assert [between(rows, values, at) for at in (0, 1, 2, 3, 4, 6, 8, 16)] == [
         *(0.0, 3.0, 3.0, 3.5, 4.0, 7.0, 10.0, 20.0)
@@ -109,7 +109,7 @@ def test_between_measured_numbers_of_rows_is_a_line() -> None:
     assert row_counts([1, 12, 99], Budget(48, 48)) == [1, 2, 4, 8, 12, 16, 32, 48]
 
 
-def test_settings_are_those_of_a_daemon_that_is_started() -> None:
+def test_settings_come_from_the_command_of_a_started_daemon() -> None:
     config = settings_of(tokend("x", ["--max-num-batched-tokens", "64"]), {"seed": 5})
     assert config is not None
     assert budget_of(config) == Budget(64, 64)
@@ -122,13 +122,13 @@ def test_settings_are_those_of_a_daemon_that_is_started() -> None:
         settings_of(tokend("x", ["--max-num-sets", "3"]), {})
 
 
-def test_a_threshold_cuts_prompts_further() -> None:
+def test_long_prefill_token_threshold_limits_chunks() -> None:
     scheduler = SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=16)
     assert budget_of(ServeConfig(scheduler=scheduler)) == Budget(64, 16)
 
 
 class FakeLimits:
-    """Limits that are known. num_measured: how often `measure` was called."""
+    """Fixed limits. num_measured: number of calls of `measure`."""
 
     name = "one"
     budget = Budget(8, 8)
@@ -142,7 +142,7 @@ class FakeLimits:
         return Hardware(TIMINGS)
 
 
-def test_a_comparison_has_the_ceiling_of_each_turn(
+def test_a_comparison_shows_the_ceiling_of_every_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = FakeLimits()

@@ -1,4 +1,4 @@
-"""What `python -m tests.benchmarks.fairness` says of what it measured."""
+"""Verdict and figures of `python -m tests.benchmarks.fairness`."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_the_delay_is_compared_with_two_median_steps(flooded: float, word: str) 
     assert caption.endswith(word)
 
 
-def test_the_figures_are_written_in_milliseconds() -> None:
+def test_figures_are_written_in_milliseconds() -> None:
     found = Verdict([0.1], [0.4], [0.2]).plain(FLOOD, 3)
     assert found == {
         "command": "python -m tests.benchmarks.fairness",

@@ -1,4 +1,4 @@
-"""The parts of the front-end benchmark: streams, figures, and a short run of the whole."""
+"""The front-end benchmark: streams, figures, and a short complete run."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 @asynccontextmanager
 async def streams(answer: Answering, max_tokens: int = 9) -> AsyncIterator[Streams]:
-    """Of a server that answers every connection like this."""
+    """Run streams against a server that answers every connection with `answer`."""
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     client = Streams(f"http://127.0.0.1:{port}", "m", PROMPTS, max_tokens)
@@ -44,7 +44,7 @@ async def streams(answer: Answering, max_tokens: int = 9) -> AsyncIterator[Strea
         client.close()
 
 
-async def test_events_are_counted_however_they_are_cut() -> None:
+async def test_events_split_at_any_byte_are_counted() -> None:
     writers: list[asyncio.StreamWriter] = []
     taken = asyncio.Event()
 
@@ -77,7 +77,7 @@ async def open_and_watch(client: Streams) -> None:
     await client.watch(0.1)
 
 
-async def test_a_refusal_and_an_early_end_are_errors() -> None:
+async def test_error_statuses_and_early_ends_are_errors() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 503 Busy\r\n\r\nbusy")
 
@@ -98,7 +98,7 @@ async def test_a_refusal_and_an_early_end_are_errors() -> None:
                 await open_and_watch(client)
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for_without_end() -> None:
+async def test_waiting_for_a_silent_server_times_out() -> None:
     async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -108,13 +108,13 @@ async def test_a_server_that_says_nothing_is_not_waited_for_without_end() -> Non
 
 
 def figures(api: float, engine: float, events: list[int]) -> Figures:
-    """Of ten seconds with 100 steps and 1,000 tokens; seconds of CPU time."""
+    """Return figures of ten seconds with 100 steps and 1,000 tokens, from seconds of CPU time."""
     before = Reading(5.0, {API: 1.0, ENGINE: 2.0}, 500, 50, 400)
     after = Reading(15.0, {API: 1.0 + api, ENGINE: 2.0 + engine, "new": 9.0}, 1500, 150, 1300)
     return figures_of(before, after, Window(events, [0.01, 0.02, 0.4]), 0.5)
 
 
-def test_figures_are_of_the_window_alone() -> None:
+def test_figures_cover_only_the_window() -> None:
     found = figures(0.03, 0.2, [400, 300, 300])
     assert found.tokens_per_s == pytest.approx(100)
     assert found.tokens_per_step == pytest.approx(10)
@@ -126,20 +126,20 @@ def test_figures_are_of_the_window_alone() -> None:
     assert found.least_share == 1
 
 
-def test_limits_are_kept_or_missed() -> None:
+def test_limits_are_met_or_missed() -> None:
     events = [100, 100, 100]
     even, starved = figures(0.02, 0.1, events), figures(0.02, 0.1, [40, 100, 100])
     peer = figures(0.04, 0.1, events)
     assert [each.met for each in limits([even], [peer])] == [True] * 3
     assert [each.met for each in limits([even], [])] == [True]
-    # One round in which a stream starves is too many.
+    # A single round with a starving stream misses the limit.
     assert [each.met for each in limits([even, starved], [peer, peer])] == [False, True, True]
     dear = figures(0.021, 0.11, events)
     assert [each.met for each in limits([dear], [peer])] == [True, False, False]
     assert medians([even, dear, dear]).cpu_ms[API] == pytest.approx(21)
 
 
-def test_limits_hold_all_streams_at_once() -> None:
+def test_server_limits_allow_all_streams() -> None:
     flags = Limits(num_streams=1000, tokens_each=33, step_seconds=0.0).flags()
     given = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
     assert given["--max-num-seqs"] == 1000
@@ -153,14 +153,14 @@ def test_prompts_share_no_prefix() -> None:
     assert len({each[0] for each in prompts}) == 50
 
 
-def test_the_pace_goes_to_the_worker_and_the_rest_to_the_daemon() -> None:
+def test_the_step_time_is_passed_to_the_worker_and_flags_to_the_daemon() -> None:
     processes, flags = commands(["--step-ms", "20", "--port", "0", "--max-num-seqs", "3"])
     assert list(processes["worker"])[-2:] == ["--step-ms", "20.0"]
     assert flags == ["--port", "0", "--max-num-seqs", "3"]
     assert list(commands([])[0]["worker"])[-1] == "0.0"
 
 
-def test_half_a_peer_is_refused() -> None:
+def test_incomplete_peer_flags_are_refused() -> None:
     assert run(frontend.main, ["--peer-python", "x"]) == 2
     with pytest.raises(ConfigError, match="step-ms"):
         commands(["--step-ms", "-1"])

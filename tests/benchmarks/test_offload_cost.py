@@ -1,4 +1,4 @@
-"""What `python -m tests.benchmarks.offload --cost` makes of its turns; no daemon is started."""
+"""Figures of `python -m tests.benchmarks.offload --cost`, without daemons."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from tests.benchmarks.offload import Cost, CostLoad, CostRound, TakeTurn, Turn, 
 LOAD = CostLoad(num_clients=3, num_requests=2, prompt_tokens=5)
 
 
-def test_both_get_the_same_prompts_and_take_turns_in_beginning() -> None:
+def test_both_daemons_get_the_same_prompts_and_alternate() -> None:
     calls: list[tuple[str, Sequence[Sequence[int]]]] = []
 
     def taker(name: str, speed: float) -> TakeTurn:
@@ -31,13 +31,13 @@ def test_both_get_the_same_prompts_and_take_turns_in_beginning() -> None:
     assert asked[0::2] == asked[1::2]
     assert all(len(prompts) == 6 for prompts in asked)
     everything = [tuple(prompt) for prompts in asked[0::2] for prompt in prompts]
-    assert len(set(everything)) == len(everything), "no prompt twice, so none is found"
+    assert len(set(everything)) == len(everything), "no prompt is repeated, so there are no hits"
     assert {len(prompt) for prompt in everything} == {5}
     assert [each.without.tokens_per_second for each in rounds] == [101.0, 104.0, 105.0]
     assert [each.connected.tokens_per_second for each in rounds] == [202.0, 203.0, 206.0]
 
 
-def test_the_cost_is_the_median_of_the_pairs() -> None:
+def test_the_cost_is_the_median_of_pairs() -> None:
     rounds = [
         CostRound(Turn(100.0, 2.0), Turn(99.0, 2.02)),
         CostRound(Turn(50.0, 2.0), Turn(10.0, 4.0)),
@@ -59,7 +59,7 @@ def test_the_cost_is_the_median_of_the_pairs() -> None:
         (["--kv-transfer-config={}"], [], ["--kv-transfer-config={}"]),
     ],
 )
-def test_the_daemon_beside_it_gets_all_flags_but_the_connector(
+def test_the_reference_daemon_has_all_flags_but_the_connector(
     given: list[str], plain: list[str], connector: list[str] | None
 ) -> None:
     flags, of_connector = offload_bench._flags(argparse.Namespace(serve_flags=given))
@@ -70,6 +70,6 @@ def test_the_daemon_beside_it_gets_all_flags_but_the_connector(
         assert of_connector[-1:] == connector
 
 
-def test_cost_and_trace_are_asked_for_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_and_trace_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(offload.main, ["--cost", "--only-trace"]) == 2
     assert "--only-trace" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.products`: its table as data."""
+"""`python -m tests.benchmarks.products`: its JSON output."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from worker.kernels import row_kernels
 
 @pytest.mark.suite("bench")
 @pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
-def test_the_table_as_data(
+def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

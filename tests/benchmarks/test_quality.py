@@ -1,4 +1,4 @@
-"""What `python -m tests.benchmarks.quality` makes of log-probabilities, and what it refuses."""
+"""Figures of `python -m tests.benchmarks.quality`, and its refused arguments."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.benchmarks.quality import (
 
 
 def prediction(probabilities: list[float], shown: int, token_id: int = 0) -> Prediction:
-    """A distribution of which only the likeliest tokens are told, and its own."""
+    """Return a prediction with only the likeliest tokens of a distribution and its own token."""
     logs = {i: math.log(each) for i, each in enumerate(probabilities)}
     likeliest = sorted(logs, key=lambda i: -logs[i])[:shown]
     return Prediction(token_id, logs[token_id], {i: logs[i] for i in {*likeliest, token_id}})
@@ -40,13 +40,13 @@ def distribution(rng: random.Random, size: int) -> list[float]:
     return [each / sum(weights) for each in weights]
 
 
-def test_perplexity_is_that_of_the_tokens_that_are_there() -> None:
+def test_perplexity_of_the_actual_tokens() -> None:
     certain = Prediction(1, 0.0, {1: 0.0})
     assert perplexity([certain]) == 1.0
     assert perplexity([certain, prediction([0.25] * 4, 2)]) == pytest.approx(2.0)
 
 
-def test_the_divergence_is_exact_when_all_is_told_and_never_more_when_not() -> None:
+def test_divergence_is_exact_or_a_lower_bound() -> None:
     rng = random.Random(3)
     for _ in range(200):
         p, q = distribution(rng, 12), distribution(rng, 12)
@@ -62,7 +62,7 @@ def test_equal_predictions_do_not_diverge() -> None:
     assert mean_mass([each], [each]) == pytest.approx(0.8)
 
 
-def test_only_tokens_that_both_name_are_compared_singly() -> None:
+def test_only_tokens_of_both_predictions_are_compared_individually() -> None:
     exact = prediction([0.6, 0.3, 0.1], 2)
     other = prediction([0.6, 0.1, 0.3], 2)
     assert mean_mass([exact], [other]) == pytest.approx(0.6)
@@ -74,21 +74,21 @@ def answer(*positions: dict[str, Any] | None) -> dict[str, Any]:
     return {"choices": [choice]}
 
 
-def test_the_first_token_of_a_prompt_is_predicted_by_nothing() -> None:
+def test_the_first_token_of_a_prompt_has_no_prediction() -> None:
     entry = {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
     found = predictions_of(answer(None, {"8": entry}, {"4": entry, "9": entry | {"logprob": -2}}))
     assert found == [Prediction(8, -0.5, {8: -0.5}), Prediction(9, -2.0, {4: -0.5, 9: -2.0})]
 
 
 def rows(change: float, bound: float) -> list[bench.Row]:
-    """Code as it was, prose with a perplexity changed by this part."""
+    """Return rows with unchanged code and a changed perplexity of prose."""
     plain = Prediction(1, -2.0, {1: -2.0})
     other = Prediction(1, -2.0 - math.log1p(change), {1: -2.0 - math.log1p(change)})
     exact = {"prose": [plain], "code": [plain]}
     return compare(Setting("x", bound, ("--a", "b c")), exact, {"prose": [other], "code": [plain]})
 
 
-def test_a_setting_is_held_to_its_bound_over_all_text() -> None:
+def test_the_bound_applies_to_all_texts_together() -> None:
     prose, code, whole = rows(0.012, 0.5)
     assert (prose.text, code.text, whole.text) == ("prose", "code", "all")
     assert prose.perplexity_change_percent == pytest.approx(1.2)
@@ -96,10 +96,10 @@ def test_a_setting_is_held_to_its_bound_over_all_text() -> None:
     assert whole.perplexity_change_percent == pytest.approx(0.598, abs=1e-3)
     assert [each.within_bound for each in (prose, code, whole)] == [True, True, False]
     assert rows(0.009, 0.5)[-1].within_bound
-    assert not rows(-0.012, 0.5)[-1].within_bound, "better is as far off as worse"
+    assert not rows(-0.012, 0.5)[-1].within_bound, "a lower perplexity is out of bounds as well"
 
 
-def test_the_document_has_the_texts_and_units_in_its_names() -> None:
+def test_the_document_names_texts_and_units() -> None:
     texts = [Text("prose", ("a", "b"))]
     told = json.loads(document(rows(0.0, 0.5), texts))
     assert told["texts_sha256"] == digest(texts)
@@ -108,7 +108,7 @@ def test_the_document_has_the_texts_and_units_in_its_names() -> None:
     assert digest(texts) != digest([Text("prose", ("ab",))])
 
 
-def test_the_texts_are_long_enough_and_the_same_each_time() -> None:
+def test_texts_are_long_enough_and_deterministic() -> None:
     prose, code = default_texts()
     assert (prose.kind, code.kind) == ("prose", "code")
     for text in (prose, code):
@@ -118,7 +118,7 @@ def test_the_texts_are_long_enough_and_the_same_each_time() -> None:
     assert digest([prose, code]) == digest(default_texts())
 
 
-def test_a_text_of_ones_own(tmp_path: Path) -> None:
+def test_a_user_provided_text(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text("x" * (PIECE + 1))
     assert text_of(path) == Text("own.txt", ("x" * PIECE, "x"))
@@ -127,6 +127,6 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["packed", "packed:x:--a", "packed:0.5", ":1:--a", "a:0:--a"])
-def test_a_setting_is_a_name_a_bound_and_flags(given: str) -> None:
+def test_settings_are_parsed_as_name_bound_and_flags(given: str) -> None:
     with pytest.raises(ConfigError, match="NAME:PERCENT:FLAGS"):
         bench.main(["--setting", given])

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.simulator.replay`: the command, its table and what can go wrong."""
+"""`python -m tests.benchmarks.simulator.replay`: the command, its table and its errors."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def replay(*words: str) -> int:
     return run(replay_bench.main, words)
 
 
-def test_policies_side_by_side_and_as_data(trace: str, tmp_path: Path, capsys) -> None:
+def test_policies_in_a_table_and_as_json(trace: str, tmp_path: Path, capsys) -> None:
     file = tmp_path / "figures.json"
     assert replay(trace, "--policy", ",".join(POLICIES), "--json", str(file)) == 0
     rows = json.loads(file.read_text())
@@ -48,7 +48,7 @@ def test_a_trace_is_followed(trace: str, tmp_path: Path, capsys) -> None:
     assert "then they differ: step " in capsys.readouterr().out
 
 
-def test_drawn_jobs_and_a_trace_of_their_replay(tmp_path: Path, capsys) -> None:
+def test_drawn_jobs_and_the_trace_of_their_replay(tmp_path: Path, capsys) -> None:
     tape = tmp_path / "tape.jsonl"
     words = ["--synthetic", "--jobs", "3", "--seed", "4", "--step-ms", "5,0.1,0,0"]
     assert replay(*words, "--policy", "continuum", "--pin-policy", "fixed") == 0
@@ -69,6 +69,6 @@ def test_drawn_jobs_and_a_trace_of_their_replay(tmp_path: Path, capsys) -> None:
         (["a.jsonl", "--policy", "fcfs,priority", "--record", "b.jsonl"], "--record takes one"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str, capsys) -> None:
+def test_invalid_arguments_are_refused(words: list[str], message: str, capsys) -> None:
     assert replay(*words) == 2
     assert message in capsys.readouterr().err

@@ -13,7 +13,7 @@ from worker.kernels import KernelsUnavailableError, load_kernels
 
 
 @pytest.mark.suite("bench")
-def test_cases_take_turns_in_a_process_of_their_own() -> None:
+def test_cases_alternate_in_a_separate_process() -> None:
     try:
         variant = load_kernels().variant
     except KernelsUnavailableError as reason:
@@ -39,7 +39,7 @@ def test_cases_take_turns_in_a_process_of_their_own() -> None:
         assert each.ratio_min == pytest.approx(each.step_us_min / first.step_us_min)
 
 
-def test_the_file_says_what_the_table_shows(
+def test_the_file_has_the_figures_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def played(workload: SamplingWorkload) -> SamplingTimings:

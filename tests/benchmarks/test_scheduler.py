@@ -1,4 +1,4 @@
-"""The scheduler benchmark: its rows as data, beside a peer, and what can go wrong."""
+"""The scheduler benchmark: JSON output, comparison with a peer, and errors."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def bench(*words: str) -> int:
 
 
 @pytest.mark.suite("bench")
-def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     assert bench("decode16", "hash1k", "--rounds", "1", "--json", str(file)) == 0
     hashing, decode = json.loads(file.read_text())
@@ -48,7 +48,7 @@ def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.suite("bench")
-def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
+def test_live_views_are_not_part_of_the_step_time(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert bench("full64", "full64-watched", "--rounds", "1", "--json", str(file)) == 0
     alone, watched = json.loads(file.read_text())
@@ -58,10 +58,8 @@ def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.suite("bench")
-def test_a_peer_plays_the_same_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Here the peer is a second copy of our own program."""
+def test_a_peer_runs_the_same_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peer is a second copy of our own program."""
     peer = program(
         tmp_path / "python", f"exec {sys.executable} -m tests.benchmarks.scheduler_program"
     )
@@ -74,7 +72,7 @@ def test_a_peer_plays_the_same_beside_it(
     assert "beside vLLM's own scheduler" in capsys.readouterr().out
 
 
-def test_the_rows_are_those_that_are_promised() -> None:
+def test_documented_rows_exist() -> None:
     names = [each.name for each in all_workloads()]
     assert names[:2] == ["decode256", "decode1024"]
     assert {"mixed", "preempt", "prefix32k", "hash1k", "waiting10000", "blocks1000000"} < set(names)
@@ -91,7 +89,7 @@ def test_the_rows_are_those_that_are_promised() -> None:
         (["--json", "/nowhere/rows.json"], "--json /nowhere/rows.json: No such file"),
     ],
 )
-def test_what_the_user_must_change_is_one_line(
+def test_usage_errors_are_one_line(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*words) == 2
@@ -100,7 +98,7 @@ def test_what_the_user_must_change_is_one_line(
 
 
 @pytest.mark.suite("bench")
-def test_a_peer_that_fails_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_peer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer = program(tmp_path / "python", "exit 3")
     assert bench("hash1k", "--peer-python", peer) == 1
     assert "ended while it measured hash1k" in capsys.readouterr().err

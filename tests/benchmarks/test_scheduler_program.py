@@ -1,4 +1,4 @@
-"""The scheduler's benchmark plays what it is told and counts what it should."""
+"""The program of the scheduler benchmark: workloads and counted steps."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_hashing_runs_no_steps() -> None:
     assert timings.schedule is None
 
 
-def test_only_steps_that_preempt_count_where_those_are_asked_for() -> None:
+def test_measure_preempting_counts_only_steps_that_preempt() -> None:
     crowded = tiny(
         requests=tuple(RequestRecipe(((seed, 8),), 60) for seed in range(4)),
         concurrency=4,
@@ -62,7 +62,7 @@ def test_only_steps_that_preempt_count_where_those_are_asked_for() -> None:
     assert timings.num_preempted >= 1
 
 
-def test_requests_come_as_others_end_and_the_books_add_up() -> None:
+def test_requests_replace_finished_ones_and_blocks_add_up() -> None:
     player = StepPlayer(tiny())
     samples = Samples()
     for _ in range(200):
@@ -73,21 +73,21 @@ def test_requests_come_as_others_end_and_the_books_add_up() -> None:
     assert check(core.kv_cache) == []
 
 
-def test_segments_of_one_seed_begin_alike() -> None:
+def test_segments_of_a_seed_share_a_prefix() -> None:
     long, short = prompt_of(RequestRecipe(((7, 50),), 1)), prompt_of(RequestRecipe(((7, 20),), 1))
     assert long[:20] == short
     assert prompt_of(RequestRecipe(((7, 20), (8, 5)), 1))[:20] == short
     assert prompt_of(RequestRecipe(((8, 20),), 1)) != short
 
 
-def test_the_engine_has_the_defaults_of_the_daemon() -> None:
+def test_the_engine_has_the_daemons_defaults() -> None:
     assert BenchEngine(select(["decode256"])[0]).core.kv_cache.enable_caching
 
 
 @pytest.mark.parametrize(
     "name", ["decode1024", "mixed", "preempt", "tenants", "waiting100", "blocks10000"]
 )
-def test_the_rows_of_the_table_can_be_played(name: str) -> None:
+def test_all_workloads_run(name: str) -> None:
     (workload,) = select([name])
     short = msgspec.structs.replace(
         workload, warm_up_steps=0, measured_steps=3, measure="every step"
@@ -97,7 +97,7 @@ def test_the_rows_of_the_table_can_be_played(name: str) -> None:
     assert timings.num_scheduled > 0
 
 
-def test_no_request_of_the_table_is_too_long() -> None:
+def test_no_request_is_too_long() -> None:
     for workload in all_workloads():
         for recipe in workload.requests:
             length = sum(number for _, number in recipe.segments)

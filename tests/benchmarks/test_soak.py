@@ -1,4 +1,4 @@
-"""The parts of the soak: its connections, what it counts as growth, its drawing."""
+"""The soak test: connections, memory growth, latency drift and plot."""
 
 import asyncio
 import xml.etree.ElementTree as ElementTree
@@ -31,7 +31,7 @@ REQUEST = request_bytes("/v1/completions", {"prompt": "x"})
 
 @asynccontextmanager
 async def server(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server that answers each request with the bytes given for it; its port and requests."""
+    """Run a server that answers requests with given bytes; yield its port and requests."""
     requests: list[bytes] = []
     connections = []
 
@@ -53,7 +53,7 @@ async def server(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[int, l
             each.close()
 
 
-async def test_answers_follow_each_other_on_one_connection() -> None:
+async def test_requests_share_a_connection() -> None:
     answers = iter([WHOLE, CHUNKED, WHOLE])
     async with server(lambda request: next(answers)) as (port, connections):
         connection = Connection("127.0.0.1", port)
@@ -73,7 +73,7 @@ async def test_an_error_has_its_status_and_text() -> None:
         connection.drop()
 
 
-async def test_after_leaving_there_is_another_connection() -> None:
+async def test_a_disconnect_is_followed_by_a_new_connection() -> None:
     async with server(lambda request: CHUNKED) as (port, connections):
         connection = Connection("127.0.0.1", port)
         await connection.ask_and_leave(REQUEST, answered=True)
@@ -95,7 +95,7 @@ async def test_a_load_counts_and_ends() -> None:
     assert load.take_latencies() == []
 
 
-async def test_a_wrong_answer_is_a_failure_and_not_for_ever() -> None:
+async def test_wrong_answers_are_failures_and_limited() -> None:
     async with server(lambda request: CHUNKED) as (port, _):
         load = Load("127.0.0.1", port, 4, 3, lambda number: False)
         await load.run()
@@ -126,7 +126,7 @@ def missed(taken: list[Sample], failures: int = 0, after: tuple[str, ...] = ()) 
     return [each.name for each in Report(load, taken, after, "x").limits if not each.met]
 
 
-def test_growth_is_per_hundred_thousand_requests_and_after_the_warm_up() -> None:
+def test_growth_per_hundred_thousand_requests_after_the_warm_up() -> None:
     slow = samples(lambda number: max(number, 5) * 0.05)
     assert growths(slow)[0].mib == pytest.approx(0.5)
     assert missed(slow) == []
@@ -147,27 +147,27 @@ def test_latency_may_not_drift_after_the_warm_up() -> None:
     assert missed(samples(flat, lambda number: 2.0 + 0.02 * number)) == []
     assert missed(samples(flat, lambda number: 2.0 + 0.1 * number)) == ["p99, last quarter / first"]
     short = samples(flat, lambda number: 2.0 + number)[:16]
-    assert missed(short) == [], "too few to say"
+    assert missed(short) == [], "too few samples"
     silent = samples(flat, lambda number: 0.0)
     assert missed(silent) == []
 
 
-def test_a_failure_and_what_stays_are_limits_too() -> None:
+def test_failures_and_leftovers_miss_limits() -> None:
     flat = samples(lambda number: 1.0)
     assert missed(flat, failures=1) == ["failed requests"]
     assert missed(flat, after=("tokend: api 0: gone",)) == ["left over"]
 
 
-def test_quantiles_are_values_that_there_were() -> None:
+def test_quantiles_are_measured_values() -> None:
     assert [quantile([3.0, 1.0, 2.0, 4.0], part) for part in (0.0, 0.5, 0.75, 0.99)] == [1, 2, 3, 4]
     assert quantile([5.0], 0.99) == 5.0
 
 
-def test_a_line_through_one_place_has_no_slope() -> None:
+def test_the_slope_of_one_point_is_zero() -> None:
     assert slope([(1.0, 2.0), (1.0, 3.0)]) == 0.0
 
 
-def test_the_drawing_is_one_file_of_well_formed_shapes() -> None:
+def test_the_plot_is_one_well_formed_file() -> None:
     panel = PlotPanel("memory & more", {"api <0>": [(0.0, 1.0), (10.0, 2.0)], "none": []})
     text = plot_page("a title", ["a note"], [panel, PlotPanel("empty", {})], "requests")
     drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
@@ -188,7 +188,7 @@ def test_the_drawing_is_one_file_of_well_formed_shapes() -> None:
         (["--json", "/nowhere/soak.json"], "/nowhere/soak.json"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_status_2(
+def test_an_invalid_flag_is_one_line_and_status_2(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(soak.main, words) == 2
@@ -196,8 +196,8 @@ def test_a_wrong_flag_is_one_line_and_status_2(
     assert expected in line
 
 
-def test_a_file_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
-    """It is looked at before the run, and only a run that comes to an end replaces it."""
+def test_an_output_file_is_unchanged_until_the_run_ends(tmp_path: Path) -> None:
+    """It is checked before the run and replaced only by a complete run."""
     plot = tmp_path / "soak.html"
     plot.write_text("the last one")
     assert run(soak.main, ["--plot", str(plot), "--every", "never"]) == 2

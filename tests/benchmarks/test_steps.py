@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.steps`: its rows as data, and what the user must change."""
+"""`python -m tests.benchmarks.steps`: JSON output and usage errors."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def bench(*words: str) -> int:
 
 
 @pytest.mark.suite("bench")
-def test_the_rows_as_data(
+def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -46,7 +46,7 @@ def test_the_rows_as_data(
         (["--", "--max-num-sets", "3"], "unknown flag --max-num-sets"),
     ],
 )
-def test_what_the_user_must_change_is_one_line(
+def test_usage_errors_are_one_line(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*words) == 2

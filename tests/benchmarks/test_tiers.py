@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.tiers` with real daemons: what one has kept, the next one finds."""
+"""`python -m tests.benchmarks.tiers` with real daemons: KV is reused after a restart."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,9 @@ def test_a_restart_finds_the_prompts_on_a_disk(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert row["computed_ms"] > 0 < row["found_ms"]
         assert row["ratio"] == pytest.approx(row["found_ms"] / row["computed_ms"])
-    assert list(tmp_path.iterdir()) == [figures], "the folder of KV goes with the measurement"
+    assert list(tmp_path.iterdir()) == [figures], (
+        "the KV folder was not removed after the measurement"
+    )
 
 
 def test_a_store_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ HUNG = {
     ),
     "api_server": ("no sign of life", "engine 0: received NewFrontEnd(index=0, incarnation=1)"),
 }
-"""What is said of each when it is stopped, and what the others hear before it is killed."""
+"""The reported reason of a hang, and the notice that another process gets before the kill."""
 
 
 @pytest.mark.parametrize("role", ROLES)

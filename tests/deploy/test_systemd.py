@@ -13,7 +13,7 @@ from proto.config import ReliabilityConfig
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "tokend.service"
 MOST_EXPOSED = 2.0
-"""Of 10, by systemd's count; a service that hardens nothing has 9.6."""
+"""Highest exposure level of `systemd-analyze security`; without hardening it is 9.6."""
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"

@@ -85,6 +85,25 @@ def test_every_form_of_asking(serving: Daemon) -> None:
     )
 
 
+def test_the_text_of_a_special_token_in_a_literal_is_plain_text(serving: Daemon) -> None:
+    literal = "yes<|im_end|>no"
+    named = {"type": "object", "properties": {literal: {"const": literal}}, "required": [literal]}
+    for fields, expected in (
+        ({"json": {"enum": [literal]}}, json.dumps(literal)),
+        ({"json": {"type": "string", "pattern": f"^{re.escape(literal)}$"}}, json.dumps(literal)),
+        ({"choice": [literal]}, literal),
+        ({"regex": re.escape(literal)}, literal),
+        ({"grammar": f'root ::= "{literal}"'}, literal),
+    ):
+        choice = complete(serving, structured_outputs=fields).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (expected, "stop"), fields
+    choice = complete(serving, structured_outputs={"json": named}).json()["choices"][0]
+    assert json.loads(choice["text"])[literal] == literal
+    tool = {"type": "function", "function": {"name": "call", "parameters": named}}
+    message = chat(serving, tools=[tool], tool_choice="required").json()["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])[literal] == literal
+
+
 def test_a_stream_says_what_the_whole_answer_says(serving: Daemon) -> None:
     fields = {"structured_outputs": {"json": PERSON}, "n": 2, "logprobs": 1}
     whole = complete(serving, **fields).json()["choices"]

@@ -1,10 +1,11 @@
 """The engine process: start, requests, shutdown."""
 
 import msgspec
+import pytest
 
 from proto import PROTOCOL_VERSION
 from proto.codec import changed
-from proto.config import FrontEndConfig
+from proto.config import FrontEndConfig, ParallelConfig
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -236,3 +237,36 @@ def test_a_worker_of_another_version_is_refused(start):
     fatal = engine.expect(engine.supervisor, Fatal)
     assert "protocol" in fatal.error.message
     assert engine.process.wait(20) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_fingerprint": b"h" * 32}, "fingerprint of model and weights"),
+        ({"geometry": {"dtype": "int8"}}, "KV dtype float32 and int8"),
+    ],
+)
+def test_workers_with_different_models_are_refused_at_the_start(start, changes, message):
+    engine = start(parallel=ParallelConfig(tensor_parallel_size=2))
+    second = engine.add_worker(1)
+    ready = engine.worker_ready()
+    engine.worker.send(ready)
+    if geometry := changes.get("geometry"):
+        changes = {"geometry": msgspec.structs.replace(ready.geometry, **geometry)}
+    second.send(engine.worker_ready(rank=1, **changes))
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert f"worker 0 and worker 1 do not fit together: {message}" in fatal.error.message
+    assert engine.process.wait(20) == 1
+    assert engine.inbox[engine.worker] == engine.inbox[second] == [], "no KV cache was allocated"
+
+
+def test_two_equal_workers_start(start):
+    engine = start(parallel=ParallelConfig(tensor_parallel_size=2))
+    second = engine.add_worker(1)
+    engine.worker.send(engine.worker_ready())
+    second.send(engine.worker_ready(rank=1))
+    for rank, link in enumerate((engine.worker, second)):
+        engine.expect(link, InitializeCache)
+        link.send(CacheReady(EPOCH, rank))
+    assert engine.expect(engine.supervisor, EngineReady).num_blocks == 99
+    assert engine.shutdown() == 0

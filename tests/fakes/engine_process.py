@@ -79,9 +79,15 @@ class EngineProcess:
         os.close(descriptor)
         os.close(death)
 
-    def _connect_as_worker(self, epoch: int) -> Link:
-        path = worker_path(self.directory.path, epoch, 0)
+    def _connect_as_worker(self, epoch: int, rank: int = 0) -> Link:
+        path = worker_path(self.directory.path, epoch, rank)
         return Link.connect(path, InitializeCache | SchedulerOutput)
+
+    def add_worker(self, rank: int) -> Link:
+        """Act as another worker beside rank 0."""
+        link = self._connect_as_worker(EPOCH, rank)
+        self.inbox[link] = []
+        return link
 
     def replace_worker(self, epoch: int) -> None:
         """Act as a new worker of this epoch, without any state."""

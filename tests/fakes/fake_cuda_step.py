@@ -380,7 +380,7 @@ def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     return build_decoder(spec, make, dtype, CUDA)
 
 
-WISHES: tuple[dict[str, Any], ...] = (
+SAMPLING_FIELDS: tuple[dict[str, Any], ...] = (
     {
         "temperature": 0.8,
         "top_k": 5,
@@ -415,7 +415,7 @@ def steps(num_groups: int) -> Iterator[SchedulerOutput]:
                 seq_id=seq_id,
                 prompt_token_ids=list(range(length)),
                 output_token_ids=[],
-                sampling_params=SamplingParams(max_tokens=9, **WISHES[seq_id - 1]),
+                sampling_params=SamplingParams(max_tokens=9, **SAMPLING_FIELDS[seq_id - 1]),
                 seed=seq_id,
                 choice=0,
                 block_ids=blocks(seq_id),

@@ -18,7 +18,7 @@ _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q5_K": (2e-4, (0, 2)),
     "Q6_K": (5e-5, (208,)),
 }
-"""How large the float16 numbers of a block are made, and where they stand."""
+"""Magnitude and offsets of the float16 scales of a block."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -19,7 +19,7 @@ ROLES = ("worker", "engine_core", "api_server")
 TITLES = {"worker": "worker 0", "engine_core": "engine 0", "api_server": "api 0"}
 LIMIT_SECONDS = 30.0
 ECHO_SECONDS = 0.1
-"""A signal that follows another sooner than this may be taken for the same one."""
+"""Signals closer together than this may count as one."""
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

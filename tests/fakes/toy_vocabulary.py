@@ -6,7 +6,7 @@ from pathlib import Path
 EOS = 0
 SPECIAL = 1
 LONGER = ('{"', '":', '": ', "true", "ab", "abc", "bc}", "<t", ">{")
-"""Tokens of several bytes, some of which end in the middle of something."""
+"""Tokens of several bytes; some of them span the boundary of JSON elements."""
 
 
 def _byte_characters() -> list[str]:

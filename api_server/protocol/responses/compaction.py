@@ -105,7 +105,8 @@ def summary_conversation(items: Sequence[Item]) -> list[Item]:
     summarised, _ = split_pending_calls(items)
     if not summarised:
         raise InvalidRequestError("input must not be empty", "input")
-    return [*summarised, {"type": "message", "role": "user", "content": _SUMMARY_REQUEST}]
+    question = {"type": "message", "role": "user", "content": _SUMMARY_REQUEST}
+    return [*summarised, with_id(question)]
 
 
 class CompactionEncoder(ResponsesEncoder):

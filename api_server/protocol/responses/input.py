@@ -9,7 +9,7 @@ function_call_output    "21 °C"              tool       "21 °C"
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from api_server.protocol.fields import IgnoredFields, media_placeholder
@@ -132,10 +132,13 @@ class ItemTranslator:
         self._instructions = [] if instructions is None else [instructions]
         self._call_ids: set[str] = set()
 
-    def append_items(self, items: Sequence[Item]) -> None:
-        """Translate the items; raise InvalidRequestError that names the invalid item."""
-        for index, item in enumerate(items):
-            where = f"input[{index}]"
+    def append_items(self, items: Sequence[Item], places: Mapping[str, str]) -> None:
+        """Translate the items; raise InvalidRequestError that names the invalid item.
+
+        places: of the items of this request, by their ids; others are of earlier responses.
+        """
+        for item in items:
+            where = places.get(item["id"], "an item of previous_response_id")
             for name in item:
                 if name not in _ITEM_FIELDS:
                     self._ignored.add(f"input.{name}")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
@@ -28,6 +28,7 @@ from api_server.protocol.responses.input import (
     MAX_ITEMS,
     Item,
     ItemTranslator,
+    with_id,
     with_merged_roles,
 )
 from api_server.protocol.responses.tools import ResponseTools
@@ -119,9 +120,16 @@ def _check_item_count(value: Any) -> Any:
     return value
 
 
+def _with_ids(value: str | list[Item]) -> str | list[Item]:
+    return value if isinstance(value, str) else [with_id(item) for item in value]
+
+
 InputItems = Annotated[
-    Annotated[Text, Field(min_length=1)] | list[dict[str, Any]], BeforeValidator(_check_item_count)
+    Annotated[Text, Field(min_length=1)] | list[Item],
+    BeforeValidator(_check_item_count),
+    AfterValidator(_with_ids),
 ]
+"""What a client sends as `input`; its items get the ids that they lack."""
 Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 
@@ -259,7 +267,9 @@ class ResponsesTranslation(ChatTranslation):
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         request, ignored = self._request, self._ignored
         translator = ItemTranslator(request.instructions, self.tools, ignored)
-        translator.append_items(self._items)
+        sent = [] if isinstance(request.input, str) else request.input
+        places = {item["id"]: f"input[{index}]" for index, item in enumerate(sent)}
+        translator.append_items(self._items, places)
         messages = translator.build_messages()
         fields: dict[str, Any] = {
             **self._passed,

@@ -116,7 +116,8 @@ class Timeline {
     for (let place = Math.ceil(from / every) * every; place < to; place += every) {
       const row = shown[place], y = (place - top + 0.5) * size;
       if (y < 5 || y > tall - 5) continue;
-      pen.fillText((jobs[row] || requests[row]).slice(0, 10), LEFT - 6, y);
+      const name = jobs[row] || requests[row];
+      pen.fillText(name.length > 10 ? `${name.slice(0, 9)}…` : name, LEFT - 6, y);
     }
   }
 }

@@ -1,4 +1,4 @@
-"""What parsers make of recorded outputs."""
+"""Parsing of recorded outputs."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -19,18 +19,18 @@ NAMES = ("weather", "now", "find", "run", "book")
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    """case, text, content, calls of each output of a format."""
+    """Return case, text, content and calls of the recorded outputs of a format."""
     cases: list[dict[str, Any]] = json.loads((OUTPUTS / f"{name}.json").read_text("utf-8"))
     return cases
 
 
 def parser(name: str) -> OutputParser:
-    """A fresh parser of a format."""
+    """Return a new parser of a format."""
     return TOOL_CALL_FORMATS[name].new_parser(NAMES)  # type: ignore[index]
 
 
 def read(name: str, pieces: Iterable[str]) -> list[OutputPart]:
-    """All parts, of a text in pieces."""
+    """Return all parts of a text that is parsed in chunks."""
     reading = parser(name)
     return [
         *(part for piece in pieces for part in reading.parse_delta(piece)),
@@ -39,7 +39,7 @@ def read(name: str, pieces: Iterable[str]) -> list[OutputPart]:
 
 
 def joined(parts: Sequence[OutputPart]) -> tuple[str, list[tuple[str, str]]]:
-    """(content, [(name, arguments)]); checks the indices and ids of the calls."""
+    """Return (content, [(name, arguments)]); check the indices and ids of the calls."""
     content = "".join(part.text for part in parts if isinstance(part, ContentText))
     begun = [part for part in parts if isinstance(part, ToolCallStart)]
     assert [part.index for part in begun] == list(range(len(begun)))

@@ -1,4 +1,4 @@
-"""Tools over HTTP: what the model is told, what the engine is asked, how answers are worded."""
+"""Tools over HTTP: prompts, engine requests, and tool calls in answers."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ MARK = 393
 
 @pytest.fixture
 def marked(tmp_path):
-    """A model whose template knows tools and whose calls begin with a special token."""
+    """A model whose template supports tools and whose calls begin with a special token."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -63,7 +63,7 @@ def prompt_of(front_end, request) -> str:
 
 
 def accumulated(events, index=0) -> tuple[str, list[dict], str]:
-    """(content, calls, finish_reason) as clients put a stream together."""
+    """Return (content, calls, finish_reason) of a stream, joined like clients do."""
     content, calls, finish = "", [], ""
     for event in events[:-1]:
         for choice in event["choices"]:
@@ -84,7 +84,7 @@ def named(calls) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-async def test_streamed_and_whole(start, say, interval):
+async def test_streaming_and_non_streaming_calls(start, say, interval):
     async with start(say(TEXT), max_model_len=2048) as front_end:
         body = (await front_end.chat(tools=TOOLS)).json()
         choice = body["choices"][0]
@@ -127,8 +127,8 @@ async def test_an_answer_without_calls(start, say):
         ] == 2
 
 
-async def test_an_answer_that_is_cut_short(start, tokenizer):
-    """Half a call is no call: it is told as text, with the reason for its end."""
+async def test_a_truncated_answer(start, tokenizer):
+    """An incomplete call is returned as text, with finish reason length."""
     half = TEXT[: TEXT.index("now") + 2]
     ids = tokenizer.encode(half).ids
     async with start(lambda request, choice: ids, max_model_len=2048) as front_end:
@@ -139,8 +139,8 @@ async def test_an_answer_that_is_cut_short(start, tokenizer):
         assert choice["message"]["content"].endswith('{"name": "no')
 
 
-async def test_tokens_of_calls_are_told_of(start, say, tokenizer):
-    """Log-probabilities and token ids of all tokens, though calls are told late."""
+async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
+    """Log-probabilities and token ids of all tokens are returned, although calls are delayed."""
     ids = [*tokenizer.encode(TEXT).ids, 2]
     async with start(say(TEXT), max_model_len=2048) as front_end:
         fields = {
@@ -170,7 +170,7 @@ async def test_tokens_of_calls_are_told_of(start, say, tokenizer):
 
 
 async def test_a_template_without_tools(start, say):
-    """They are told in words, with calls and their answers."""
+    """Tools, calls and results are described in the text of the prompt."""
     messages = [
         {"role": "system", "content": "Be brief."},
         *HELLO,
@@ -214,7 +214,7 @@ async def test_a_template_without_tools(start, say):
         assert response.json()["count"] > len(front_end.app_state.tokenizer.longest_token * "a")
 
 
-async def test_a_template_with_tools_and_a_mark(start, marked, say):
+async def test_a_template_with_tools_and_a_call_marker(start, marked, say):
     messages = [
         *HELLO,
         {
@@ -265,7 +265,7 @@ async def test_a_template_with_tools_and_a_mark(start, marked, say):
         ({"response_format": {"type": "json_object"}}, True),
     ],
 )
-async def test_what_the_engine_is_asked(start, say, fields, is_held):
+async def test_engine_requests_with_tools(start, say, fields, is_held):
     async with start(say("!"), max_model_len=4096) as front_end:
         message_of(await front_end.chat(tools=TOOLS, **fields))
         request = front_end.engine.requests.get_nowait()
@@ -348,7 +348,7 @@ async def test_bad_calls_in_messages(start, say, arguments):
         assert response.json()["error"]["param"] == "messages"
 
 
-async def test_a_format_that_is_not_known(start, say, tmp_path, tokenizer):
+async def test_an_unknown_format(start, say, tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{{ tools }}{{ messages[0].content }}<tool_call><function="
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -384,13 +384,13 @@ def use_client(url: str) -> None:
         assert any(event.type == "tool_calls.function.arguments.done" for event in events)
 
 
-async def test_the_public_client(start, say):
+async def test_the_openai_client(start, say):
     async with start(say(TEXT), max_model_len=4096) as front_end:
         await asyncio.to_thread(use_client, front_end.url)
 
 
-async def test_a_length_limit_in_a_stream(start):
-    """The last chunk tells what was kept back."""
+async def test_the_length_limit_in_a_stream(start):
+    """The last chunk contains the held-back text."""
     async with start(accepts=True, max_model_len=2048) as front_end:
         fields = {"messages": HELLO, "tools": TOOLS}
         events = asyncio.create_task(front_end.events(PATH, **fields))

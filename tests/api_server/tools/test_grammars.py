@@ -1,4 +1,4 @@
-"""What the grammar of a format lets through is read as calls, with arguments of their schemas."""
+"""Texts accepted by a format's grammar are parsed as calls with valid arguments."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def grammar(name, own=None, tools=TOOLS, **fields) -> GrammarSource | None:
 
 
 def walk(backend, source, seed, first="") -> str:
-    """A text of random tokens behind `first`, ended as soon as it may be."""
+    """Return `first` followed by random allowed tokens, ended as soon as possible."""
     matcher = backend.compile(source).copy()
     draw, token_ids = random.Random(seed), []
     if first:
@@ -90,7 +90,7 @@ def walk(backend, source, seed, first="") -> str:
 
 
 def check(name, text, schemas=SCHEMAS) -> list[str]:
-    """Names of the calls that a text is; nothing else is in it."""
+    """Return the names of the calls in a text, which must contain nothing else."""
     names = [tool["name"] for tool in TOOLS]
     parser = TOOL_CALL_FORMATS[name].new_parser(names)
     content, calls = joined([*parser.parse_delta(text), *parser.parse_end()])
@@ -102,14 +102,14 @@ def check(name, text, schemas=SCHEMAS) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_required(backend, name):
+def test_tool_choice_required(backend, name):
     source = grammar(name, tool_choice="required")
     called = [check(name, walk(backend, source, seed)) for seed in range(20)]
     assert {each for calls in called for each in calls} == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_by_name(backend, name):
+def test_tool_choice_by_name(backend, name):
     choice = {"type": "function", "function": {"name": "find"}}
     source = grammar(name, tool_choice=choice)
     assert source.field == "tools[0].function.parameters"
@@ -118,8 +118,8 @@ def test_by_name(backend, name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_calls_that_are_written_in_a_row(backend, name):
-    """Several are allowed, unless one call is asked for; none but those of the tools."""
+def test_consecutive_calls(backend, name):
+    """Several calls are allowed unless parallel calls are off; only of declared tools."""
     several = [("now", "{}"), ("book-it", '{"n": 5}'), ("now", "{}")]
     render_calls = TOOL_CALL_FORMATS[name].render_calls
     for fields, calls, allowed in (
@@ -135,7 +135,7 @@ def test_calls_that_are_written_in_a_row(backend, name):
 
 
 def accepts(backend, source, text) -> bool:
-    """Token by token, each within its mask, and the end too."""
+    """Check that every token and the end are allowed by the masks."""
     matcher = backend.compile(source).copy()
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
     for token_id in [*backend.tokens_of(text.encode()), EOS]:
@@ -149,7 +149,7 @@ def accepts(backend, source, text) -> bool:
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_auto_with_a_strict_tool(backend, name):
-    """Free until a call begins; from there on like required."""
+    """Free text until a call begins; constrained like `required` from there."""
     assert grammar(name, tools=TOOLS[1:]) is None
     source = grammar(name)
     render_calls = TOOL_CALL_FORMATS[name].render_calls
@@ -166,7 +166,7 @@ def test_auto_with_a_strict_tool(backend, name):
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
-def test_the_grammar_begins_at_the_mark(backend, name):
+def test_the_grammar_begins_at_the_call_marker(backend, name):
     source = grammar(name)
     text = "I will look.\n" + source.trigger
     for seed in range(10):
@@ -178,7 +178,7 @@ def test_the_grammar_begins_at_the_mark(backend, name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_beside_an_answer_of_a_schema(backend, name):
+def test_tools_combined_with_a_response_schema(backend, name):
     own = GrammarSource(
         "json_schema",
         '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],'
@@ -212,7 +212,7 @@ class MarkTokens:
         return {"[TOOL_CALLS]": 5, "<|python_tag|>": 6}.get(text)
 
 
-def test_marks_that_are_special_tokens():
+def test_call_markers_that_are_special_tokens():
     body = {
         "tools": [{"type": "function", "function": {"name": "now", "strict": True}}],
         "parallel_tool_calls": False,
@@ -229,7 +229,7 @@ def test_marks_that_are_special_tokens():
     assert "<[6]>" in plan.grammar.source
 
 
-def test_a_schema_that_python_has_no_words_for():
+def test_a_schema_without_a_python_equivalent():
     tools = [{"name": "a", "parameters": {"anyOf": [{"required": ["b"]}]}}]
     assert grammar("hermes", tools=tools, tool_choice="required") is not None
     with pytest.raises(InvalidRequestError) as caught:
@@ -247,7 +247,7 @@ def test_a_schema_that_python_has_no_words_for():
         {"properties": {"a": {"type": "object", "properties": {"b": {}}, "required": None}}},
     ],
 )
-def test_what_is_no_schema_is_the_clients_error(backend, name, schema):
+def test_an_invalid_schema_is_a_client_error(backend, name, schema):
     tools = [{"name": "find", "parameters": {"type": "object", **schema}, "strict": True}]
 
     def compile_it():

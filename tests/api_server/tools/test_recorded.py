@@ -1,4 +1,4 @@
-"""Recorded outputs of every format: whole, cut at every character, cut at random."""
+"""Recorded outputs of every format: whole, split at every character, split at random."""
 
 import json
 import random
@@ -17,7 +17,7 @@ CASES = [
 ]
 
 
-def test_there_are_enough_of_each_format():
+def test_every_format_has_enough_recordings():
     assert {*RECORDED, "mistral_named"} == set(TOOL_CALL_FORMATS)
     for name in RECORDED:
         cases = recorded(name)
@@ -27,14 +27,14 @@ def test_there_are_enough_of_each_format():
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_whole(name, case):
+def test_whole_outputs(name, case):
     content, calls = joined(read(name, [case["text"]]))
     found = [{"name": called, "arguments": json.loads(text)} for called, text in calls]
     assert (content, found) == (case["content"], case["calls"])
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_cut_anywhere(name, case):
+def test_outputs_split_anywhere(name, case):
     text = case["text"]
     whole = joined(read(name, [text]))
     assert joined(read(name, text)) == whole
@@ -50,8 +50,8 @@ def test_cut_anywhere(name, case):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_cut_short_anywhere(name, case):
-    """Every returned call is valid, also if the output ends inside the next call."""
+def test_outputs_truncated_anywhere(name, case):
+    """Every returned call is valid, even if the output ends inside the next call."""
     text = case["text"]
     for end in range(len(text)):
         content, calls = joined(read(name, [text[:end]]))
@@ -64,7 +64,7 @@ def test_cut_short_anywhere(name, case):
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_rendered_calls_are_parsed(name):
-    """Templates without tools receive earlier calls as this text."""
+    """Templates without tool support get earlier calls as this text."""
     calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]
     content, found = joined(read(name, [TOOL_CALL_FORMATS[name].render_calls(calls)]))
     assert content == ""
@@ -84,7 +84,7 @@ PIECES = {
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_random_text(name):
-    """No exception, valid calls, and the same result wherever the text is cut."""
+    """No exception, valid calls, and the same result for every split."""
     common = ["x", '"', "\\", "{}", '{"name": "now", "arguments": {}}', "é😀", "\x00", " ", ": "]
     for seed in range(400):
         draw = random.Random(seed)
@@ -97,8 +97,8 @@ def test_random_text(name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_content_is_not_held_back(name):
-    """Arguments are returned at once, other text as soon as it is known to be content."""
+def test_content_is_streamed_without_delay(name):
+    """Arguments are returned immediately, other text once it is known to be content."""
     long = "x" * 20_000
     reading = TOOL_CALL_FORMATS[name].render_calls([("run", json.dumps({"code": long}))])
     parts = read(name, reading)

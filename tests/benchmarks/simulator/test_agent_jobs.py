@@ -1,4 +1,4 @@
-"""Agents' jobs: as they are drawn, kept together, behind a host tier, and how much KV they have."""
+"""Simulated agent jobs: drawing, concurrency, a host memory tier, and their live KV."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -33,7 +33,7 @@ def play(order: ReplayOrder) -> ReplayFigures:
     return figures
 
 
-def test_a_recording_is_what_was_drawn() -> None:
+def test_a_recording_has_the_drawn_jobs() -> None:
     jobs = draw_jobs(LOAD)
     turns: dict[str, list[RecordedRequest]] = defaultdict(list)
     for sequence in recording_of(LOAD).sequences.values():
@@ -54,14 +54,14 @@ def test_a_recording_is_what_was_drawn() -> None:
             assert gap == pytest.approx(turn.tool_s, abs=1e-6)
 
 
-def test_another_rate_brings_the_same_jobs_closer() -> None:
+def test_a_higher_rate_keeps_the_jobs_and_shortens_gaps() -> None:
     slow, fast = draw_jobs(LOAD), draw_jobs(replace(LOAD, jobs_per_second=8.0))
     assert [each.turns for each in slow] == [each.turns for each in fast]
     assert [each.starts_s for each in slow] == pytest.approx([4 * each.starts_s for each in fast])
     assert draw_jobs(replace(LOAD, seed=6)) != slow
 
 
-def test_tools_have_durations_of_their_own() -> None:
+def test_every_tool_has_its_durations() -> None:
     jobs = draw_jobs(AgentLoad(num_jobs=600, seed=1, turns=20, longest=1 << 20))
     calls: dict[str, list[float]] = defaultdict(list)
     for turn in (turn for job in jobs for turn in job.turns if turn.tool):
@@ -74,7 +74,7 @@ def test_tools_have_durations_of_their_own() -> None:
         assert seconds[-1] <= LOAD.longest_tool_s
 
 
-def test_a_job_ends_where_its_context_would_be_too_long() -> None:
+def test_a_job_ends_before_its_context_is_too_long() -> None:
     load = replace(LOAD, turns=200.0, longest=2000)
     for job in draw_jobs(load):
         tokens = sum(each.new_tokens + each.output_tokens for each in job.turns)
@@ -82,8 +82,8 @@ def test_a_job_ends_where_its_context_would_be_too_long() -> None:
         assert job.turns[-1].tool == ""
 
 
-def test_one_job_at_a_time_takes_the_steps_of_all() -> None:
-    """Steps of 10 ms; a turn's prompt has room in one, and its first token comes with it."""
+def test_one_job_at_a_time_takes_the_sum_of_all_steps() -> None:
+    """Steps take 10 ms; a prompt fits into one step, which also returns the first token."""
     load = replace(LOAD, num_jobs=6)
     figures = play(ReplayOrder(load=load, together=1, step_model=EVEN, max_num_batched_tokens=8192))
     num_outputs = sum(turn.output_tokens for job in draw_jobs(load) for turn in job.turns)
@@ -92,7 +92,7 @@ def test_one_job_at_a_time_takes_the_steps_of_all() -> None:
     assert figures.num_jobs == 6
 
 
-def test_together_starts_a_job_where_one_ends() -> None:
+def test_together_starts_a_job_when_another_ends() -> None:
     sequences = [RecordedRequest(Arrival(**named(each))) for each in ("a0", "a1", "b0", "c0", "-0")]
     offers = Together(sequences, 2)
     assert [offers.take(0.0).arrival.seq_id for _ in range(2)] == [0, 2]
@@ -111,7 +111,7 @@ def test_together_starts_a_job_where_one_ends() -> None:
 
 
 def named(name: str) -> dict[str, object]:
-    """Fields of an arrival: the job is the letter, or none."""
+    """Return fields of an arrival; its job is the letter, or none."""
     names = ["a0", "a1", "b0", "c0", "-0"]
     return {
         "seq_id": names.index(name),
@@ -146,7 +146,7 @@ def test_kv_of_live_jobs_is_counted_from_arrival_to_last_token() -> None:
 
 
 def test_kv_of_live_jobs_has_the_answers_of_turns_before() -> None:
-    """One job of two turns, then one that ends what counts."""
+    """One job of two turns, then another one that ends the measured interval."""
     load = AgentLoad(num_jobs=2, num_systems=1, system_tokens=160, turns=3, seed=3)
     recording = recording_of(load)
     sequences = list(recording.sequences.values())
@@ -165,11 +165,11 @@ def test_kv_of_live_jobs_has_the_answers_of_turns_before() -> None:
 
 
 def contents(sequence: RecordedRequest) -> tuple[Content, Content]:
-    """Of the prompt, and of all."""
+    """Return the contents of the prompt and of the whole sequence."""
     return sequence.arrival.blocks, sequence.content
 
 
-def test_without_jobs_there_is_no_kv_of_jobs() -> None:
+def test_live_kv_is_zero_without_jobs() -> None:
     engine = TracedEngine()
     engine.harness.add_one([1] * 100, 5)
     engine.finish()
@@ -179,7 +179,7 @@ def test_without_jobs_there_is_no_kv_of_jobs() -> None:
     assert simulate(recording, ReplayOrder(step_model=EVEN)).num_prompt_tokens == 20 + 40 + 60
 
 
-def test_host_memory_finds_what_the_pool_has_lost() -> None:
+def test_host_memory_has_blocks_evicted_from_the_pool() -> None:
     orders = {
         name: ReplayOrder(load=PRESSED, num_blocks=blocks, tier=tier, step_model=EVEN)
         for name, blocks, tier in (
@@ -200,8 +200,8 @@ def test_host_memory_finds_what_the_pool_has_lost() -> None:
     assert play(orders["tier"]) == found["tier"]
 
 
-def test_turns_are_those_of_jobs_and_the_scheduler_is_told_of_their_ends() -> None:
-    """A pin for each turn but the last of a job; as a job comes back, or not in time, it goes."""
+def test_turns_of_jobs_end_and_pin_their_prefixes() -> None:
+    """Every turn but a job's last one pins its prefix until the next turn or its expiry."""
     order = ReplayOrder(load=PRESSED, step_model=EVEN, policy="continuum", num_blocks=2000)
     found = {name: play(changed(order, pin_policy=name)) for name in ("none", "fixed", "rule")}
     for name in ("fixed", "rule"):
@@ -215,7 +215,7 @@ def test_turns_are_those_of_jobs_and_the_scheduler_is_told_of_their_ends() -> No
     assert play(changed(order, policy="fcfs")).pins_taken == 0
 
 
-def test_step_times_of_a_drawn_load_are_those_of_the_trace_beside_it(tmp_path) -> None:
+def test_step_times_of_a_drawn_load_come_from_the_given_trace(tmp_path) -> None:
     path = str(tmp_path / "tape.jsonl")
     play(ReplayOrder(load=LOAD, step_model=StepModel(base_ms=7.0), tape_path=path))
     figures = play(ReplayOrder(load=replace(LOAD, seed=9), path=path))
@@ -223,7 +223,7 @@ def test_step_times_of_a_drawn_load_are_those_of_the_trace_beside_it(tmp_path) -
     assert figures.num_jobs == LOAD.num_jobs
 
 
-def test_requests_of_others_come_beside_the_same_jobs() -> None:
+def test_other_requests_do_not_change_the_jobs() -> None:
     load = replace(LOAD, others_per_job=3.0, other_tokens=50, other_output_tokens=5)
     assert draw_jobs(load) == draw_jobs(LOAD)
     found = list(recording_of(load).sequences.values())

@@ -1,4 +1,4 @@
-"""A trace under its own policy and settings is decided again, step by step."""
+"""Following a trace: with its policy and settings the scheduler makes the same decisions."""
 
 import msgspec
 import pytest
@@ -53,8 +53,8 @@ def test_pauses_restarts_and_resets_are_followed() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"pin_policy": "fixed"}, {"async_scheduling": True}])
-def test_jobs_and_their_pins_are_followed(settings: dict) -> None:
-    """Pins that are granted when an answer was read, and those whose time is over between steps."""
+def test_jobs_and_pins_are_followed(settings: dict) -> None:
+    """Pins granted after an answer was read, and pins that expire between steps."""
     num_hits, reasons = 0, set()
     for seed in range(4):
         engine = TracedEngine(24, scheduling_policy="continuum", **settings)
@@ -68,8 +68,8 @@ def test_jobs_and_their_pins_are_followed(settings: dict) -> None:
     assert {"expired", "room"} <= reasons
 
 
-def test_what_a_job_waits_for_decides() -> None:
-    """Without those lines the same trace is decided otherwise."""
+def test_tool_lines_affect_decisions() -> None:
+    """Without these lines the decisions of the same trace differ."""
     differences = []
     for seed in range(4):
         engine = TracedEngine(24, scheduling_policy="continuum")
@@ -79,7 +79,7 @@ def test_what_a_job_waits_for_decides() -> None:
     assert any(differences)
 
 
-def test_a_decision_that_is_not_the_schedulers_is_found() -> None:
+def test_a_modified_decision_is_found() -> None:
     engine = TracedEngine()
     random_load(2, engine)
     index, line = next(
@@ -95,14 +95,14 @@ def test_a_decision_that_is_not_the_schedulers_is_found() -> None:
     assert verdict.num_steps == line.step - 1
 
 
-def test_another_pool_decides_otherwise() -> None:
+def test_another_pool_size_changes_decisions() -> None:
     engine = TracedEngine(20)
     random_load(0, engine)
     wider = msgspec.structs.replace(engine.header, num_blocks=400)
     assert Follower(recording_of(wider, engine.lines)).run().difference
 
 
-def test_it_ends_where_lines_are_missing() -> None:
+def test_following_ends_at_missing_lines() -> None:
     engine = TracedEngine()
     random_load(0, engine)
     engine.lines.insert(20, Dropped(num_lines=3))

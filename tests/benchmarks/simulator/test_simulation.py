@@ -1,4 +1,4 @@
-"""Traces on a clock that only the simulation moves."""
+"""Simulation of traces on a virtual clock."""
 
 import msgspec
 import pytest
@@ -33,8 +33,8 @@ def test_overlapped_steps_leave_no_gap_and_compute_one_more() -> None:
     assert figures.completion.mean == pytest.approx(0.050)
 
 
-def test_a_simulation_admits_and_preempts_as_the_trace_did_where_time_is_the_same() -> None:
-    """Steps of the recorded length: the clock of the trace and the simulation's are one."""
+def test_admissions_and_preemptions_equal_the_trace_with_equal_times() -> None:
+    """Steps have the recorded length, so the clocks of the trace and the simulation agree."""
     engine = TracedEngine(num_blocks=30)
     for seed in range(12):
         engine.harness.add_one([seed] * 60, 70)
@@ -47,7 +47,7 @@ def test_a_simulation_admits_and_preempts_as_the_trace_did_where_time_is_the_sam
     assert figures.completion.p99 == pytest.approx(recorded)
 
 
-def test_the_same_order_gives_the_same_figures_and_policies_differ() -> None:
+def test_figures_are_deterministic_and_depend_on_the_policy() -> None:
     orders = [
         ReplayOrder(load=LOAD, policy=policy, num_blocks=500, step_model=EVEN, rate=3.0)
         for policy in ("fcfs", "priority", "fcfs")
@@ -77,7 +77,7 @@ def test_turns_of_a_job_follow_the_end_of_the_turn_before() -> None:
     assert opened.jobs.mean == pytest.approx(4.1)
 
 
-def test_one_tenant_is_without_fairness() -> None:
+def test_one_tenant_disables_fairness() -> None:
     """A flood of one tenant, then one request of another."""
     engine = TracedEngine(max_num_seqs=1)
     for seed in range(6):
@@ -90,7 +90,7 @@ def test_one_tenant_is_without_fairness() -> None:
     assert fair.seconds == pytest.approx(alike.seconds)
 
 
-def test_a_smaller_pool_finds_less_and_too_small_a_one_is_refused() -> None:
+def test_a_smaller_pool_has_fewer_hits_and_a_too_small_one_is_refused() -> None:
     figures = [
         Player().play(ReplayOrder(load=LOAD, num_blocks=number, step_model=EVEN)).figures
         for number in (None, 600)
@@ -101,7 +101,7 @@ def test_a_smaller_pool_finds_less_and_too_small_a_one_is_refused() -> None:
         Player().play(ReplayOrder(load=LOAD, num_blocks=20, step_model=EVEN))
 
 
-def test_who_left_without_a_token_leaves_again_and_who_had_some_stops_there() -> None:
+def test_aborted_requests_end_with_their_recorded_tokens() -> None:
     engine = TracedEngine(max_num_seqs=1)
     first = engine.harness.add_one([1] * 20, 40)
     second = engine.harness.add_one([2] * 20, 40)
@@ -117,7 +117,7 @@ def test_who_left_without_a_token_leaves_again_and_who_had_some_stops_there() ->
     assert figures.completion.p99 == pytest.approx(0.100)
 
 
-def test_its_own_trace_can_be_followed_and_simulated_again(tmp_path) -> None:
+def test_the_trace_of_a_simulation_can_be_followed_and_simulated(tmp_path) -> None:
     path = str(tmp_path / "tape.jsonl")
     player = Player()
     order = ReplayOrder(load=LOAD, num_blocks=600, step_model=EVEN, tape_path=path)
@@ -132,7 +132,7 @@ def test_its_own_trace_can_be_followed_and_simulated_again(tmp_path) -> None:
     assert again.step_model.base_ms == pytest.approx(10.0, rel=1e-3)
 
 
-def test_the_drawn_load_is_what_was_published() -> None:
+def test_the_drawn_load_matches_published_figures() -> None:
     load = AgentLoad(num_jobs=400, seed=1, turns=12)
     recording = Player()._read(ReplayOrder(load=load))
     last: dict[str, Finish] = {}
@@ -156,7 +156,7 @@ def test_the_drawn_load_is_what_was_published() -> None:
     assert again.lines == recording.lines
 
 
-def test_files_that_are_no_traces_are_told_by_line(tmp_path) -> None:
+def test_invalid_traces_name_the_line(tmp_path) -> None:
     engine = TracedEngine()
     random_load(0, engine, num_requests=5)
     path = tmp_path / "trace.jsonl"
@@ -176,7 +176,7 @@ def test_files_that_are_no_traces_are_told_by_line(tmp_path) -> None:
         read(str(tmp_path / "none"))
 
 
-def test_a_trace_whose_beginning_is_missing_cannot_be_made_up() -> None:
+def test_a_trace_without_its_beginning_is_refused() -> None:
     engine = TracedEngine()
     engine.harness.add_one([1] * 40, 2)
     engine.finish()

@@ -1,4 +1,4 @@
-"""The model of step times finds the terms that made the times."""
+"""Fitting the model of step times recovers its terms."""
 
 import random
 
@@ -9,7 +9,7 @@ from tests.benchmarks.simulator.simulation import TooFewStepsError, fit
 
 
 def steps(seconds, number=200, engine_us=0, overlapped=False, seed=0):
-    """Lines of steps that take `seconds(tokens, rows, context)`."""
+    """Return lines of steps that take `seconds(tokens, rows, context)`."""
     rng, now, lines, before = random.Random(seed), 0.0, [], None
     for step in range(1, number + 1):
         tokens, rows = rng.randrange(1, 256), rng.randrange(1, 32)
@@ -35,7 +35,7 @@ def steps(seconds, number=200, engine_us=0, overlapped=False, seed=0):
     return lines
 
 
-def test_four_terms_and_the_engines_own_time() -> None:
+def test_four_terms_and_the_engine_time_are_recovered() -> None:
     lines = steps(lambda t, r, c: 1e-3 * (5 + 0.1 * t + 0.2 * r + 1e-4 * c), engine_us=700)
     model = fit(lines, overlapped=False)
     assert model.base_ms == pytest.approx(5.7, abs=0.01)
@@ -44,7 +44,7 @@ def test_four_terms_and_the_engines_own_time() -> None:
     assert model.per_context_ms == pytest.approx(1e-4, rel=0.01)
 
 
-def test_a_few_steps_that_stall_do_not_count() -> None:
+def test_stalled_steps_are_outliers() -> None:
     def seconds(tokens, rows, context):
         return 1e-3 * (4 + 0.1 * tokens) + (5.0 if tokens == 77 else 0.0)
 
@@ -60,7 +60,7 @@ def test_no_term_is_negative() -> None:
     assert model.seconds(1, 1, 1) > 0
 
 
-def test_overlapped_steps_begin_with_the_result_before() -> None:
+def test_overlapped_steps_begin_at_the_previous_result() -> None:
     lines = steps(lambda t, r, c: 1e-3 * (3 + 0.05 * t), overlapped=True)
     model = fit(lines, overlapped=True)
     assert model.base_ms == pytest.approx(3, abs=0.05)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.trace.command import page_of
+from deploy.trace.command import read_trace
 from deploy.trace.condense import STEP_COLUMNS, Condensed, State
 from deploy.trace.page import render
 from proto.sched_trace import Arrival, Finish
@@ -82,7 +82,7 @@ def small(browser, tmp_path: Path) -> Iterator[Shown]:
     path = tmp_path / "small.html"
     trace = tmp_path / "small.jsonl"
     trace.write_bytes(engine.content)
-    path.write_text(page_of(trace))
+    path.write_text(render(read_trace(trace), trace.name))
     shown = Shown(browser, path)
     yield shown
     assert shown.wrong == []

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
-from deploy.trace.command import page_of
+from deploy.trace.command import read_trace
+from deploy.trace.page import render
+from proto.engine_io import job_name
 from tests.fakes.traced_engine import TracedEngine, random_load
 
 
@@ -61,7 +63,7 @@ def test_the_page_loads_no_resources_and_runs_only_its_script(engine, tmp_path: 
     path.write_bytes(
         engine.content.replace(b'"num_prompt_tokens"', evil + b'"num_prompt_tokens"', 1)
     )
-    page = page_of(path)
+    page = render(read_trace(path), path.name)
     assert "alert(1)" not in page
     assert data_of(page)[0]["jobs"][0].startswith("</script>")
     assert not re.search(r"(src|href)=|https?://|url\(|import\(|fetch\(", page)
@@ -72,7 +74,31 @@ def test_the_page_loads_no_resources_and_runs_only_its_script(engine, tmp_path: 
 def test_names_are_escaped(engine, tmp_path: Path) -> None:
     path = tmp_path / "<b>&.jsonl"
     path.write_bytes(engine.content)
-    assert "<title>&lt;b&gt;&amp;.jsonl - scheduler trace</title>" in page_of(path)
+    assert "<title>&lt;b&gt;&amp;.jsonl - scheduler trace</title>" in render(
+        read_trace(path), path.name
+    )
+
+
+def test_jobs_are_shown_by_the_ids_of_their_clients(engine, tmp_path: Path, capsys) -> None:
+    lines = [json.loads(line) for line in engine.content.splitlines()]
+    arrivals = [line for line in lines if line["kind"] == "arrival"]
+    expected = []
+    for number, line in enumerate(arrivals):
+        tenant = line.get("tenant", 0)
+        job_id = ["fix-1", "only tenant 1", "not asked for"][number % 3 if tenant else 0]
+        line["job"] = job_name(job_id, tenant)
+        label = {"fix-1": f"fix-1 (tenant {tenant})", "not asked for": line["job"]}
+        expected.append(label.get(job_id, job_id))
+    path, ids = tmp_path / "run.jsonl", tmp_path / "ids"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ids.write_text("only tenant 1\n\nnever sent\n")
+    arguments = ["trace", "view", str(path), "--job-id", "fix-1", "--job-ids", str(ids)]
+    assert cli.main(arguments) == 0
+    assert "no job of the trace has the id never sent\n" in capsys.readouterr().err
+    assert data_of((tmp_path / "run.html").read_text())[0]["jobs"] == expected
+    assert len(set(expected)) > 3
+    assert cli.main(["trace", "view", str(path), "--job-ids", str(tmp_path / "none")]) == 2
+    assert "--job-ids" in capsys.readouterr().err
 
 
 def test_a_truncated_line_is_skipped_and_an_invalid_one_reported(

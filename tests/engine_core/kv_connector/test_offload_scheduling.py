@@ -105,7 +105,7 @@ def test_nonfinite_logits_leave_no_stored_blocks() -> None:
     result = msgspec.structs.replace(
         rig.runner.execute(output), failed_seq_ids=[request.seq_id], sampled_token_ids=[[]]
     )
-    rig.note(rig.scheduler.update_from_output(output, result))
+    rig.record_outputs(rig.scheduler.update_from_output(output, result))
     assert request.status is RequestStatus.FINISHED_ERROR
     rig.finish(store)
     assert rig.offloading._manager.usage == 0.0

@@ -29,7 +29,7 @@ def test_blocked_requests_are_not_asked_about_again():
     gate.blocked = {held}
     for _ in range(5):
         engine.step()
-    assert gate.asked == [held, other]
+    assert gate.checked == [held, other]
     gate.unblock(held)
     assert held.status is RequestStatus.WAITING
     assert held.seq_id in scheduled(engine.step())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine_core.kv_connector.base import NO_MATCH, Match
-from engine_core.request import Request
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.limits import (
     MAX_PREFILL_STEPS,
     SHORT_SECONDS,
@@ -195,3 +195,47 @@ def test_a_transferred_prompt_does_not_wait_for_the_throttle(is_async: bool) -> 
     assert scheduled(output)[transferred.seq_id] == 8
     assert output.total_num_scheduled_tokens == 15 + 96 + 8
     assert scheduled(engine.step())[transferred.seq_id] == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_transferred_prompt_does_not_wait_behind_a_throttled_one(is_async: bool) -> None:
+    """Its look-up, its load and its first step need no prompt tokens."""
+    asked: list[int] = []
+
+    def answer(request: Request, num_local: int) -> Match:
+        asked.append(request.seq_id)
+        return Match(192, is_async=is_async) if request.num_prompt_tokens == 200 else NO_MATCH
+
+    connector = FakeConnector()
+    engine = decoding_engine(max_prefill_slowdown=2.0, connector=connector, max_num_seqs=32)
+    connector.answer = answer
+    engine.add([30] * 1000, 1)
+    engine.step()
+    ordinary = [engine.add_one([31 + number] * 1000, max_tokens=1) for number in range(20)]
+    transferred = [
+        engine.add_one([60 + number] * 200, max_tokens=9, ignore_eos=True) for number in range(2)
+    ]
+    for _ in range(4):  # look-ups are spread over steps
+        engine.step()
+    if is_async:
+        for request in transferred:
+            assert request.status is WAITS, "the load begins"
+            engine.finish_load(request)
+        engine.step()
+    assert [request.status for request in transferred] == [RequestStatus.RUNNING] * 2
+    assert {request.status for request in ordinary} == {RequestStatus.WAITING}
+    assert all(asked.count(request.seq_id) <= 1 for request in ordinary[1:])
+
+
+def test_a_transferred_prompt_does_not_overtake_one_that_waits_for_blocks() -> None:
+    connector = FakeConnector()
+    engine = decoding_engine(max_prefill_slowdown=2.0, connector=connector, num_blocks=130)
+    connector.answer = lambda request, num_local: (
+        NO_MATCH if request.num_prompt_tokens == 1000 else Match(192, is_async=True)
+    )
+    engine.add([30] * 1000, 1)
+    engine.step()
+    head = engine.add_one([31] * 1900, max_tokens=1)
+    behind = engine.add_one([60] * 200, max_tokens=1)
+    engine.step()
+    assert (head.status, behind.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
