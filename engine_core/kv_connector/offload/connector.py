@@ -12,7 +12,7 @@ from operator import add
 from typing import Any
 
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
-from engine_core.kv_connector.offload.base import ManagerContext, create_manager
+from engine_core.kv_connector.offload.base import ManagerContext, ReuseTracker, create_manager
 from engine_core.kv_connector.offload.planners import LoadPlanner, StorePlanner
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
@@ -64,8 +64,13 @@ class OffloadingScheduler(SchedulerConnector):
         )
         self._statistics = CopyStatistics(self._manager.medium)
         self._jobs = JobsInFlight(context.num_ranks, context.transfer_refs)
-        self._loads = LoadPlanner(self._layout, self._manager, self._jobs, context.unblock)
-        self._stores = StorePlanner(self._layout, self._manager, self._jobs, self._statistics)
+        reuse = None
+        if settings.store_threshold > 1:
+            reuse = ReuseTracker(settings.store_threshold, settings.max_tracker_size)
+        self._loads = LoadPlanner(self._layout, self._manager, self._jobs, context.unblock, reuse)
+        self._stores = StorePlanner(
+            self._layout, self._manager, self._jobs, self._statistics, reuse
+        )
         self._requests: dict[int, TrackedRequest] = {}  # by seq_id
         self._has_deferred = False
 

@@ -43,7 +43,7 @@ class CPUOffloadingManager:
         self._freed: list[int] = []
         self._events: list[OffloadingEvent] = []
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         count = 0
         for key in keys:
             block = self._policy.get(key)

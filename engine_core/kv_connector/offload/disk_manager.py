@@ -98,7 +98,7 @@ class DiskOffloadingManager:
         self._wait_timer.daemon = True
         self._wait_timer.start()
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         found = self.contains(keys)
         if found is None:
             return None

@@ -16,7 +16,7 @@ from typing import Final
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
-from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
+from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
     CopyStatistics,
@@ -116,7 +116,8 @@ class LoadPlanner:
     """Plans loads from one medium.
 
     A block that is being loaded for one request is not loaded again for another: the other request
-    waits and then finds it in the prefix cache. unblock: reschedules a waiting request.
+    waits and then finds it in the prefix cache. unblock: reschedules a waiting request. reuse:
+    counts the lookups of each block, once for each request; None: every block is stored.
     """
 
     def __init__(
@@ -125,11 +126,13 @@ class LoadPlanner:
         manager: OffloadingManager,
         jobs: JobsInFlight,
         unblock: Callable[[Request], None],
+        reuse: ReuseTracker | None,
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._jobs = jobs
         self._unblock = unblock
+        self._reuse = reuse
         self._planned: list[InFlightJob] = []
         self._loading: Counter[OffloadKey] = Counter()
         self._waiting: dict[int, Request] = {}
@@ -224,15 +227,17 @@ class LoadPlanner:
     ) -> int | None:
         """Return the longest hit of all groups; None if the medium does not know yet.
 
-        All groups are looked up even after a miss, so that the reuse filter counts every key once
-        for each request.
+        All groups are looked up even after a miss, so that every key is counted.
         """
         groups, is_known = [], True
         for group, window in enumerate(self._layout.windows):
             keys = self._layout.keys.of_range(request.block_hashes, group, extent.first, num_blocks)
             present: list[bool] | None = None
+            if is_new_use and self._reuse is not None:
+                for key in keys:
+                    self._reuse.record_lookup(key)
             if window is None or is_new_use:
-                run = self._manager.lookup(keys, is_new_use=is_new_use)
+                run = self._manager.lookup(keys)
                 present = None if run is None else [True] * run
             if window is not None:
                 present = self._manager.contains(keys)
@@ -269,7 +274,8 @@ class StorePlanner:
 
     The beginning of a sequence should be evicted last, so the whole sequence is touched as it
     grows: after each growth by a quarter and at its end, because touching all of it with every
-    block would take quadratic time.
+    block would take quadratic time. reuse: knows which blocks were looked up often enough to be
+    stored; None: every block is stored.
     """
 
     def __init__(
@@ -278,11 +284,13 @@ class StorePlanner:
         manager: OffloadingManager,
         jobs: JobsInFlight,
         statistics: CopyStatistics,
+        reuse: ReuseTracker | None,
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._jobs = jobs
         self._statistics = statistics
+        self._reuse = reuse
         self._planned: list[InFlightJob] = []
 
     def plan(self, tracked: TrackedRequest, tables: BlockIds, num_tokens: int) -> None:
@@ -297,7 +305,10 @@ class StorePlanner:
         wanted = self._storable(tracked, tables, first, end)
         if not wanted:
             return
-        prepared = self._manager.prepare_store(list(wanted))
+        keys = list(wanted)
+        if self._reuse is not None:
+            keys = [key for key in keys if self._reuse.reaches_threshold(key)]
+        prepared = self._manager.prepare_store(keys)
         if end > tracked.touched + tracked.touched // _TOUCH_GROWTH:
             self._touch(tracked, end)
         if prepared is None:

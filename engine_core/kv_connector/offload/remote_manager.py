@@ -67,7 +67,7 @@ class RemoteOffloadingManager:
         """Always 0: the server's memory limit is not queried."""
         return 0.0
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         self._process_results()
         if self._loads.is_open:
             return 0
