@@ -54,7 +54,7 @@ def create_app(app_state: AppState) -> FastAPI:
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
-    app.add_middleware(OriginMiddleware)
+    app.add_middleware(OriginMiddleware, allowed_origins=app_state.config.allowed_origins)
     keys = read_api_keys(app_state.config)
     if keys:
         open_paths = frozenset(file.path for file in files)

@@ -1,4 +1,4 @@
-"""Exceptions → HTTP statuses and bodies: OpenAI's, or Anthropic's for the paths of /v1/messages.
+"""Exceptions → HTTP statuses and bodies: OpenAI's, or Anthropic's for clients of that API.
 
 An exception that is not a RequestError is logged in full; the client gets a general message.
 """
@@ -11,9 +11,11 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from proto.errors import OverloadedError, RequestError, shown
 
@@ -85,10 +87,10 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
-def error_response(error: RequestError, path: str = "") -> JSONResponse:
-    """Return the response to an error, in the format that clients of the request's path expect.
+def error_response(error: RequestError, scope: Scope | None = None) -> JSONResponse:
+    """Return the response to an error, in the format that the client expects.
 
-    path: "" if not known, for OpenAI's format.
+    scope: of the request; None if it is not known, for OpenAI's format.
     """
     headers = {}
     if error.retry_after_seconds:
@@ -97,7 +99,7 @@ def error_response(error: RequestError, path: str = "") -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
-    if is_messages_path(path):
+    if scope is not None and expects_anthropic(scope):
         return _message_error(error.status, public_message(error), headers)
     return JSONResponse(error_body(error), error.status, headers)
 
@@ -121,14 +123,14 @@ def _message_error(status: int, message: str, headers: Mapping[str, str]) -> JSO
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
     message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-    if is_messages_path(request.url.path):
+    if expects_anthropic(request.scope):
         return _message_error(error.status_code, message, error.headers or {})
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
@@ -141,13 +143,16 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("a route failed", exc_info=error)
-    return error_response(RequestError("internal error"), request.url.path)
+    return error_response(RequestError("internal error"), request.scope)
 
 
-# Errors in Anthropic's format, for the paths of /v1/messages.
+# Errors in Anthropic's format, for the paths of /v1/messages and Anthropic's clients at /v1/models.
 
 
 MESSAGES_PATH: Final = "/v1/messages"
+MODELS_PATH: Final = "/v1/models"
+VERSION_HEADER: Final = "anthropic-version"
+"""Header that all clients of Anthropic's API send."""
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -162,9 +167,12 @@ _TYPES: Final = {
 }
 
 
-def is_messages_path(path: str) -> bool:
-    """Return whether responses of a path are in Anthropic's format."""
-    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+def expects_anthropic(scope: Scope) -> bool:
+    """Return whether responses to a request are in Anthropic's format."""
+    path = f"{scope['path']}/"
+    if path.startswith(f"{MESSAGES_PATH}/"):
+        return True
+    return path.startswith(f"{MODELS_PATH}/") and VERSION_HEADER in Headers(scope=scope)
 
 
 def error_type(status: int) -> str:

@@ -20,6 +20,7 @@ from api_server.app_state import AppState, ModelTexts
 from api_server.engine.engine_client import EngineClient, connect_engine
 from api_server.http.http_protocol import LimitedHttpProtocol, LimitedWebSocketProtocol
 from api_server.http.http_server import HttpServer
+from api_server.http.middleware import with_cors
 from api_server.lifecycle.commands import run_commands
 from api_server.lifecycle.engine_switch import EngineSwitch
 from api_server.lifecycle.health import Health
@@ -147,7 +148,7 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
     connections: open connections by API server.
     """
     config = uvicorn.Config(
-        app,
+        with_cors(app, frontend),
         http=LimitedHttpProtocol,
         ws=LimitedWebSocketProtocol,
         ws_max_size=MAX_BODY_BYTES,

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import inspect
 import itertools
+import json
 import re
 import textwrap
 import types
@@ -103,10 +104,11 @@ _OF_OTHERS: Final = {
 another name here."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_NUMBERS: Final = {
+_YAML_TYPES: Final = {
     "int": "a whole number",
     "bytes": "a whole number",
     "float": "a number such as 0.9",
+    "list": "a list of texts",
 }
 _MAX_VALUES: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10**9}
 """Largest numbers that messages can carry, and seconds that timers can wait (30 years)."""
@@ -125,7 +127,7 @@ class Flag:
 
     section: str
     field: str
-    kind: Literal["bool", "int", "float", "bytes", "choice", "str"]
+    kind: Literal["bool", "int", "float", "bytes", "choice", "str", "list"]
     choices: tuple[str, ...]
     optional: bool
     default: Any
@@ -154,6 +156,8 @@ class Flag:
             if match is None:
                 raise self._error("a number of bytes such as 512M or 4G", text)
             return self._within(int(match[1]) * _UNITS[match[2].upper()])
+        if self.kind == "list":
+            return self._list_from_text(text)
         if self.kind == "choice" and text not in self.choices:
             raise self._error(f"one of {', '.join(self.choices)}", text)
         return text
@@ -170,15 +174,29 @@ class Flag:
             if not isinstance(value, bool):
                 raise self._error("true or false", value)
             return value
+        if self.kind == "list" and isinstance(value, list):
+            return self._list(value)
         if self.kind in ("int", "bytes") and type(value) is int:
             return self._within(value)
         if self.kind == "float" and type(value) in (int, float):
             return self.from_text(str(value))
-        if self.kind in _NUMBERS or not isinstance(value, str):
-            if isinstance(value, str):
-                return self.from_text(value)
-            raise self._error(_NUMBERS.get(self.kind, "text, in quotes"), value)
+        if not isinstance(value, str):
+            raise self._error(_YAML_TYPES.get(self.kind, "text, in quotes"), value)
         return self.from_text(value)
+
+    def _list_from_text(self, text: str) -> tuple[str, ...]:
+        """Parse a JSON list of strings, or words with commas between them."""
+        if not text.startswith("["):
+            return tuple(word.strip() for word in text.split(",") if word.strip())
+        try:
+            return self._list(json.loads(text))
+        except (ValueError, RecursionError):
+            raise self._error('a list such as \'["a", "b"]\' or a,b', text) from None
+
+    def _list(self, value: list[Any]) -> tuple[str, ...]:
+        if not all(isinstance(member, str) for member in value):
+            raise self._error("a list of texts", value)
+        return tuple(value)
 
     def _within(self, value: float) -> float:
         """Return the number; raises ConfigError if it is out of range."""
@@ -360,7 +378,7 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
         optional = True
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    kind: Literal["bool", "int", "float", "bytes", "choice", "str"]
+    kind: Literal["bool", "int", "float", "bytes", "choice", "str", "list"]
     if choices:
         kind = "choice"
     elif hint is bool:
@@ -369,6 +387,8 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
         kind = "float"
     elif hint is int:
         kind = "bytes" if field in BYTE_FIELDS else "int"
+    elif hint == tuple[str, ...]:
+        kind = "list"
     else:
         assert hint is str, f"no flag can be made for {section}.{field}: {hint}"
         kind = "str"
@@ -381,7 +401,7 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
 _LEFT = 2
 _INDENT = 30
 _WIDTH = 100
-_METAVARS = {"int": "N", "float": "X", "bytes": "BYTES", "str": "TEXT"}
+_METAVARS = {"int": "N", "float": "X", "bytes": "BYTES", "str": "TEXT", "list": "LIST"}
 
 
 def render() -> str:
@@ -453,6 +473,8 @@ def _default(flag: Flag) -> str:
 def _default_value(flag: Flag) -> str:
     if flag.default is None:
         return ""
+    if flag.kind == "list":
+        return ", ".join(flag.default)
     return {True: "on", False: "off"}[flag.default] if flag.kind == "bool" else str(flag.default)
 
 

@@ -178,8 +178,7 @@ def _report_ready(
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
-    supervisor.send(ready)
-    front_ends.send_greeting(ready)
+    # Logged before it is sent, so that the supervisor's message to the operator is the last one
     logger.info(
         "ready: %d blocks of %d tokens, requests up to %d tokens, "
         "a queue of up to %s requests and %s tokens",
@@ -189,6 +188,8 @@ def _report_ready(
         queue.num_requests or "any number of",
         queue.num_tokens or "any number of",
     )
+    supervisor.send(ready)
+    front_ends.send_greeting(ready)
 
 
 class EngineCore:

@@ -228,6 +228,14 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """MiB of memory for stored responses, at most a quarter of it per client; 0: store none."""
     stored_response_seconds: float = 3600.0
     """Seconds after which a stored response is deleted."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may use the API (CORS), such as https://chat.example; *: all."""
+    allow_credentials: bool = False
+    """Let those pages send cookies, HTTP logins and client certificates."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that those pages may use; *: all."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Request headers that those pages may send; *: all."""
     page: bool = True
     """Serve the web page at / with the live view of the engine."""
     otlp_traces_endpoint: str | None = None

@@ -24,7 +24,7 @@ from proto.config import (
     flag_name,
 )
 from proto.engine_io import MAX_CLIENTS
-from proto.errors import ConfigError
+from proto.errors import ConfigError, shown
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
@@ -37,6 +37,11 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "f32": ("auto", "float32"),
 }
 """Data types of activations supported by each weight format."""
+
+
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""Name of a method or a header (RFC 9110, 5.6.2)."""
 
 
 def validate(config: ServeConfig) -> None:
@@ -167,8 +172,27 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
             f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}",
             "otlp_traces_endpoint",
         )
+    _check_cors(frontend)
     _check_keys(frontend)
     _check_tls(frontend)
+
+
+def _check_cors(frontend: FrontEndConfig) -> None:
+    for origin in frontend.allowed_origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                "--allowed-origins takes origins such as https://chat.example, without a path, "
+                f"not {shown(origin)}",
+                "allowed_origins",
+            )
+    for field in ("allowed_methods", "allowed_headers"):
+        for name in getattr(frontend, field):
+            if not _TOKEN.fullmatch(name):
+                raise ConfigError(f"{flag_name(field)} takes names or *, not {shown(name)}", field)
+    default = FrontEndConfig()
+    for field in ("allow_credentials", "allowed_methods", "allowed_headers"):
+        if not frontend.allowed_origins and getattr(frontend, field) != getattr(default, field):
+            raise ConfigError(f"{flag_name(field)} needs --allowed-origins", field)
 
 
 def _check_grammars(grammars: GrammarConfig) -> None:

@@ -1,7 +1,7 @@
-"""What happens to a request before its route: API key, drain state, fast path.
+"""What happens to a request before its route: CORS, API key, drain state, fast path.
 
-    key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
-                       └─────── anything else ─────────▶ router ─▶ …
+    CORS ─▶ key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
+                                └─────── anything else ─────────▶ router ─▶ …
 
 A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
 check themselves (`routes/common.py`) that the key is an operator's.
@@ -9,13 +9,14 @@ check themselves (`routes/common.py`) that the key is an operator's.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.http_protocol import client_disconnected
+from proto.config import FrontEndConfig
 from proto.errors import AuthenticationError, ForbiddenError, RequestError
 from proto.security import ApiKey
 
@@ -57,10 +59,8 @@ class ApiKeyMiddleware:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             known = self._known_keys(scope)
             if self._clients_need_key and not known:
-                response = error_response(
-                    AuthenticationError("missing or wrong API key"), scope["path"]
-                )
-                await response(scope, receive, send)
+                error = AuthenticationError("missing or wrong API key")
+                await error_response(error, scope)(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
             state["key_name"] = known[0].name if known else ""
@@ -77,23 +77,57 @@ class ApiKeyMiddleware:
         return known
 
 
+EXPOSED_HEADERS: Final = (
+    "X-Request-Id",
+    "Request-Id",
+    "X-Tokend-Ignored",
+    "X-Should-Retry",
+    "Retry-After",
+)
+"""Headers of answers that pages of other origins can read; browsers hide the rest from them."""
+
+
+def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
+    """Return an application that lets pages of the allowed origins use this one.
+
+    It has to be around the whole application: preflights carry no API key, and starlette answers
+    the failure of a route outside of all middleware.
+    """
+    if not config.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=EXPOSED_HEADERS,
+    )
+
+
 class OriginMiddleware:
     """Answer 403 to a WebSocket that a page of another site opens in a user's browser.
 
     Browsers do not apply the same-origin policy to WebSockets (RFC 6455, 10.2), so without this
     any page that a user visits could use a daemon on the user's machine.
+    allowed_origins: other sites that may; "*" for all.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, allowed_origins: Collection[str]) -> None:
         self._app = app
+        self._allowed_origins = allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             headers = Headers(scope=scope)
             origin = headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            if (
+                origin is not None
+                and urlsplit(origin).netloc != headers.get("host")
+                and not {origin, "*"}.intersection(self._allowed_origins)
+            ):
                 error = ForbiddenError("pages of another site cannot open a WebSocket here")
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -113,7 +147,7 @@ class DrainMiddleware:
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
-            await error_response(DrainingError(), scope["path"])(scope, receive, send)
+            await error_response(DrainingError(), scope)(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
@@ -174,7 +208,7 @@ class FastPath:
             response = await endpoint(Request(scope, receive, send))
             await response(scope, receive, send)
         except RequestError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         except ClientDisconnect:
             return  # during its upload: uvicorn expects no response
 

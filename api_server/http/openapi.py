@@ -118,6 +118,7 @@ RESPONSE_USAGE: Final = an_object(
         "total_tokens": INTEGER,
     }
 )
+_IGNORED: Final = {"ignored_fields": a_list(STRING)}
 RESPONSE: Final = an_object(
     {
         "id": STRING,
@@ -130,7 +131,8 @@ RESPONSE: Final = an_object(
         "usage": or_null(RESPONSE_USAGE),
         "error": or_null(an_object({"code": STRING, "message": STRING})),
         "incomplete_details": or_null(an_object({"reason": STRING})),
-    }
+    },
+    _IGNORED,
 )
 COMPACTION: Final = an_object(
     {
@@ -167,7 +169,8 @@ MESSAGE: Final = an_object(
                 "output_tokens": INTEGER,
             }
         ),
-    }
+    },
+    _IGNORED,
 )
 MESSAGE_ERROR: Final = an_object(
     {
@@ -187,7 +190,31 @@ MODEL_CARD: Final = an_object(
         "max_model_len": INTEGER,
     }
 )
-MODELS: Final = an_object({"object": one_of("list"), "data": a_list(MODEL_CARD)})
+ANTHROPIC_MODEL: Final = an_object(
+    {
+        "type": one_of("model"),
+        "id": STRING,
+        "display_name": STRING,
+        "created_at": STRING,
+        "lifecycle": one_of("active"),
+        "max_input_tokens": INTEGER,
+        "max_tokens": INTEGER,
+    }
+)
+MODEL: Final = {"anyOf": [MODEL_CARD, ANTHROPIC_MODEL]}
+MODELS: Final = {
+    "anyOf": [
+        an_object({"object": one_of("list"), "data": a_list(MODEL_CARD)}),
+        an_object(
+            {
+                "data": a_list(ANTHROPIC_MODEL),
+                "has_more": BOOLEAN,
+                "first_id": or_null(STRING),
+                "last_id": or_null(STRING),
+            }
+        ),
+    ]
+}
 TOKENS: Final = an_object(
     {
         "count": INTEGER,
@@ -271,8 +298,11 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         _json_response(an_object({"input_tokens": INTEGER})),
         failure=MESSAGE_ERROR,
     ),
-    ("/v1/models", "get"): Operation(responses=_json_response(MODELS)),
-    ("/v1/models/{name}", "get"): Operation(responses=_json_response(MODEL_CARD)),
+    ("/v1/models", "get"): Operation(
+        responses=_json_response(MODELS),
+        query={"limit": INTEGER, "after_id": STRING, "before_id": STRING},
+    ),
+    ("/v1/models/{name}", "get"): Operation(responses=_json_response(MODEL)),
     ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _json_response(TOKENS)),
     ("/detokenize", "post"): Operation((Detokenize,), _json_response(TEXT)),
     ("/tokenizer_info", "get"): Operation(

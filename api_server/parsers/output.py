@@ -54,15 +54,19 @@ class OutputParser(Protocol):
     """Splits the text of one choice into parts while it is generated.
 
     The text arrives in deltas that may be cut anywhere, also inside a marker. No character is
-    lost: text that turns out not to be a tool call is content.
+    lost: text that turns out not to be a tool call is content. Only the start of a marker or of a
+    call that a limit cuts is dropped.
     """
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         """Return the parts that are certain after this additional text."""
         ...
 
-    def parse_end(self) -> Sequence[OutputPart]:
-        """Return the parts of all text that was held back; the text is complete."""
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
+        """Return the parts of all text that was held back; no more text comes.
+
+        is_cut: a limit ended the output, not the model or a stop string.
+        """
         ...
 
 
@@ -72,7 +76,7 @@ class PlainTextParser:
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         return (ContentText(text),) if text else ()
 
-    def parse_end(self) -> Sequence[OutputPart]:
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         return ()
 
 
@@ -92,11 +96,12 @@ class ChoiceParser:
         self.is_plain = parser is PLAIN_TEXT
         self.has_tool_calls = False
 
-    def parse_delta(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
-        """Return the parts of additional text. is_last: the choice ends with this text."""
+    def parse_delta(self, text: str, finish_reason: str | None = None) -> list[OutputPart]:
+        """Return the parts of additional text. finish_reason: None unless the choice ends here."""
         parts = [*self._parser.parse_delta(text)]
+        is_last = finish_reason is not None
         if is_last:
-            parts += self._parser.parse_end()
+            parts += self._parser.parse_end(is_cut=finish_reason != "stop")
         if not self.has_tool_calls:
             self.has_tool_calls = any(isinstance(part, ToolCallStart) for part in parts)
         if is_last and self._metrics is not None:

@@ -5,7 +5,7 @@ turns that into variables of the chat template, a rule for the engine and a pars
 tool calls is made in `tool_calls.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -78,19 +78,30 @@ class OutputFormat:
         return ChoiceParser(self.new_parser(), metrics if has_tools else None)
 
 
+_NEAREST_EFFORTS: Final[Mapping[str, Sequence[str]]] = {
+    "minimal": ("minimal", "low"),
+    "xhigh": ("xhigh", "max", "high"),
+    "max": ("max", "xhigh", "high"),
+}
+"""Effort → efforts nearest to it. The model was not trained with a word that its template does not
+mention."""
+
+
 def reasoning_variables(
     effort: Effort | None, facts: TemplateFacts, reasoning_format: ReasoningFormat
 ) -> Mapping[str, Any]:
     """Return the chat template's variables for a `reasoning_effort`.
 
-    A template that reads `reasoning_effort` receives it. Other templates can only switch
-    reasoning on or off; a model without reasoning needs no variable for off. Raises
-    InvalidRequestError for an effort that the template cannot follow.
+    A template that reads `reasoning_effort` receives it, or the nearest effort that it knows. Other
+    templates can only switch reasoning on or off; a model without reasoning needs no variable for
+    off. Raises InvalidRequestError for an effort that the template cannot follow.
     """
     if effort is None:
         return {}
     if "reasoning_effort" in facts.names:
-        return {"reasoning_effort": effort}
+        known = {"low", "medium", "high", "none", *facts.efforts}
+        nearest = next(name for name in _NEAREST_EFFORTS.get(effort, (effort,)) if name in known)
+        return {"reasoning_effort": nearest}
     switches: dict[str, Any] = {
         name: effort != "none" for name in REASONING_SWITCHES if name in facts.names
     }

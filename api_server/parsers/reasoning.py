@@ -175,16 +175,18 @@ class ReasoningParser:
             parts += self._content_parser.parse_delta(text)
         return parts
 
-    def parse_end(self) -> Sequence[OutputPart]:
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         parts: list[OutputPart] = []
         is_undecided = self._state is _State.START_MARKER
+        if is_cut and self._held.strip():
+            self._held = ""  # the start of a marker
         if is_undecided and self._output_start is OutputStart.UNKNOWN:
             parts += self._content_parser.parse_delta(self._held) if self._held else ()
         else:
             held = self._held.lstrip(BLANKS) if is_undecided else self._held
             self._add_reasoning(_trimmed(held), parts)
         self._held = ""
-        return [*parts, *self._content_parser.parse_end()]
+        return [*parts, *self._content_parser.parse_end(is_cut=is_cut)]
 
     def _read_start_marker(self, text: str) -> str:
         """Return the text after the start marker, or all text if there is none.

@@ -304,15 +304,14 @@ class ChatEncoder(OpenAIStreamEncoder):
                 return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
             parts = parser.parse_delta(delta.text)
             return opening + self._parts_chunk(delta, parts) if parts else opening
-        parts = parser.parse_delta(delta.text, is_last=is_last)
+        parts = parser.parse_delta(delta.text, delta.finish_reason)
         return opening + self._parts_chunk(delta, parts)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
         for delta in deltas:
             parser = self._choice_parsers[delta.index]
-            is_last = delta.finish_reason is not None
-            message = full_message(parser.parse_delta(delta.text, is_last=is_last))
+            message = full_message(parser.parse_delta(delta.text, delta.finish_reason))
             choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
         body = self._options.envelope(self.object_name) | {
             "choices": choices,
@@ -325,12 +324,17 @@ class ChatEncoder(OpenAIStreamEncoder):
         return body | self._prompt_text
 
     def _opening_chunk(self, index: int) -> str:
-        """Return the chunk with the role; that of the first choice has the prompt's ids too."""
+        """Return the chunk with the role; that of the first choice has the prompt's ids too.
+
+        Its content is null if the choice may begin with reasoning or a call: some clients begin a
+        text with an empty string.
+        """
         is_first = not self._opened
         self._opened.add(index)
+        content = "" if self._choice_parsers[index].is_plain else None
         choice = {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", "content": content},
             "logprobs": None,
             "finish_reason": None,
         }

@@ -40,6 +40,11 @@ class ChatTranslation:
         path = None if error.param is None else self.client_path(error.param)
         return type(error)(self.client_message(error.message), path)
 
+    def ignored_fields(self) -> dict[str, list[str]]:
+        """Return the field of the response that names ignored fields and tools; {} for none."""
+        names = self._ignored.names()
+        return {"ignored_fields": names} if names else {}
+
     def translate_ignored(self) -> None:
         """Give ignored fields of the chat completion their names in the client's API."""
         self._ignored.rename(self.client_path)

@@ -48,10 +48,13 @@ class IgnoredFields:
         """Replace each name by its new name."""
         self._names = dict.fromkeys(map(new_name, self._names))
 
+    def names(self) -> list[str]:
+        """Return the names, and the number of those beyond MAX_NAMES."""
+        return [*self._names, *([f"{self._num_more} more"] if self._num_more else [])]
+
     def __str__(self) -> str:
         """Return the names, separated by commas; "" for none."""
-        more = [f"{self._num_more} more"] if self._num_more else []
-        return ", ".join([*self._names, *more])
+        return ", ".join(self.names())
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the header with the names; no header without names."""

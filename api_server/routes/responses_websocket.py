@@ -149,9 +149,8 @@ class ResponsesConnection:
             try:
                 fields = decode_message(text)
                 previous_id = fields.get("previous_response_id")
-                ignored = IgnoredFields()
-                response = await self._prepare(app_state, fields, ignored)
-                if await self._generate(response, str(ignored)):
+                response = await self._prepare(app_state, fields)
+                if await self._generate(response):
                     return
             except RequestError as error:
                 failure = error
@@ -165,9 +164,8 @@ class ResponsesConnection:
             if failure is not None:
                 await self._send_error(failure)
 
-    async def _prepare(
-        self, app_state: AppState, fields: dict[str, Any], ignored: IgnoredFields
-    ) -> PreparedResponse:
+    async def _prepare(self, app_state: AppState, fields: dict[str, Any]) -> PreparedResponse:
+        ignored = IgnoredFields()
         if fields.pop("type", None) != "response.create":
             raise InvalidRequestError('type must be "response.create"', "type")
         generates = fields.pop("generate", True)
@@ -202,7 +200,7 @@ class ResponsesConnection:
             return self._last.items
         return previous_items(app_state, owner_of(self._websocket), response_id)
 
-    async def _generate(self, response: PreparedResponse, ignored: str) -> bool:
+    async def _generate(self, response: PreparedResponse) -> bool:
         """Submit a response and send its events; return False if it fails after its beginning.
 
         Raises the RequestError of a refusal.
@@ -213,7 +211,7 @@ class ResponsesConnection:
             if self._is_disconnected:
                 raise WebSocketDisconnect
             await response.submit(None)
-            await self._send_events(stream, encoder, ignored)
+            await self._send_events(stream, encoder)
         finally:
             self._stream = None
             stream.close()
@@ -225,10 +223,8 @@ class ResponsesConnection:
         self._last = LastResponse(final["id"], items) if fits else None
         return True
 
-    async def _send_events(
-        self, stream: TokenStream, encoder: ResponsesEncoder, ignored: str
-    ) -> None:
-        events = encoder.encode_start(ignored)
+    async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:
+        events = encoder.encode_start()
         while not stream.disconnected:
             new_events, is_last, error = next_events(stream, encoder)
             events += new_events

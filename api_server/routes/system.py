@@ -1,18 +1,21 @@
 """Routes for load balancers, monitoring and clients: health, version, load, metrics, models."""
 
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket
 
-from api_server.app_state import AppState
-from api_server.errors import error_response
+from api_server.errors import MODELS_PATH, error_response, expects_anthropic
 from api_server.routes.common import app_state_of
-from proto.errors import UnknownPathError, shown
+from proto.errors import InvalidRequestError, UnknownPathError, shown
+
+MAX_PAGE: Final = 1000
+"""Largest `limit` of Anthropic's lists."""
 
 router = APIRouter()
 no_websocket_router = APIRouter()
@@ -22,9 +25,8 @@ no_websocket_router = APIRouter()
 @no_websocket_router.websocket("/{path:path}")
 async def refuse_websocket(websocket: WebSocket) -> None:
     """Answer 404 in JSON; by default it would be a 403 without a body."""
-    path = websocket.url.path
-    error = UnknownPathError(f"there is no WebSocket at {shown(path)}")
-    await websocket.send_denial_response(error_response(error, path))
+    error = UnknownPathError(f"there is no WebSocket at {shown(websocket.url.path)}")
+    await websocket.send_denial_response(error_response(error, websocket.scope))
 
 
 @router.get("/health")
@@ -90,19 +92,49 @@ def daemon_version() -> str:
         return "unknown"
 
 
-@router.get("/v1/models")
+@router.get(MODELS_PATH)
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(app_state_of(request))]}
+    """List the model, in Anthropic's format for clients that send `anthropic-version`."""
+    card = _model_card(request)
+    if not expects_anthropic(request.scope):
+        return {"object": "list", "data": [card]}
+    cards = [card] if _is_on_page(request) else []
+    end = card["id"] if cards else None
+    return {"data": cards, "has_more": False, "first_id": end, "last_id": end}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get(f"{MODELS_PATH}/{{name:path}}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
+    app_state_of(request).check_model(name)
+    return _model_card(request)
+
+
+def _is_on_page(request: Request) -> bool:
+    """Return whether the page of Anthropic's list that was requested contains the model.
+
+    Raises InvalidRequestError.
+    """
+    query = request.query_params
+    limit = query.get("limit", "20")
+    if not (limit.isdecimal() and 1 <= int(limit[:5]) <= MAX_PAGE):
+        raise InvalidRequestError(f"limit must be between 1 and {MAX_PAGE}", "limit")
+    return not {"after_id", "before_id"} & query.keys()  # else before or after the only model
+
+
+def _model_card(request: Request) -> dict[str, Any]:
     app_state = app_state_of(request)
-    app_state.check_model(name)
-    return _model_card(app_state)
-
-
-def _model_card(app_state: AppState) -> dict[str, Any]:
+    max_model_len = app_state.client.engine.max_model_len
+    if expects_anthropic(request.scope):
+        created = datetime.fromtimestamp(app_state.created, UTC)
+        return {
+            "type": "model",
+            "id": app_state.model_name,
+            "display_name": app_state.model_name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": max_model_len,
+            "max_tokens": max_model_len,
+        }
     return {
         "id": app_state.model_name,
         "object": "model",
@@ -110,5 +142,5 @@ def _model_card(app_state: AppState) -> dict[str, Any]:
         "owned_by": "tokend",
         "root": app_state.model.name,
         "parent": None,
-        "max_model_len": app_state.client.engine.max_model_len,
+        "max_model_len": max_model_len,
     }

@@ -24,6 +24,8 @@ from proto.errors import InvalidRequestError, ModelError, shown
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning on or off."""
+OUTER_EFFORTS: Final = {"minimal", "xhigh", "max"}
+"""Efforts beyond low, medium and high, which few templates know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,23 @@ class TemplateFacts:
 
     names: of its undeclared variables. takes_parts: it iterates over the content parts of a
     message; without that, content must be text. call_id_length: length that the id of a tool call
-    must have, in characters; 0 for any.
+    must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it mentions.
     """
 
     names: frozenset[str] = frozenset()
     takes_parts: bool = False
     call_id_length: int = 0
+    efforts: frozenset[str] = frozenset()
 
 
 def template_facts(template: nodes.Template) -> TemplateFacts:
-    names = frozenset(meta.find_undeclared_variables(template))
-    return TemplateFacts(names, _iterates_over_content(template), _call_id_length(template))
+    strings = {constant.value for constant in template.find_all(nodes.Const)}
+    return TemplateFacts(
+        names=frozenset(meta.find_undeclared_variables(template)),
+        takes_parts=_iterates_over_content(template),
+        call_id_length=_call_id_length(template),
+        efforts=frozenset(OUTER_EFFORTS & strings),
+    )
 
 
 def _iterates_over_content(template: nodes.Template) -> bool:

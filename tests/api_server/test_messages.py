@@ -5,7 +5,7 @@ import json
 
 import anthropic
 import pytest
-from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
@@ -337,6 +337,7 @@ async def test_fields_sent_by_agents_are_accepted(start, say):
             "thinking",
             "tools.web_search_20250305",
         ]
+        assert response.json()["ignored_fields"] == named
         found = await client(front_end).beta.messages.create(
             model="toy", max_tokens=9, messages=USER, betas=["some-2099-01-01"]
         )
@@ -560,3 +561,25 @@ async def test_the_session_header_names_the_agent_job(start, say):
         response = await front_end.http.post(PATH, json=BODY, headers=headers)
         assert response.status_code == 200
         assert front_end.engine.requests.get_nowait().agent.job
+
+
+async def test_models_for_anthropics_clients(start):
+    async with start(config=FrontEndConfig(api_key="key")) as front_end:
+        async with client(front_end, "key") as api:
+            page = await api.models.list()
+            (model,) = page.data
+            assert [listed.id async for listed in page] == ["toy"]
+            assert (page.first_id, page.last_id, page.has_more) == ("toy", "toy", False)
+            ModelInfo.model_validate(model.model_dump())
+            assert (model.type, model.id, model.display_name) == ("model", "toy", "toy")
+            assert int(model.created_at.timestamp()) == front_end.app_state.created
+            assert (await api.models.retrieve("toy")) == model
+            assert (await api.models.list(after_id="toy")).data == []
+            with pytest.raises(anthropic.NotFoundError, match="available: toy"):
+                await api.models.retrieve("other")
+            with pytest.raises(anthropic.BadRequestError, match="limit must be"):
+                await api.models.list(limit=0)
+        async with client(front_end, "wrong") as api:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await api.models.list()
+            ErrorResponse.model_validate(caught.value.body)

@@ -88,6 +88,17 @@ def test_texts_split_at_any_position(
     assert read(parser(is_shown=False), list(text)) == ("", answer)
 
 
+@pytest.mark.parametrize("opening", [UNKNOWN, INSIDE])
+def test_truncated_markers_are_dropped(opening: OutputStart) -> None:
+    text, said = "<think>a < b</think>so", ""
+    for end in range(len(text) + 1):
+        parser = ReasoningParser(THINK, opening, PLAIN_TEXT)
+        parts = [*parser.parse_delta(text[:end]), *parser.parse_end(is_cut=True)]
+        said = "".join(part.text for part in parts)  # type: ignore[union-attr]
+        assert "a < bso".startswith(said)
+    assert said == "a < bso"
+
+
 @pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_random_texts_in_random_chunks(name: str) -> None:
     style, random_ = REASONING_FORMATS[name], random.Random(name)

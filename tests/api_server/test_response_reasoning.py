@@ -82,3 +82,37 @@ async def test_log_probabilities_are_those_of_the_text(start, say, served, token
                 ]
                 assert deltas == part["logprobs"][: len(deltas)]
                 assert len(part["logprobs"]) - len(deltas) <= 1
+
+
+@pytest.mark.parametrize(
+    ("mentioned", "expected"),
+    [
+        ("", {"minimal": "low", "medium": "medium", "xhigh": "high", "max": "high"}),
+        ("max", {"high": "high", "xhigh": "max", "max": "max"}),
+        ("xhigh", {"minimal": "low", "xhigh": "xhigh", "max": "xhigh"}),
+        ("minimal", {"minimal": "minimal", "max": "high"}),
+    ],
+)
+async def test_an_effort_is_the_nearest_that_the_template_knows(
+    start, say, tokenizer, tmp_path, mentioned, expected
+):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    branch = f"{{% if reasoning_effort == '{mentioned}' %}}{{% endif %}}" if mentioned else ""
+    (tmp_path / "chat_template.jinja").write_text(branch + "effort {{ reasoning_effort }}.")
+    served = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
+    messages = [{"role": "user", "content": "hi"}]
+    message = {"model": "toy", "max_tokens": 9, "messages": messages}
+    async with start(say("over"), served=served) as front_end:
+        for effort, known in expected.items():
+            bodies = {
+                "/v1/chat/completions": {"messages": messages, "reasoning_effort": effort},
+                "/v1/responses": {"input": "hi", "reasoning": {"effort": effort}},
+                "/v1/messages": {**message, "output_config": {"effort": effort}},
+            }
+            if effort == "minimal":
+                del bodies["/v1/messages"]  # Anthropic has no such effort
+            for path, body in bodies.items():
+                response = await front_end.http.post(path, json=body)
+                assert response.status_code == 200, response.text
+                assert "x-tokend-ignored" not in response.headers
+                assert prompt_of(front_end, tokenizer) == f"effort {known}."

@@ -246,3 +246,32 @@ async def test_a_client_of_another_kind_of_tool_is_told_so(start):
                 tool_choice={"type": "web_search"},
             )
         assert caught.value.param == "tool_choice"
+
+
+async def test_tools_that_are_left_out_are_named_in_the_body(start, model_calls):
+    """Clients rarely show the headers of a response."""
+    tools = [WEATHER, {"type": "web_search"}]
+    async with start(model_calls(CALL), max_model_len=2048) as front_end, client(front_end) as api:
+        events, response = await streamed(api, input="?", tools=tools)
+        expected = ["tools.web_search"]
+        assert events[0].response.ignored_fields == response.ignored_fields == expected
+        whole = await api.responses.create(model="toy", input="?", tools=tools)
+        assert whole.ignored_fields == expected
+        assert (await api.responses.retrieve(whole.id)).ignored_fields == expected
+        ordinary = await api.responses.create(model="toy", input="?", tools=[WEATHER])
+        assert not hasattr(ordinary, "ignored_fields")
+
+
+async def test_tools_that_are_left_out_are_named_in_a_message(start, say):
+    body = {
+        "model": "toy",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "stream": True,
+    }
+    async with start(say(SAID)) as front_end:
+        sent = (await front_end.http.post("/v1/messages", json=body)).text
+        (data,) = [line for line in sent.splitlines() if '"message_start"' in line]
+        message = json.loads(data.removeprefix("data: "))["message"]
+        assert message["ignored_fields"] == ["tools.web_search_20250305"]

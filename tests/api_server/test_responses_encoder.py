@@ -54,7 +54,7 @@ class Parts:
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         return [part for _ in range(len(text)) for part in self._steps.pop(0)]
 
-    def parse_end(self) -> Sequence[OutputPart]:
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         return [part for step in self._steps for part in step]
 
 

@@ -181,7 +181,7 @@ async def test_fields_of_the_handshake_hold_for_every_response(start, say):
     async with start(say(TEXT)) as front_end, websocket(front_end, PATH, **headers) as client:
         found = [await events(client, unheard_of=1) for _ in range(2)]
         assert found[0][-1]["response"]["id"] != found[1][-1]["response"]["id"]
-        assert found[0][0]["ignored_fields"] == "unheard_of"
+        assert found[0][0]["response"]["ignored_fields"] == ["unheard_of"]
         request = front_end.engine.requests.get_nowait()
         assert request.agent is not None
 

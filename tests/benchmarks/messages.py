@@ -1,9 +1,9 @@
-"""What parts of the daemon are measured with, and what came out.
+"""Workloads and timings of benchmarks of parts of the daemon.
 
-Spoken between `tokend bench` and the programs that play a workload: one
-JSON document a line, so that a program of another environment can play it too.
+Exchanged between benchmarks and the programs that run a workload: one JSON document per line, so
+that programs of other environments can run it, too.
 
-A workload is a recipe, not a recording: both sides make the same token ids from it.
+A workload is a recipe, not a recording: both sides derive the same token ids from it.
 """
 
 from typing import Literal
@@ -16,14 +16,14 @@ from proto.sampling_params import SamplingParams
 
 
 class RequestRecipe(msgspec.Struct, frozen=True):
-    """A request to make.
+    """The recipe of a request.
 
-    segments: the prompt, as (seed, number of tokens) each; the tokens of a segment
+    segments: the prompt as pairs (seed, number of tokens); the tokens of a segment
         are `random.Random(seed).choices(range(1000, 30000), k=number)`, so segments
-        of one seed begin alike.
-    max_tokens: it ends after so many outputs; no token stops it sooner.
-    priority: lower goes first, where the policy asks.
-    tenant: whose it is, where the scheduler shares between tenants.
+        of one seed share a prefix.
+    max_tokens: number of output tokens; no token ends the request earlier.
+    priority: lower goes first, with the policy `priority`.
+    tenant: for fairness between tenants.
     """
 
     segments: tuple[tuple[int, int], ...]
@@ -35,13 +35,13 @@ class RequestRecipe(msgspec.Struct, frozen=True):
 class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """A load in a closed loop: `concurrency` requests are always unfinished.
 
-    requests: offered in this order, and from the start again when they run out.
-    concurrency: a new request is offered, outside the measured time, for each that ends.
+    requests: added in this order, and repeated from the start.
+    concurrency: a new request is added, outside the measured time, for each one that ends.
     warm_up_steps, measured_steps: in this order.
-    measure: which of the measured steps count; "hashing" runs no steps, and times
-        the hashing of the first request's prompt instead.
+    measure: the steps that count; "hashing" runs no steps and times the hashing of the
+        first request's prompt instead.
     num_blocks: of the KV pool, the null block included. traced: as with --sched-trace.
-    watched: somebody watches the live view, of which one is made after each 16th step.
+    watched: the live view has a subscriber, with a view after every 16th step.
     The rest are settings of the scheduler, as in proto/config.py.
     """
 
@@ -62,20 +62,20 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Microseconds (or bytes, or a number) a step."""
+    """Microseconds, bytes or a number per step."""
 
     median: float
     p99: float
 
 
 class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload played once, in CPU time; None for what does not occur in it.
+    """One run of a workload, in CPU time; None for parts that do not occur in it.
 
-    num_steps: that were counted. num_scheduled, num_preempted: requests a step, mean.
+    num_steps: steps that count. num_scheduled, num_preempted: mean requests per step.
     schedule, update: the two halves of a step, up to the finished message.
-    encode, decode: of the step's three messages, on whichever side that happens.
-    wire_bytes: of the three together.
-    hash: of the first request's prompt. view: to make a view and its message; no part of a step.
+    encode, decode: of the step's three messages, on both sides.
+    wire_bytes: of the three messages.
+    hash: of the first request's prompt. view: a live view and its message; not part of a step.
     """
 
     workload: str
@@ -94,7 +94,7 @@ class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One workload over all rounds: medians of the rounds' figures, in microseconds and bytes.
 
-    *_min: the figure of the best round, which other load on the machine disturbed least.
+    *_min: the figure of the best round, which was disturbed least by other load.
     """
 
     num_scheduled: float
@@ -118,10 +118,10 @@ class SchedulerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):
-    """A row of the table: ours, and beside it the peer's where there is one.
+    """A row of the table: our figures, and the peer's if there is one.
 
     ratio, ratio_min: ours to the peer's of schedule + update (or of the hashing),
-        of the medians and of the best rounds; None where one had no step that counts.
+        of the medians and of the best rounds; None if one had no step that counts.
     """
 
     workload: str
@@ -134,11 +134,11 @@ class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):
 class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """One step of attention alone, all layers, over a cache that is full.
 
-    num_seqs: in the step, each with `context_tokens`, of which `query_tokens` are new.
+    num_seqs: sequences with `context_tokens` each, of which `query_tokens` are new.
     dtype: of the activations. kv_cache_dtype: as the setting.
-    rounds: each is one step and one measurement of the memory, one after the other.
-    read_megabytes: of that: more than the caches of a processor hold.
-    num_threads: of a CPU; None takes those that the daemon takes.
+    rounds: pairs of one step and one measurement of the memory bandwidth.
+    read_megabytes: size of the latter, more than the CPU caches hold.
+    num_threads: of a CPU; None: as in the daemon.
     The rest is the shape of the model.
     """
 
@@ -159,15 +159,15 @@ class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one workload took.
+    """The timings of one workload.
 
     kernels: the instruction set.
     step_ms_*: rotary embedding, KV write and attention of all layers.
-    kv_megabytes: K and V in sight, scales included, that a step reads once.
+    kv_megabytes: visible K and V, scales included, which a step reads once.
     kv_gb_per_s_*: of that; read_gb_per_s_*: summing a large array, in large pages as K and V
         are, with the same threads.
-    share_of_read_median: the one by the other, round by round.
-    attention_gflop_per_s_best: both products over the pairs of tokens that see each other.
+    share_of_read_median: their ratio, by round.
+    attention_gflop_per_s_best: both products over the pairs of tokens that attend to each other.
     """
 
     workload: str
@@ -187,7 +187,7 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
 class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of a worker by itself, in which `num_rows` sequences decode one token each.
 
-    config: as the daemon would have it. context_tokens: that each has when it begins.
+    config: as in the daemon. context_tokens: initial context of each sequence.
     temperature: of the sampling; 0 is greedy.
     """
 
@@ -201,10 +201,10 @@ class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds a step, and where they go.
+    """Milliseconds per step, by part.
 
     product: the model's matrix products. attention: rotary embedding, KV write and attention.
-    rest: all else; its share is that of each step by itself.
+    rest: everything else; its share is computed for every step.
     waits_a_step: how often a thread gave up its core; page_faults_a_step: without a disk.
     """
 
@@ -226,17 +226,17 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A step by what each of its rows wants."""
+    """A sampling step, by the parameters of its rows."""
 
     name: str
     rows: list[SamplingParams]
 
 
 class SamplingWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling of steps whose scores are random, without a model; the cases take turns.
+    """Sampling steps with random logits, without a model; the cases alternate.
 
-    context_tokens: that each row has when it begins, half of them outputs. dtype: of the scores.
-    num_steps: of each case that are measured. num_threads: as of AttentionWorkload.
+    context_tokens: initial context of each row, half of it outputs. dtype: of the logits.
+    num_steps: measured steps of each case. num_threads: as in AttentionWorkload.
     """
 
     cases: list[SamplingCase]
@@ -248,7 +248,7 @@ class SamplingWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingCaseTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds from a step's scores to its tokens, and by those of the first case."""
+    """Microseconds from a step's logits to its tokens, and relative to the first case."""
 
     name: str
     num_rows: int
@@ -268,10 +268,10 @@ class SamplingTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitsWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's steps cannot do without, measured part by part.
+    """The essential parts of a model's steps, measured separately.
 
-    rows: numbers of rows that are multiplied. prompt_tokens: of the prompts whose attention is
-    measured, as many as a step has. rounds: of each part, of which the best counts.
+    rows: numbers of rows of the products. prompt_tokens: of the prompts whose attention is
+    measured, as many as fit into a step. rounds: of each part; the best one counts.
     """
 
     config: ServeConfig
@@ -282,13 +282,13 @@ class LimitsWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitsTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What each part takes by itself.
+    """Times of the separate parts.
 
-    weights: the form or forms that they are in.
-    layer_products_ms, head_product_ms: of all layers, and of the scores, by the numbers in `rows`.
-    attention_ns_per_pair: all layers of a prompt, by pairs of tokens that see each other.
-    weight_bytes: that a step of one row reads.
-    kv_bytes_per_token: of each group of layers, beside its window in tokens.
+    weights: their format or formats.
+    layer_products_ms, head_product_ms: of all layers, and of the logits, by the numbers in `rows`.
+    attention_ns_per_pair: all layers of a prompt, per pair of tokens that attend to each other.
+    weight_bytes: bytes read by a step of one row.
+    kv_bytes_per_token: of each group of layers, with its window in tokens.
     """
 
     device: str
@@ -304,14 +304,14 @@ class LimitsTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OffloadWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """Agents that come back after a while, and scans between them: prompts that nobody repeats.
+    """Agents that return after a while, and scans between them: prompts that are never repeated.
 
-    Sizes are in blocks. num_agents: each has a beginning of agent_blocks, of which common_blocks
-    are the same for all, and grows by turn_blocks with each of num_turns turns.
+    Sizes are in blocks. num_agents: each has an initial prompt of agent_blocks, of which
+    common_blocks are the same for all, and grows by turn_blocks in each of num_turns turns.
     scan_share: part of all requests that are scans, of scan_blocks each.
-    device_blocks, medium_blocks: what the device and the medium behind it hold.
-    policies: of the medium, as "none", "lru", "arc"; "+2" behind one stores what was looked for
-    twice.
+    device_blocks, medium_blocks: capacity of the device and of the medium.
+    policies: of the medium, as "none", "lru", "arc"; with the suffix "+2" blocks are stored at
+    the second lookup.
     """
 
     policies: list[str]
@@ -330,7 +330,7 @@ class OffloadWorkload(msgspec.Struct, frozen=True, kw_only=True):
 class OffloadHits(msgspec.Struct, frozen=True, kw_only=True):
     """Of one policy, as shares of the blocks of the agents' prompts (scans find nothing).
 
-    device, medium: found there. computed: the rest. num_stored: blocks that were copied out,
+    device, medium: found there. computed: the rest. num_stored: blocks copied to the medium,
     scans included.
     """
 
@@ -343,15 +343,15 @@ class OffloadHits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OffloadHitsOfAll(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for each policy."""
+    """Hits of all policies, a row each."""
 
     rows: list[OffloadHits]
 
 
 class OffloadTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds from a request to its only token, medians, by where its prompt's KV is.
+    """Median milliseconds from a request to its only token, by the place of its prompt's KV.
 
-    ratio: of the medium by computed. num_tokens: of the prompt.
+    ratio: of medium to computed. num_tokens: of the prompt.
     """
 
     num_tokens: int

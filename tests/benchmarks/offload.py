@@ -165,7 +165,7 @@ class _Clients:
         self._client.close()
 
     def warm_up(self) -> None:
-        """What is imported and compiled late is paid for here."""
+        """Send requests that trigger late imports and compilation."""
         draw = random.Random(1)
         for _ in range(2):
             prompts = [
@@ -278,7 +278,7 @@ def measure(options: argparse.Namespace) -> list[OffloadTimes]:
         httpx.Client(timeout=_ANSWER_SECONDS) as client,
     ):
         asker = _Asker(daemon, client)
-        asker.ask(asker.prompt(64))  # what is imported and compiled late is paid for here
+        asker.ask(asker.prompt(64))  # includes late imports and compilation
         return [asker.row(length, options.rounds) for length in options.lengths]
 
 

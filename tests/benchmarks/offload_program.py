@@ -1,7 +1,7 @@
-"""What a policy finds, on a trace of agents and scans.
+"""Hit rates of eviction policies, on a trace of agents and scans.
 
-A workload a line in, its hits a line out, both as JSON. The ledger and its policies are those of
-the offloading connector; the device is a list of blocks of which the least recently used goes.
+Reads workloads from stdin and prints their hits, one JSON line each. The manager and its policies
+are those of the offloading connector; the device is a list of blocks with LRU eviction.
 """
 
 import random
@@ -21,7 +21,7 @@ _TRACKED = 64_000
 
 
 def main() -> None:
-    """Play until nothing more is asked."""
+    """Run workloads until EOF."""
     for line in sys.stdin.buffer:
         workload = from_json(line, OffloadWorkload)
         rows = [play(workload, policy) for policy in workload.policies]
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def play(workload: OffloadWorkload, policy: str) -> OffloadHits:
-    """One policy over the whole trace; raises ValueError for one that there is not."""
+    """Run one policy over the whole trace; raise ValueError for an unknown one."""
     device = _Device(workload.device_blocks)
     manager, reuse = _manager(policy, workload.medium_blocks)
     num_blocks = num_device = num_medium = num_stored = 0
@@ -61,9 +61,9 @@ def play(workload: OffloadWorkload, policy: str) -> OffloadHits:
 
 
 def requests(workload: OffloadWorkload) -> Iterator[tuple[list[OffloadKey], bool]]:
-    """The blocks of one prompt after the other, and whether it is a scan.
+    """Yield the blocks of every prompt, and whether it is a scan.
 
-    Agents take turns in an order that is drawn anew for every turn.
+    The order of the agents is drawn again for every turn.
     """
     draw = random.Random(workload.seed)
     common = _names("common", workload.common_blocks)
@@ -80,21 +80,21 @@ def requests(workload: OffloadWorkload) -> Iterator[tuple[list[OffloadKey], bool
 
 
 class _Device:
-    """The pool, without what runs: blocks by their names, the least recently used first."""
+    """The KV pool without running requests: block names, least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def find(self, keys: Sequence[OffloadKey]) -> int:
-        """How many of the first ones are here."""
+        """Return the number of leading blocks that are cached."""
         for count, key in enumerate(keys):
             if key not in self._blocks:
                 return count
         return len(keys)
 
     def keep(self, keys: Sequence[OffloadKey]) -> None:
-        """They are freed last one first, as a request's blocks are."""
+        """Free blocks last first, like the blocks of a request."""
         for key in reversed(keys):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
@@ -108,7 +108,7 @@ def _store(
     reuse: ReuseTracker | None,
     chunk: int = 16,
 ) -> int:
-    """As the connector does, chunk by chunk of a prompt; returns how many were stored."""
+    """Store blocks like the connector, chunk by chunk; return how many were stored."""
     num_stored = 0
     for end in range(chunk, len(keys) + chunk, chunk):
         wanted = [

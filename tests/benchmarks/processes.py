@@ -1,6 +1,6 @@
-"""What each process of a daemon takes of the machine, by the step.
+"""Measure the CPU time and memory of each process of a daemon, per step.
 
-Starts a daemon and loads it in a closed loop; also what `make bench` runs.
+Starts a daemon and loads it in a closed loop; part of `make bench`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
 
 CPU_BUDGET_MS: Final = 1.5
-"""What engine and front end together may take of a step at 16 at once."""
+"""Limit of the CPU time per step of engine and front end together, with 16 requests."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 def per_step(
     before: dict[str, ProcessUsage], after: dict[str, ProcessUsage], num_steps: float
 ) -> dict[str, dict[str, float]]:
-    """By process, and of engine and front end together; processes that are new are left out."""
+    """Return usage per step by process, and for engine and front end together."""
     rows = {
         title: {
             "cpu_ms_per_step": 1e3 * (now.cpu_seconds - before[title].cpu_seconds) / num_steps,

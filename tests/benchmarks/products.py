@@ -1,7 +1,7 @@
-"""What a model's matrix products take, by the number of rows.
+"""Measure a model's matrix products, by the number of rows.
 
-With the weights in the forms and with the threads that the daemon has with the same flags; beside
-them what reading the weights of one row takes. InputBatch are the tokens of a step.
+Weight formats and threads are those of a daemon with the same flags; the time to read the weights
+of one row is shown as well. Rows are the tokens of a step.
 """
 
 import argparse

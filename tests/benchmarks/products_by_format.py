@@ -1,9 +1,9 @@
-"""Times the matrix products of one step of SmolLM2-135M, form by form and row count by row count.
+"""Measure the matrix products of one step of SmolLM2-135M, by weight format and number of rows.
 
 `python -m tests.benchmarks.products_by_format [--rows 1 16 …] [--threads N] [--json FILE]`. Weights
-are random; every layer has its own, so that they come from memory as in a step. The forms take
-turns within each round, and the best round of each is shown. Beside them the rate at
-which memory is read and what it alone would take for the bytes of each form.
+are random; every layer has its own, so that they are read from memory as in a step. The formats
+alternate within each round, and the best round of each is shown, with the memory bandwidth and the
+time to read the bytes of each format.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Step = Callable[[dict[int, torch.Tensor]], None]
 
 
 class Form:
-    """All weights of the model in one form: a step over them, and their bytes."""
+    """All weights of the model in one format: a step over them, and their bytes."""
 
     def __init__(self, name: str, step: Step, nbytes: int) -> None:
         self.name = name
@@ -52,7 +52,7 @@ def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
 
 
 def rotated_form(kernels: Kernels) -> Form:
-    """Rotated weights of 8 bits, but for the head, which this form never has."""
+    """Rotated weights of 8 bits, except the head, which this format does not support."""
     weights = [RotatedWeight(kernels, torch.randn(shape)) for shape in LAYER_SHAPES * LAYERS]
 
     def step(inputs: dict[int, torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedW
 
 
 def bf16_form(kernels: Kernels) -> Form:
-    """bfloat16 in panels of our own."""
+    """bfloat16 in our panel layout."""
     shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
     weights = [Bf16Weight(kernels, torch.randn(shape).bfloat16()) for shape in shapes]
 
@@ -93,7 +93,7 @@ def bf16_form(kernels: Kernels) -> Form:
 
 
 def dense_form(dtype: torch.dtype) -> Form:
-    """Weights as the worker holds dense ones where it has no kernels."""
+    """Dense weights, as the worker stores them without kernels."""
     shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
     linears = [(shape[1], make_linear(torch.randn(shape).to(dtype))) for shape in shapes]
 
@@ -112,18 +112,18 @@ def best_ms(run: Callable[[], object]) -> float:
 
 
 def read_rate() -> float:
-    """Bytes a second that all threads read together, the best of some passes over 512 MiB."""
+    """Return bytes per second read by all threads together, best of some passes over 512 MiB."""
     memory = large_pages(1 << 29).view(torch.float32).fill_(1.0)
     return memory.nbytes / min(best_ms(memory.sum) for _ in range(8)) * 1e3
 
 
 def measure(forms: list[Form], num_rows: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of a step, by form."""
+    """Return milliseconds of a step, by format."""
     inputs = {width: torch.randn(num_rows, width).bfloat16() for width in (576, 1536)}
     times: dict[str, float] = {}
     for _ in range(rounds):
         for form in forms:
-            form.step(inputs)  # warms the threads
+            form.step(inputs)  # warm-up of the threads
             taken = best_ms(lambda form=form: form.step(inputs))  # type: ignore[misc]
             times[form.name] = min(taken, times.get(form.name, taken))
     return times

@@ -1,10 +1,10 @@
-"""What a form of the weights or of the KV cache costs in quality.
+"""Measure the quality loss of weight formats and KV cache dtypes.
 
 Starts a daemon with exact arithmetic (float32 on the dequantised weights) and then one for each
-setting, sends all the same texts and compares the log-probabilities that they give to the
-tokens. Log-probabilities of a prompt come from its prefill, where a step has many rows: a
-setting whose arithmetic depends on the number of rows is measured with small steps as well
-(--max-num-batched-tokens). Exit status 1 when a setting's perplexity is out of its bound.
+setting, sends the same texts to all and compares the log-probabilities of the tokens. Log-
+probabilities of a prompt come from its prefill, where a step has many rows: a setting whose
+arithmetic depends on the number of rows is measured with small steps as well (--max-num-batched-
+tokens). Exit status 1 when a setting's perplexity is out of its bound.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tests.benchmarks.command import run
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting said of one token. top: log-probabilities of likely ids and of this one."""
+    """Predicted log-probabilities of one token. top: those of likely ids and of this one."""
 
     token_id: int
     logprob: float
@@ -49,18 +49,18 @@ class Prediction:
 
 
 def perplexity(predictions: Sequence[Prediction]) -> float:
-    """Of at least one token."""
+    """Return the perplexity of at least one token."""
     return math.exp(-math.fsum(each.logprob for each in predictions) / len(predictions))
 
 
 def mean_divergence(exact: Sequence[Prediction], other: Sequence[Prediction]) -> float:
-    """Nats a token, over the same tokens."""
+    """Return the mean divergence in nats per token, over the same tokens."""
     pairs = zip(exact, other, strict=True)
     return math.fsum(divergence(a, b) for a, b in pairs) / len(exact)
 
 
 def mean_mass(exact: Sequence[Prediction], other: Sequence[Prediction]) -> float:
-    """Part of the exact probability, 0 to 1, that is compared token by token."""
+    """Return the mean share of the exact probability, 0 to 1, that is compared token by token."""
     pairs = zip(exact, other, strict=True)
     return math.fsum(math.exp(a.top[i]) for a, b in pairs for i in a.top.keys() & b.top.keys()) / (
         len(exact)
@@ -68,8 +68,8 @@ def mean_mass(exact: Sequence[Prediction], other: Sequence[Prediction]) -> float
 
 
 def divergence(exact: Prediction, other: Prediction) -> float:
-    """Nats from the exact distribution to the other one, of one token."""
-    assert exact.token_id == other.token_id, "they were asked for other tokens"
+    """Return the divergence in nats from the exact distribution of one token to another one."""
+    assert exact.token_id == other.token_id, "the predictions are of different tokens"
     shared = exact.top.keys() & other.top.keys()
     total = math.fsum(
         math.exp(exact.top[i]) * (exact.top[i] - other.top[i]) for i in sorted(shared)
@@ -81,7 +81,7 @@ def divergence(exact: Prediction, other: Prediction) -> float:
 
 
 def _rest(prediction: Prediction, shared: set[int]) -> float:
-    """Probability of all tokens but the shared ones."""
+    """Return the probability of all tokens except the shared ones."""
     return max(0.0, 1.0 - math.fsum(math.exp(prediction.top[i]) for i in sorted(shared)))
 
 
@@ -92,30 +92,30 @@ def _rest(prediction: Prediction, shared: set[int]) -> float:
 
 
 PROSE: Final = ("execmodel", "import", "objects", "attribute-access", "strings")
-"""Chapters of Python's language reference, as its help() has them."""
+"""Chapters of Python's language reference, as in help()."""
 CODE: Final = ("heapq.py", "textwrap.py", "shelve.py", "fractions.py")
 """Modules of the standard library."""
 CHARACTERS_OF_EACH: Final = 20_000
-"""Of prose, and of code."""
+"""Characters of prose, and of code."""
 PIECE: Final = 3_000
-"""Characters that are sent as one prompt: some 700 tokens."""
+"""Characters of one prompt, about 700 tokens."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A kind of text, in pieces."""
+    """A kind of text, in chunks."""
 
     kind: str
     pieces: tuple[str, ...]
 
 
 def default_texts() -> list[Text]:
-    """Prose and code; raises ConfigError where this Python came without its library's sources."""
+    """Return prose and code; raise ConfigError if this Python has no library sources."""
     return [_text("prose", _prose()), _text("code", _code())]
 
 
 def text_of(path: Path) -> Text:
-    """A file of one's own; raises ConfigError when it cannot be read."""
+    """Return the text of a file; raise ConfigError if it cannot be read."""
     try:
         return _text(path.name, path.read_text("utf-8"), None)
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def text_of(path: Path) -> Text:
 
 
 def digest(texts: list[Text]) -> str:
-    """SHA-256 over all pieces, in hex."""
+    """Return the SHA-256 of all chunks, in hex."""
     whole = hashlib.sha256()
     for text in texts:
         for piece in text.pieces:
@@ -159,7 +159,7 @@ ALL: Final = "all"
 
 @dataclass(frozen=True)
 class Setting:
-    """bound_percent: most that its perplexity may differ from the exact one's."""
+    """Flags to compare. bound_percent: maximal difference from the exact perplexity."""
 
     name: str
     bound_percent: float
@@ -178,7 +178,7 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True)
 class Row:
-    """A setting on one kind of text, or on all of it; a line of the table and of the JSON."""
+    """A setting on one kind of text, or on all texts; a row of the table and the JSON."""
 
     setting: str
     flags: str
@@ -216,7 +216,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def compare(
     setting: Setting, exact: dict[str, list[Prediction]], found: dict[str, list[Prediction]]
 ) -> list[Row]:
-    """InputBatch for each kind of text, and for all of it. The bound is that of all."""
+    """Return rows for each kind of text, and for all texts, to which the bound applies."""
     kinds = {**exact, ALL: [each for kind in exact for each in exact[kind]]}
     others = {**found, ALL: [each for kind in exact for each in found[kind]]}
     rows = []
@@ -242,13 +242,13 @@ def compare(
 
 
 def document(rows: Sequence[Row], texts: list[Text]) -> str:
-    """What --json writes: the rows, and which texts they are of."""
+    """Return the content of --json: the rows, and their texts."""
     what = {"texts_sha256": digest(texts), "rows": [asdict(row) for row in rows]}
     return json.dumps(what, indent=2) + "\n"
 
 
 def predictions_of(answer: dict[str, Any]) -> list[Prediction]:
-    """The tokens of a prompt but for the first, out of an answer with `prompt_logprobs`."""
+    """Return the predictions of all prompt tokens but the first, from `prompt_logprobs`."""
     (choice,) = answer["choices"]
     pairs = zip(choice["prompt_token_ids"], choice["prompt_logprobs"], strict=True)
     found = []
@@ -262,7 +262,7 @@ def predictions_of(answer: dict[str, Any]) -> list[Prediction]:
 def _predictions(
     flags: Sequence[str], model: str, texts: Sequence[Text]
 ) -> dict[str, list[Prediction]]:
-    """By kind of text, from a daemon that is there for just that."""
+    """Return predictions by kind of text, from a daemon started for them."""
     with MeasuredDaemon(["--model", model, *flags]) as daemon, _client(daemon.url) as client:
         return {
             text.kind: [each for piece in text.pieces for each in _ask(client, model, piece)]

@@ -1,7 +1,7 @@
-"""What a step takes from its scores to its tokens, by what rows want.
+"""Measure the time from a step's logits to its tokens, by sampling parameters.
 
-Sampling alone, in a process of its own, on random scores; the cases take turns. The last columns
-are by the first case, in which every row takes its best token.
+Only sampling is run, in a separate process, on random logits; the cases alternate. The last columns
+are relative to the first case, greedy sampling.
 """
 
 import json
@@ -28,13 +28,13 @@ _BAD_WORDS: Final = tuple((first, first + 1) for first in range(1000, 1100))
 
 
 def greedy(**edits: Any) -> SamplingParams:
-    """The best token, once some scores are changed."""
+    """Return greedy sampling after logits edits."""
     changes = LogitEdits(**edits) if edits else None
     return SamplingParams(max_tokens=1 << 20, temperature=0.0, edits=changes)
 
 
 def drawn(**wishes: Any) -> SamplingParams:
-    """A token by a draw."""
+    """Return random sampling."""
     return SamplingParams(**{"max_tokens": 1 << 20, "temperature": 1.0, **wishes})
 
 
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def cases(num_rows: int) -> list[SamplingCase]:
-    """Steps of so many rows."""
+    """Return the cases for this number of rows."""
     others = [_PLAIN] * (num_rows - 1)
     return [
         SamplingCase(name="greedy", rows=[_PLAIN, *others]),
@@ -104,7 +104,7 @@ def cases(num_rows: int) -> list[SamplingCase]:
 
 
 def measure(workload: SamplingWorkload) -> SamplingTimings:
-    """Play it in a worker's process; raises TokendError."""
+    """Run it in a worker process; raise TokendError."""
     device = DeviceConfig(cpu_threads=workload.num_threads)
     around = HostEnvironment.of(os.environ)
     with worker_program("tests.benchmarks.sampling_program", device, around) as program:

@@ -1,8 +1,7 @@
-"""A workload a line in, its timings a line out.
+"""Reads workloads from stdin and prints their timings, one JSON line each, until EOF.
 
-Both as JSON; the end of the input ends it. Measures what a step does between the scores of its
-rows and their tokens. The cases take turns, a step of each, in ever another order, so that what
-else the machine does, and what is left in its caches, disturbs all of them.
+Measures a step between the logits of its rows and their tokens. The cases alternate step by step in
+random order, so that other load and the content of CPU caches affect all of them.
 """
 
 import statistics
@@ -33,7 +32,7 @@ _NO_GRAMMARS = GrammarOutput(0, 0, [], b"")
 
 
 class SamplingSteps:
-    """One case; its rows get a token with each step."""
+    """One case, whose rows get a token in each step."""
 
     def __init__(self, case: SamplingCase, workload: SamplingWorkload, sampler: Sampler) -> None:
         num_rows, context = len(case.rows), workload.context_tokens
@@ -69,14 +68,14 @@ class SamplingSteps:
         dtype: torch.dtype = getattr(torch, workload.dtype)
         generator = torch.Generator().manual_seed(0)
         scores = torch.randn(num_rows, workload.vocab_size, generator=generator)
-        for row, each in enumerate(new):  # what the text speaks of: penalties take its lead
+        for row, each in enumerate(new):  # the most frequent tokens, which penalties lower
             scores[row, each.output_token_ids[0]] = scores[row].max() + 0.01
         self._scores = scores.to(dtype)
         self._spent = torch.empty_like(self._scores)
         self.seconds: list[float] = []
 
     def run(self) -> None:
-        """Sample once, from scores that the caches hold as when they were just computed."""
+        """Sample once, from logits in the CPU caches, as after their computation."""
         self._spent.copy_(self._scores)
         broken = np.zeros(len(self._seq_ids), dtype=np.bool_)
         started = perf_counter()
@@ -96,7 +95,7 @@ def play(workload: SamplingWorkload) -> SamplingTimings:
     steps = [SamplingSteps(case, workload, sampler) for case in workload.cases]
     order = np.random.default_rng(0)
     for _ in range(_WARM_UP_STEPS + workload.num_steps):
-        for number in order.permutation(len(steps)):  # else one always finds what one leaves
+        for number in order.permutation(len(steps)):  # otherwise a case always follows the same one
             steps[number].run()
     times = [each.seconds[_WARM_UP_STEPS:] for each in steps]
     return SamplingTimings(
@@ -118,7 +117,7 @@ def play(workload: SamplingWorkload) -> SamplingTimings:
 
 
 def main() -> None:
-    """Play until nothing more is asked."""
+    """Run workloads until EOF."""
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(to_json_line(play(from_json(line, SamplingWorkload))))
         sys.stdout.buffer.flush()

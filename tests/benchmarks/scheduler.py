@@ -1,7 +1,7 @@
-"""What a step of the scheduler costs, beside a peer's.
+"""Measure the cost of a scheduler step, compared with a peer's.
 
-Ours and the peer's play each workload in turn, round after round, so that whatever
-else the machine does disturbs both.
+Both schedulers run each workload alternately, round by round, so that other load on the machine
+affects both.
 """
 
 import argparse
@@ -31,26 +31,26 @@ from tests.benchmarks.messages import (
     SchedulerWorkload,
 )
 
-# Programs that play the workloads of a scheduler: ours, and a peer's beside it.
+# Programs that run the workloads: our scheduler's and the peer's.
 
 
 PEER_PROGRAM = Path(__file__).parent / "peers" / "vllm_scheduler.py"
 
 
 def our_command() -> list[str]:
-    """The scheduler that the daemon wires."""
+    """Return the command of our scheduler, set up as in the daemon."""
     return [sys.executable, "-m", "tests.benchmarks.scheduler_program"]
 
 
 def peer_command(python: str) -> list[str]:
-    """vLLM's own scheduler, in the environment of this interpreter."""
+    """Return the command of vLLM's scheduler, in the environment of this interpreter."""
     return [python, str(PEER_PROGRAM)]
 
 
-# What a scheduler is measured with, row by row.
+# The workloads, row by row.
 #
-# Settings have their defaults, except for what a row is about: more sequences than run
-# by default need more seats and more tokens a step.
+# Settings have their defaults, except those that a row tests: more sequences than the default need
+# higher max_num_seqs and max_num_batched_tokens.
 
 
 MAX_MODEL_LEN: Final = 65_536
@@ -74,7 +74,7 @@ def all_workloads() -> list[SchedulerWorkload]:
 
 
 def select(names: Sequence[str]) -> list[SchedulerWorkload]:
-    """The rows of these names, all for none; raises ConfigError for a name that is none."""
+    """Return the workloads of these names, all if there are none; raise ConfigError."""
     workloads = {each.name: each for each in all_workloads()}
     for name in names:
         if name not in workloads:
@@ -96,7 +96,7 @@ def _workload(name: str, requests: Sequence[RequestRecipe], **given: Any) -> Sch
 
 
 def _decode(number: int) -> SchedulerWorkload:
-    """So many requests that all decode and never end."""
+    """Requests that all decode and never end."""
     return _workload(
         f"decode{number}",
         [RequestRecipe(((seed, 64),), _FOREVER) for seed in range(number)],
@@ -107,12 +107,12 @@ def _decode(number: int) -> SchedulerWorkload:
 
 
 def _traced(workload: SchedulerWorkload) -> SchedulerWorkload:
-    """The same, with a trace of it written."""
+    """The workload with a trace."""
     return changed(workload, name=f"{workload.name}-traced", traced=True)
 
 
 def _watched(workload: SchedulerWorkload) -> SchedulerWorkload:
-    """The same, with somebody who watches the live view."""
+    """The workload with a subscriber of the live view."""
     return changed(workload, name=f"{workload.name}-watched", watched=True)
 
 
@@ -144,7 +144,7 @@ def _mixed() -> SchedulerWorkload:
 
 
 def _preempting() -> SchedulerWorkload:
-    """A pool that is always full: whoever needs a block takes those of somebody else."""
+    """A pool that is always full, so that every allocation preempts another request."""
     return _workload(
         "preempt",
         _small_requests("preempt", 1),
@@ -156,7 +156,7 @@ def _preempting() -> SchedulerWorkload:
 
 
 def _tenants() -> SchedulerWorkload:
-    """The same pressure, with two tenants who take the blocks from each other."""
+    """The same pressure with two tenants that preempt each other."""
     return _workload(
         "tenants",
         _small_requests("preempt", 1, num_tenants=2),
@@ -168,7 +168,7 @@ def _tenants() -> SchedulerWorkload:
 
 
 def _priority() -> SchedulerWorkload:
-    """The same pressure under the policy that chooses by priority, of which there are ten."""
+    """The same pressure with the policy `priority` and ten priorities."""
     return _workload(
         "priority",
         _small_requests("priority", 10),
@@ -193,7 +193,7 @@ def _small_requests(name: str, num_priorities: int, num_tenants: int = 1) -> lis
 
 
 def _long_prefix() -> SchedulerWorkload:
-    """A prompt of 32k tokens that the cache holds but for its last block."""
+    """A prompt of 32k tokens, cached except for its last block."""
     return _workload(
         "prefix32k", [RequestRecipe(((0, _LONG),), 1)], concurrency=1, measured_steps=100
     )
@@ -204,12 +204,12 @@ def _hashing() -> SchedulerWorkload:
 
 
 def _waiting(number: int) -> SchedulerWorkload:
-    """All seats taken by requests that come and go, and so many behind them."""
+    """A full batch of short requests, and this many in the queue."""
     return _workload(f"waiting{number}", _passing(), concurrency=_DEFAULTS.max_num_seqs + number)
 
 
 def _blocks(number: int) -> SchedulerWorkload:
-    """Requests that come and go, over a pool of so many blocks."""
+    """Short requests over a pool of this many blocks."""
     return _workload(
         f"blocks{number}", _passing(), concurrency=_DEFAULTS.max_num_seqs, num_blocks=number
     )
@@ -229,7 +229,7 @@ def main(words: Sequence[str]) -> None:
     options = _parse(words)
     console = Console(width=120)
     with ExitStack() as stack:
-        # Opened first: a name that is no good must not cost the measurement.
+        # Opened first, so an invalid file name is reported before the measurement.
         files = [stack.enter_context(_create(name)) for name in options.json]
         rows = measure(select(options.workload), options.rounds, options.peer_python)
         for file in files:
@@ -271,7 +271,7 @@ def _row(name: str, played: list[list[SchedulerTimings]]) -> SchedulerRow:
 
 
 def _ratio(ours: dict[str, float], theirs: dict[str, float], which: str) -> float | None:
-    """None where one of them had no step that counts."""
+    """Return the ratio, None if one of them had no step that counts."""
     cost, peer_cost = _cost(ours, which), _cost(theirs, which)
     return cost / peer_cost if cost and peer_cost else None
 
@@ -297,7 +297,7 @@ def _figures(rounds: list[SchedulerTimings]) -> dict[str, float]:
 
 
 def _cost(figures: dict[str, float], which: str) -> float:
-    """What the target is about: a whole step, or the hashing."""
+    """Return the figure of the target: a whole step, or the hashing."""
     return sum(figures.get(f"{name}_us_{which}", 0.0) for name in _BEST_ROUNDS)
 
 
@@ -357,7 +357,7 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 
 def _document(rows: Sequence[SchedulerRow]) -> str:
-    """A list, an object a row."""
+    """Return a list with an object for each row."""
     return json.dumps([json.loads(to_json_line(row)) for row in rows], indent=2) + "\n"
 
 

@@ -1,7 +1,4 @@
-"""A workload a line in, its timings a line out.
-
-Both as JSON; the end of the input ends it.
-"""
+"""Reads workloads from stdin and prints their timings, one JSON line each, until EOF."""
 
 import gc
 import itertools
@@ -20,7 +17,7 @@ import msgspec
 from engine_core.compiled import use_compiled
 
 if __name__ == "__main__":
-    use_compiled()  # before any of the modules that have a compiled form is imported
+    use_compiled()  # before the import of any module with a compiled form
 
 from engine_core.core import EngineCore, scheduler_settings
 from engine_core.kv_cache.hashing import BlockHasher
@@ -45,7 +42,7 @@ from tests.benchmarks.null_worker import GEOMETRY, NUM_TOKEN_IDS, FakeWorker
 
 
 def timing(samples: Sequence[float]) -> Timing | None:
-    """None when nothing was measured."""
+    """Return median and 99th percentile, None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -60,7 +57,7 @@ LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 1000, 30_000
 
 
 def prompt_of(recipe: RequestRecipe) -> list[int]:
-    """The token ids of a prompt."""
+    """Return the token ids of a prompt."""
     tokens: list[int] = []
     for seed, number in recipe.segments:
         plain = range(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID)
@@ -69,7 +66,7 @@ def prompt_of(recipe: RequestRecipe) -> list[int]:
 
 
 def requests_of(workload: SchedulerWorkload) -> Iterator[EngineCoreRequest]:
-    """The requests of a workload, without end."""
+    """Yield the requests of a workload endlessly."""
     recipes = [(recipe, prompt_of(recipe)) for recipe in workload.requests]
     for request_id, (recipe, prompt) in enumerate(itertools.cycle(recipes)):
         yield EngineCoreRequest(
@@ -84,7 +81,7 @@ def requests_of(workload: SchedulerWorkload) -> Iterator[EngineCoreRequest]:
         )
 
 
-# The engine of a workload: wired as in the daemon, its messages kept instead of sent.
+# The engine of a workload, set up as in the daemon, whose messages are kept instead of sent.
 
 
 _FINGERPRINT = bytes(32)
@@ -92,7 +89,7 @@ _CLIENT = 0
 
 
 class KeptMessages(FrontEndLinks):
-    """Stands where the links to the front ends do; `last` is what was sent last."""
+    """Replaces the links to the front ends. last: the last message."""
 
     def __init__(self) -> None:
         super().__init__("", EPOCH, ())
@@ -110,12 +107,12 @@ class KeptMessages(FrontEndLinks):
 class BenchEngine:
     """The parts of an engine and the requests of a workload.
 
-    Every setting that the workload does not name has its default, but any number may wait.
-    views: of the live view, if anybody watches.
+    Settings that the workload does not name have their defaults, but the queue is unlimited.
+    views: of the live view, if there is a subscriber.
     """
 
     def __init__(self, workload: SchedulerWorkload) -> None:
-        """Raises ConfigError for a workload whose settings are impossible or not available."""
+        """Raise ConfigError for a workload with invalid or unavailable settings."""
         config = ServeConfig(
             cache=CacheConfig(
                 block_size=workload.block_size, num_gpu_blocks_override=workload.num_blocks
@@ -146,7 +143,7 @@ class BenchEngine:
         self._concurrency = workload.concurrency
 
     def offer(self) -> None:
-        """Take requests in until as many are unfinished as the workload asks for."""
+        """Add requests up to the workload's concurrency."""
         scheduler, input_processor = self.core.scheduler, self.core.input_processor
         while scheduler.num_unfinished < self._concurrency:
             before = scheduler.num_unfinished
@@ -156,7 +153,7 @@ class BenchEngine:
 
 
 def _start_trace(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> SchedulerTrace | None:
-    """Trace to a file whose name is removed at once."""
+    """Trace to a file that is unlinked at once."""
     scheduler = scheduler_settings(config, worker)
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceConfig(sched_trace=str(Path(folder) / "trace.jsonl"))
@@ -168,7 +165,7 @@ def _start_trace(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> Sc
 # offer ▸ schedule() ▸ SchedulerOutput ▸ null worker ▸ ModelRunnerOutput ▸ update ▸ outputs
 #         measured     measured                         measured           measured  measured
 #
-# CPU time of the thread: whoever else wants the core does not count.
+# CPU time of the thread, so other load on the core does not count.
 
 
 STEPS_A_VIEW: Final = 16
@@ -212,7 +209,7 @@ def time_steps(workload: SchedulerWorkload) -> SchedulerTimings:
 
 
 class StepPlayer:
-    """Steps an engine whose worker is not there."""
+    """Steps an engine without a worker."""
 
     def __init__(self, workload: SchedulerWorkload) -> None:
         self._engine = BenchEngine(workload)
@@ -225,7 +222,7 @@ class StepPlayer:
         self._outputs_decoder = MessageDecoder[EngineCoreOutputs](EngineCoreOutputs)
 
     def step(self, samples: Samples) -> None:
-        """One step; its figures are appended to `samples` if it is one that counts."""
+        """Run one step; append its figures to `samples` if it counts."""
         core = self._engine.core
         self._engine.offer()
         start = thread_time_ns()
@@ -263,7 +260,7 @@ class StepPlayer:
         samples.num_preempted.append(len(output.preempted_seq_ids))
 
     def _show(self, samples: Samples) -> None:
-        """Make a view if somebody watches, about as often as steps of a CPU have one."""
+        """Make a live view if there is a subscriber, about as often as on a CPU."""
         self._num_steps += 1
         for views in self._views if self._num_steps % STEPS_A_VIEW == 0 else ():
             start = thread_time_ns()
@@ -288,7 +285,7 @@ def time_hashing(workload: SchedulerWorkload) -> SchedulerTimings:
 
 
 def play(workload: SchedulerWorkload) -> SchedulerTimings:
-    """Measure one workload, in an engine of its own."""
+    """Measure one workload in a new engine."""
     from tests.benchmarks.scheduler_program import time_hashing, time_steps
 
     if workload.measure == "hashing":
@@ -297,11 +294,11 @@ def play(workload: SchedulerWorkload) -> SchedulerTimings:
 
 
 def main() -> None:
-    """Play until nothing more is asked, compiled where the engine would be."""
+    """Run workloads until EOF, with the compiled modules of the engine."""
     for line in sys.stdin.buffer:
         timings = play(from_json(line, SchedulerWorkload))
         gc.unfreeze()
-        gc.collect()  # the engine is gone; the next one pays for itself alone
+        gc.collect()  # frees the last engine, so that the next one has a clean heap
         sys.stdout.buffer.write(to_json_line(timings))
         sys.stdout.buffer.flush()
 

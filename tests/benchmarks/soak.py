@@ -1,7 +1,7 @@
-"""Short requests without end, and what the daemon keeps of them.
+"""A soak test: many short requests, and the growth of the daemon's memory and latency.
 
-By default the worker computes nothing, so that a million requests fit into an hour:
-front end, engine, supervisor and all sockets are real.
+By default the worker computes nothing, so that a million requests fit into an hour; front end,
+engine, supervisor and all sockets are real.
 """
 
 import argparse
@@ -26,10 +26,8 @@ from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
 from tests.benchmarks.null_daemon import NULL_DAEMON
 
-# A keep-alive HTTP/1.1 connection that costs its client next to nothing.
-#
-# For a load that is to keep a server busy from the same machine: requests are bytes made
-# beforehand, and of an answer only the status and the length are understood.
+# A keep-alive HTTP/1.1 connection with little overhead, for a load from the same machine: requests
+# are prepared bytes, and only status and length of an answer are parsed.
 
 
 _HEAD_END: Final = b"\r\n\r\n"
@@ -38,18 +36,18 @@ _MAX_ANSWER_BYTES: Final = 1 << 20
 
 
 class AnswerError(Exception):
-    """The server did not answer, or not with what was asked for."""
+    """The server did not answer, or with an unexpected answer."""
 
 
 def request_bytes(path: str, body: Mapping[str, Any]) -> bytes:
-    """A POST of this body as JSON."""
+    """Return a POST of this body as JSON."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: tokend\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Connection:
-    """One request at a time; opened by the first, and again after `drop`."""
+    """A connection with one request at a time; opened on demand."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -57,7 +55,7 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes) -> bytes:
-        """The body of the answer, chunks with their sizes; raises AnswerError."""
+        """Return the body of the answer, including chunk sizes; raise AnswerError."""
         try:
             reader, writer = await self._open()
             writer.write(request)
@@ -72,7 +70,7 @@ class Connection:
         return body
 
     async def ask_and_leave(self, request: bytes, *, answered: bool) -> None:
-        """Send it and go away: at once, or when the answer begins."""
+        """Send a request and disconnect, immediately or when the answer begins."""
         try:
             reader, writer = await self._open()
             writer.write(request)
@@ -85,7 +83,7 @@ class Connection:
             self.drop()
 
     def drop(self) -> None:
-        """Close without waiting for anything."""
+        """Close immediately."""
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
@@ -106,16 +104,14 @@ async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
     return await reader.readuntil(_LAST_CHUNK)
 
 
-# Short requests over keep-alive connections, many at once, each after the other's answer.
-#
-# Owns the counts and the latencies since they were last taken.
+# Short sequential requests over many keep-alive connections.
 
 
 PATH: Final = "/v1/completions"
 _EVERY_STREAMED: Final = 8
 _EVERY_LEFT: Final = 64
 _LEFT_TOKENS: Final = 200
-"""Enough that something is still to come when the client goes away."""
+"""Enough that the answer is unfinished when the client disconnects."""
 _MAX_FAILURES: Final = 100
 _PROMPTS: Final = (
     "The sea is",
@@ -126,7 +122,7 @@ _PROMPTS: Final = (
 
 
 class Load:
-    """connections: that ask at once. over: says when no request is to follow any more."""
+    """The load. connections: concurrent ones. over: returns whether to stop sending requests."""
 
     def __init__(
         self, host: str, port: int, connections: int, max_tokens: int, over: Callable[[int], bool]
@@ -144,11 +140,11 @@ class Load:
         self._latencies: list[float] = []
 
     async def run(self) -> None:
-        """Until it is over, or has failed too often."""
+        """Run until `over` or too many failures."""
         await asyncio.gather(*(self._ask_on() for _ in range(self._num_connections)))
 
     def take_latencies(self) -> list[float]:
-        """Seconds of the requests since the last call."""
+        """Return the seconds of the requests since the last call."""
         taken, self._latencies = self._latencies, []
         return taken
 
@@ -177,7 +173,7 @@ class Load:
 
 
 def _requests(max_tokens: int) -> Iterator[tuple[bytes, bytes]]:
-    """Requests, and what a good answer to each contains; without end."""
+    """Yield requests, and a text that a correct answer contains, endlessly."""
     made = []
     for number, prompt in zip(range(_EVERY_STREAMED), itertools.cycle(_PROMPTS), strict=False):
         body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "seed": number}
@@ -191,23 +187,23 @@ def _requests(max_tokens: int) -> Iterator[tuple[bytes, bytes]]:
     return itertools.cycle(made)
 
 
-# What a soak looks at again and again, and how fast it grows.
+# Samples of a soak test, and their growth.
 
 
 WARM_UP: Final = 50_000
-"""Requests in which caches and heaps may fill, or half of them all: a front end's takes so many."""
+"""Requests in which caches and heaps fill, at most half of all requests."""
 REQUESTS: Final = 100_000
 MAX_MIB: Final = 1.0
-"""Most growth of a process in so many requests; a shorter run may grow as much in all."""
+"""Limit of the memory growth of a process per REQUESTS; a shorter run may grow as much in total."""
 MAX_DRIFT: Final = 1.5
-"""What the 99th percentile may become, as part of what it was after the warm-up."""
+"""Limit of the 99th percentile at the end, relative to after the warm-up."""
 _DRIFT_SAMPLES: Final = 16
-"""Without so many the middle one of a quarter of them says nothing."""
+"""Least number of samples for a meaningful median of a quarter."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment. requests: so far. latencies in milliseconds, of the time since the last one.
+    """A sample. requests: so far. latencies: milliseconds, since the last sample.
 
     usage: of each process, by title. blocks: part of the KV pool in use, 0 to 1.
     """
@@ -227,32 +223,32 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the memory of one process. mib: per REQUESTS, by least squares. requests: it is of."""
+    """Memory growth of one process. mib: per REQUESTS, by least squares. requests: measured."""
 
     title: str
     mib: float
     requests: int
 
     def describe(self) -> str:
-        """In words."""
+        """Return a description."""
         return f"{self.name}: {self.mib:+.3f} MiB in {REQUESTS:,} requests"
 
     @property
     def name(self) -> str:
-        """Of the process."""
+        """Name of the process."""
         return self.title.removeprefix("tokend: ")
 
     @property
     def judged_mib(self) -> float:
-        """Of REQUESTS, or of all where there were fewer.
+        """Growth over REQUESTS, or over all requests if there were fewer.
 
-        A few requests that let a heap grow once say nothing of the next ones.
+        A single growth of a heap in few requests says nothing about later ones.
         """
         return self.mib * min(1.0, self.requests / REQUESTS)
 
 
 def growths(samples: Sequence[Sample]) -> list[Growth]:
-    """Of each process that was there all the time, after the warm-up."""
+    """Return the growth of each process that ran all the time, after the warm-up."""
     later = settled(samples)
     titles = set.intersection(*(set(each.usage) for each in later))
     requests = later[-1].requests - later[0].requests
@@ -262,9 +258,9 @@ def growths(samples: Sequence[Sample]) -> list[Growth]:
 
 
 def drifts(samples: Sequence[Sample]) -> list[float]:
-    """The p99 of the last quarter to that of the first one after the warm-up, each its median.
+    """Return ratios of the median p99 of the last quarter to the first one after the warm-up.
 
-    Empty for a run too short to say; a time without an answer counts for nothing.
+    Empty for a short run; intervals without an answer are ignored.
     """
     later = [each.p99_ms for each in settled(samples) if each.p99_ms]
     if len(later) < _DRIFT_SAMPLES:
@@ -274,13 +270,13 @@ def drifts(samples: Sequence[Sample]) -> list[float]:
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Those after the warm-up; there is one at least."""
+    """Return the samples after the warm-up, at least one."""
     begin = min(WARM_UP, samples[-1].requests / 2)
     return [each for each in samples if each.requests >= begin]
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float:
-    """Of the straight line nearest to the points; 0 where they have one x."""
+    """Return the slope of the least-squares line; 0 if all points have the same x."""
     xs, ys = zip(*points, strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
@@ -293,7 +289,7 @@ def _memory(samples: Sequence[Sample], title: str) -> list[tuple[float, float]]:
     return [(float(each.requests), each.usage[title].resident_mib) for each in samples]
 
 
-# What a soak found: what must not be, the figures as lines, and the curves as panels.
+# The report of a soak test: faults, figures and plots.
 
 
 _SHOWN_FAULTS: Final = 20
@@ -301,7 +297,7 @@ _SHOWN_FAULTS: Final = 20
 
 @dataclass(frozen=True)
 class Report:
-    """after: what was not as before when it was over. worker: what it ran against."""
+    """after: leftovers after the run. worker: the kind of worker."""
 
     load: Load
     samples: Sequence[Sample]
@@ -310,7 +306,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Everything that must not be and can be shown, in words."""
+        """Return descriptions of all faults."""
         return [
             *(f"failed: {each}" for each in self.load.failures),
             *(f"afterwards: {each}" for each in self.after),
@@ -318,7 +314,7 @@ class Report:
 
     @property
     def limits(self) -> list[Limit]:
-        """What the run is judged by. A run too short for a drift of its latency has none."""
+        """Return the limits; a short run has none for latency drift."""
         return [
             Limit("failed requests", len(self.load.failures), "at most", 0),
             Limit("left over", len(self.after), "at most", 0),
@@ -334,7 +330,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """The figures, a line each."""
+        """Return the figures as lines."""
         load, seconds = self.load, self.samples[-1].seconds
         first, last = settled(self.samples)[0], self.samples[-1]
         return [
@@ -374,7 +370,7 @@ class Report:
         }
 
     def plot(self) -> str:
-        """The curves, as an HTML file."""
+        """Return the plots as an HTML page."""
         return plot_page("tokend under short requests", self.notes, self._panels(), "requests")
 
     def _panels(self) -> list[PlotPanel]:
@@ -410,7 +406,7 @@ _WARM_UP_ROUNDS: Final = 20
 
 
 def main(words: Sequence[str]) -> None:
-    """Run, print and plot; raises TokendError naming each limit that was missed."""
+    """Run, print and plot; raise TokendError naming each missed limit."""
     options = _parse(words)
     with writable("--plot", options.plot) as plots, writable("--json", options.json) as files:
         report = _soak(options)
@@ -440,20 +436,20 @@ def _load(daemon: MeasuredDaemon, options: argparse.Namespace, over: Callable[[i
 
 
 def _warm_up_requests(options: argparse.Namespace) -> int:
-    """Every connection has been there, and every kind of request; not more than is asked for."""
+    """Return the number of warm-up requests, which cover all connections and kinds."""
     most: int = _WARM_UP_ROUNDS * options.connections
     return min(most, options.requests or most)
 
 
 def _end_of(options: argparse.Namespace) -> Callable[[int], bool]:
-    """Says of a number of requests whether it is enough."""
+    """Return a function that tells whether a number of requests is enough."""
     most = options.requests or (float("inf") if options.minutes else _REQUESTS)
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     return lambda number: number >= most or time.monotonic() >= end
 
 
 async def _observe(daemon: MeasuredDaemon, load: Load, every: float) -> list[Sample]:
-    """A sample now and then while the load runs, and one when it ends."""
+    """Take samples while the load runs, and one at its end."""
     samples: list[Sample] = []
     begin = last = time.monotonic()
     requests = 0

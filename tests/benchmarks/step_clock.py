@@ -1,7 +1,7 @@
-"""Where the time of a step goes: products and attention.
+"""Timing of the products and attention of a step.
 
-Owns the wrapping of a model's parts, which times them from outside; a kernel that runs all layers
-times them itself. What a step takes beside them is found by subtraction.
+Wraps the parts of a model with timers; a kernel that runs all layers times them itself. The rest of
+a step is found by subtraction.
 """
 
 from copy import copy
@@ -51,7 +51,7 @@ class ClockedLinear:
 
 
 class ClockedAttention:
-    """An attention backend whose layers are timed; its plan is made elsewhere."""
+    """An attention backend whose layers are timed; it is planned elsewhere."""
 
     def __init__(self, attention: AttentionBackend, clock: StepClock) -> None:
         self._attention = attention
@@ -66,7 +66,7 @@ class ClockedAttention:
 
 
 class ClockedParts(EagerLayers):
-    """The same layers, weights shared, whose products and attention are timed."""
+    """Layers with shared weights, whose products and attention are timed."""
 
     def __init__(self, stack: EagerLayers, clock: StepClock) -> None:
         layers = [_clocked_layer(layer, clock) for layer in stack.layers]
@@ -80,7 +80,7 @@ class ClockedParts(EagerLayers):
 
 
 class ClockedKernel:
-    """A stack that is one call, which times its parts."""
+    """A layer stack that is one call, which times its parts."""
 
     def __init__(self, stack: KernelStack, clock: StepClock) -> None:
         self._stack = stack
@@ -97,7 +97,7 @@ class ClockedKernel:
 
 
 class ClockedModel(Decoder):
-    """The same model, weights shared, whose products and attention are timed."""
+    """A model with shared weights, whose products and attention are timed."""
 
     def __init__(self, model: Decoder, clock: StepClock) -> None:
         vars(self).update(vars(model))

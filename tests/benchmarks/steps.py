@@ -1,7 +1,6 @@
-"""Where the time of a worker's step goes, by the number of sequences.
+"""Measure the parts of a worker's step, by the number of sequences.
 
-A worker by itself, with the threads and settings that the daemon would give it; no engine
-and no front end beside it.
+A worker with the threads and settings of the daemon, without engine and front end.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from tests.benchmarks.line_program import worker_program
 from tests.benchmarks.messages import StepTimings, StepWorkload
 
 _TARGETS: Final = {1: 0.20, 16: 0.15}
-"""Most that is neither product nor attention, by the number of sequences."""
+"""Limit of the share outside products and attention, by the number of sequences."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -41,7 +40,7 @@ def main(words: Sequence[str]) -> None:
     if max(options.rows) > most:
         raise ConfigError(f"--rows: at most {most} sequences (--max-num-seqs)", "rows")
     with ExitStack() as stack:
-        # Opened first: a name that is no good must not cost the measurement.
+        # Opened first, so an invalid file name is reported before the measurement.
         try:
             files = [stack.enter_context(open(name, "w")) for name in options.json]
         except OSError as error:

@@ -1,7 +1,6 @@
-"""A workload a line in, its timings a line out.
+"""Reads workloads from stdin and prints their timings, one JSON line each, until EOF.
 
-Both as JSON; the end of the input ends it. A worker as the daemon has it computes steps of
-decoding that are made here; a model is loaded once for all lines that name it.
+A worker like the daemon's computes decode steps; a model is loaded once for all lines that name it.
 """
 
 import resource
@@ -56,14 +55,14 @@ class BenchWorker:
         self._builder = RunnerBuilder(config, self.loaded, fault_injector, report)
 
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
-        """A model runner with a cache of its own."""
+        """Return a model runner with its own KV cache."""
         return self._builder.build_on_host(
             InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
         )
 
 
 class DecodeSteps:
-    """`num_rows` sequences that decode together, one token a step.
+    """`num_rows` sequences that decode together, one token per step.
 
     blocks    | 0 | row 0, group 0 | row 0, group 1 | row 1, group 0 | …
     """
@@ -83,7 +82,7 @@ class DecodeSteps:
         self._prefill()
 
     def run(self) -> ModelRunnerOutput:
-        """One step, and what came of it."""
+        """Run one step; return its output."""
         rows = self._num_rows
         cached = CachedRequestData(
             list(range(rows)), [self._computed] * rows, [1] * rows, [None] * rows
@@ -150,12 +149,12 @@ class DecodeSteps:
                 block_copies=list(block_copies),
             )
         )
-        assert output.failed_seq_ids == [], "the model computes no numbers"
+        assert output.failed_seq_ids == [], "the logits are not finite"
         return output
 
 
 def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
-    """Play a workload: warm up, then measure."""
+    """Run a workload: warm up, then measure."""
     steps = DecodeSteps(worker, workload)
     for _ in range(workload.warm_up_steps):
         steps.run()
@@ -196,7 +195,7 @@ def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
 
 
 def main() -> None:
-    """Play until nothing more is asked."""
+    """Run workloads until EOF."""
     loaded: list[tuple[object, BenchWorker]] = []
     for line in sys.stdin.buffer:
         workload = from_json(line, StepWorkload)

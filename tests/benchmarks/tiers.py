@@ -1,8 +1,8 @@
-"""What a daemon finds of another one's KV, on a disk and in a shared store.
+"""Measure the reuse of another daemon's KV, from a disk and a shared store.
 
-For each medium a daemon computes prompts that nobody knows, and ends. Another one, with nothing
-in its memory, is then asked the same prompts, each twice: the first time their KV comes from the
-medium, the second time from the device. The answer is one token, so the time is that of the first.
+For each medium a daemon computes new prompts and ends. A new daemon then gets the same prompts
+twice: first their KV is loaded from the medium, then it is on the device. Answers have one token,
+so the time is the time to first token.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _LOADED: Final = "vllm:kv_offload_load_bytes_total"
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds to the first token of prompts of one length, medians; ratio: found, computed."""
+    """Median milliseconds to the first token by prompt length; ratio: found to computed."""
 
     medium: str
     num_tokens: int
@@ -97,7 +97,7 @@ def _measure(options: argparse.Namespace, medium: str, folder: Path) -> list[Row
 
 @contextmanager
 def _connector(options: argparse.Namespace, medium: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """The configuration of a medium, and the medium as long as it is needed."""
+    """Run a medium inside the context; yield its configuration."""
     if medium == DISK:
         keys = {"disk_path": str(folder.resolve()), "disk_bytes_to_use": _DISK_BYTES}
         yield _offloading(DISK_SPEC, keys)
@@ -114,7 +114,7 @@ def _offloading(spec: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Redis(BenchProcess):
-    """A redis-server of this measurement, on a Unix socket; raises TokendError without one."""
+    """A redis-server for this measurement, on a Unix socket; raises TokendError without one."""
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("redis-server")
@@ -145,7 +145,7 @@ class _Client:
         self._model = client.get(f"{daemon.url}/v1/models").json()["data"][0]["id"]
 
     def ask(self, prompt: list[int]) -> float:
-        """Seconds until the one token that is wanted is here."""
+        """Send a prompt; return the seconds to its only token."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         begun = time.perf_counter()
         response = self._client.post(f"{self.daemon.url}/v1/completions", json=body)
@@ -155,7 +155,7 @@ class _Client:
         return seconds
 
     def await_stores(self) -> None:
-        """Until no more is stored."""
+        """Wait until no more stores happen."""
         deadline = time.monotonic() + _STORE_SECONDS
         before = -1.0
         while (now := self.daemon.metric(_STORED)) != before:
@@ -167,10 +167,10 @@ class _Client:
 
 @contextmanager
 def _started(flags: Sequence[str]) -> Iterator[_Client]:
-    """A client of a new daemon that has computed something already."""
+    """Yield a client of a new, warmed-up daemon."""
     with MeasuredDaemon(flags) as daemon, httpx.Client(timeout=_ANSWER_SECONDS) as plain:
         client = _Client(daemon, plain)
-        for _ in range(2):  # what is imported and compiled late is paid for here
+        for _ in range(2):  # includes late imports and compilation
             client.ask(random.choices(_TOKENS, k=_WARM_UP_TOKENS))
         yield client
 

@@ -93,8 +93,29 @@ def test_fractions(text: str, number: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    ['["https://a.example", "http://localhost:3000"]', "https://a.example, http://localhost:3000"],
+)
+def test_lists(text: str, tmp_path: Path) -> None:
+    """JSON as vLLM takes it, or words with commas."""
+    expected = ("https://a.example", "http://localhost:3000")
+    assert built("--allowed-origins", text).frontend.allowed_origins == expected
+    file = tmp_path / "tokend.yaml"
+    for value in (text if text.startswith("[") else f"'{text}'", "\n- " + "\n- ".join(expected)):
+        file.write_text(f"allowed-origins: {value}")
+        assert built("--config", str(file)).frontend.allowed_origins == expected
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--allowed-origins", "[1]"], "--allowed-origins takes a list of texts, not [1]"),
+        (["--allowed-origins", '["*"'], "--allowed-origins takes a list such as"),
+        (["--allowed-origins", "https://a/b"], "takes origins such as https://chat.example"),
+        (["--allowed-origins", "a.example"], "takes origins such as https://chat.example"),
+        (["--allowed-origins", "*", "--allowed-headers", "a b"], "--allowed-headers takes names"),
+        (["--allow-credentials"], "--allow-credentials needs --allowed-origins"),
+        (["--allowed-methods", "GET"], "--allowed-methods needs --allowed-origins"),
         (["--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         (["--no-prefix-caching"], "did you mean --no-enable-prefix-caching?"),
         (["-p", "80"], "unknown flag -p"),

@@ -527,6 +527,23 @@ def test_on_a_phone_parameters_are_folded_and_tables_scroll_inside(visit):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_the_models_name_is_not_cut_on_a_phone(visit):
+    page = visit("chat", **PHONE).page
+    page.wait_for_function("() => document.getElementById('model').textContent.length > 3")
+    height = "document.querySelector('header.top').offsetHeight"
+    header = page.evaluate(height)
+    page.evaluate("document.getElementById('busy').hidden = false")
+    assert page.evaluate(height) == header, "an answer moves nothing"
+    for name in (None, "a-long-name-of-a-model-" * 4):
+        sizes = """(element, name) => {
+            element.textContent = name ?? element.textContent;
+            return [element.scrollWidth, element.clientWidth];
+        }"""
+        content, box = page.eval_on_selector("#model", sizes, name)
+        assert content <= box
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_answers_are_markdown_and_a_chat_is_not_cut(visit):
     visitor = visit("chat")
     page = visitor.page

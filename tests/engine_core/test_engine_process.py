@@ -33,7 +33,7 @@ from tests.fakes.paged_runner import undisturbed
 WORKER_PHASES = (StartPhase("imports", 1.5), StartPhase("weights", 0.25))
 
 
-def test_an_engine_process_serves_from_start_to_shutdown(start):
+def test_an_engine_process_serves_from_start_to_shutdown(start, capfd):
     engine = start()
     engine.worker.send(changed(engine.worker_ready(), phases=WORKER_PHASES))
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
@@ -44,6 +44,7 @@ def test_an_engine_process_serves_from_start_to_shutdown(start):
     assert "1584" in notice.message
     assert "4096" in notice.message
     ready = engine.expect(engine.supervisor, EngineReady)
+    assert "ready: 99 blocks" in capfd.readouterr().err, "before the message to the operator"
     assert (ready.max_model_len, ready.num_blocks, ready.vocab_size) == (1584, 99, 1000)
     worker, itself = ready.starts
     assert worker == ProcessStart("worker", 0, WORKER_PHASES)

@@ -59,14 +59,29 @@ class CallParser:
                 pass
         return self._parts.take_parts()
 
-    def parse_end(self) -> Sequence[OutputPart]:
-        candidate = "".join(self._candidate).strip()
-        if self._parts.is_after_call and candidate in self._separators:
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
+        candidate = "".join(self._candidate)
+        held = f"{candidate}{self._buffer}".strip()
+        if is_cut and held and self._may_become_call(held):
+            self._drop_held_text()
+        elif self._parts.is_after_call and candidate.strip() in self._separators:
             self._candidate.clear()  # an unclosed list, or a further call that does not come
         self._reject_candidate()
         self._parts.add_content(self._buffer)
         self._buffer = ""
         return self._parts.take_last_parts()
+
+    def _may_become_call(self, held: str) -> bool:
+        """Return whether a call, or the rest of one, may begin with this text.
+
+        held: all text that is held back, which is not empty.
+        """
+        return True
+
+    def _drop_held_text(self) -> None:
+        self._candidate.clear()
+        self._buffer = ""
+        self._parts.drop_whitespace()
 
     def _read_start(self) -> bool:
         """State at the beginning of the output."""
@@ -126,11 +141,15 @@ class PartsBuilder:
             self._whitespace.append(text[len(visible) :])
 
     def add_call(self, call: ToolCall) -> None:
-        self._whitespace.clear()
+        self.drop_whitespace()
         self.is_after_call = True
         self._parts.append(ToolCallStart(self._num_calls, new_call_id(), call.name))
         self._parts.append(ToolCallArguments(self._num_calls, call.arguments))
         self._num_calls += 1
+
+    def drop_whitespace(self) -> None:
+        """Drop whitespace at the end of the content: the start of a call follows."""
+        self._whitespace.clear()
 
     def take_parts(self) -> Sequence[OutputPart]:
         parts, self._parts = self._parts, []
@@ -245,6 +264,8 @@ _IS_TOOL_NAME: Final = re.compile(TOOL_NAME_PATTERN)
 _JSON_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _DECODER: Final = json.JSONDecoder()
 _NO_ARGUMENTS: Final = "{}"
+_MAX_OPENING: Final = 512
+"""Characters of an object that hold its first name and a tool's name."""
 
 
 def read_json_call(text: str) -> ToolCall | None:
@@ -264,6 +285,14 @@ def read_json_call(text: str) -> ToolCall | None:
     except (ValueError, RecursionError):
         return None
     return None if arguments is None else ToolCall(name, arguments)
+
+
+def may_become_json_call(text: str, tool_names: Collection[str]) -> bool:
+    """Return whether an object that begins with this text may be a call of one of these tools."""
+    start = "".join(text[:_MAX_OPENING].split())
+    openings = [f'{{"name":"{name}"' for name in tool_names]
+    openings += ['{"type":"function"', '{"function":{', '{"arguments":', '{"parameters":']
+    return any(start.startswith(opening[: len(start)]) for opening in openings)
 
 
 def is_json_object(text: str) -> bool:

@@ -30,6 +30,7 @@ from api_server.parsers.tools.call_parser import (
     ToolCall,
     is_json_object,
     json_scanner,
+    may_become_json_call,
     read_json_call,
 )
 from proto.config import ToolCallParser
@@ -311,6 +312,11 @@ class JsonCallParser(CallParser):
         else:
             self._reject_candidate()
         return True
+
+    def _may_become_call(self, held: str) -> bool:
+        if not self._is_bare:
+            return True
+        return may_become_json_call(held.lstrip(self._syntax.separator), self._tool_names)
 
     def _reject_candidate(self) -> None:
         super()._reject_candidate()

@@ -171,6 +171,11 @@ class PythonicParser(CallParser):
             self._reject_candidate()
         return True
 
+    def _may_become_call(self, held: str) -> bool:
+        if self._state == self._expect_call and self._buffer:
+            return any(name.startswith(self._buffer) for name in self._tool_names)
+        return True
+
     def _close_list(self) -> None:
         self._candidate.clear()
         self._buffer = self._buffer[1:]

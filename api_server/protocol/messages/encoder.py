@@ -106,8 +106,7 @@ class MessageEncoder:
 
     def _add_delta(self, delta: Delta) -> None:
         self._last_delta = delta
-        is_last = delta.finish_reason is not None
-        for part in self._parser.parse_delta(delta.text, is_last=is_last):
+        for part in self._parser.parse_delta(delta.text, delta.finish_reason):
             self._add_part(part)
 
     def _add_part(self, part: OutputPart) -> None:
@@ -176,6 +175,7 @@ class MessageEncoder:
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": usage,
+            **self._translation.ignored_fields(),
         }
 
 

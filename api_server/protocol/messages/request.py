@@ -54,8 +54,7 @@ _MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
 _TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* The prompt has (\d+) tokens")
 
-_EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Anthropic's effort → the effort that chat templates know."""
+_EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _THINKING_TYPES: Final = ("enabled", "disabled", "adaptive", "between_tools")
 _DISPLAYS: Final = (None, "summarized", "omitted")
 
@@ -76,7 +75,7 @@ class CountTokensRequest(Strict):
     """The system prompt, a string or text blocks."""
     tools: list[Json] = []
     """Tools that the model may call. Tools of Anthropic's servers are left out and named in
-    X-Tokend-Ignored."""
+    ignored_fields."""
     tool_choice: Json | None = None
     """auto, any, tool (with a name) or none; disable_parallel_tool_use."""
     thinking: Json | None = None
@@ -175,6 +174,9 @@ class MessagesTranslation(ChatTranslation):
             self._fields |= {"stream": request.stream, "stop": request.stop_sequences}
             given = request.model_fields_set
             self._fields |= {name: getattr(request, name) for name in _SAMPLING if name in given}
+        effort = _effort(request, template_names, ignored)
+        if effort is not None:
+            self._fields["reasoning_effort"] = effort
         variables = _template_variables(request, template_names, ignored)
         if variables:
             client_variables = passed.get("chat_template_kwargs")
@@ -255,7 +257,7 @@ def shows_reasoning(request: CountTokensRequest) -> bool:
 def _template_variables(
     request: CountTokensRequest, names: frozenset[str], ignored: IgnoredFields
 ) -> Json:
-    """Return the chat template's variables for `thinking` and for the effort."""
+    """Return the chat template's variables for `thinking`."""
     variables: Json = {}
     if request.thinking is not None:
         kind = thinking_options(request)["type"]
@@ -264,17 +266,24 @@ def _template_variables(
             variables |= dict.fromkeys(switches, kind == "enabled")
         if kind == "enabled" and not switches:
             ignored.add("thinking")
-    effort = (request.output_config or {}).get("effort")
-    if effort is not None:
-        if not isinstance(effort, str) or effort not in _EFFORTS:
-            raise InvalidRequestError(
-                f"output_config.effort must be one of {', '.join(_EFFORTS)}", "output_config"
-            )
-        if "reasoning_effort" in names:
-            variables["reasoning_effort"] = _EFFORTS[effort]
-        else:
-            ignored.add("output_config.effort")
     return variables
+
+
+def _effort(
+    request: CountTokensRequest, names: frozenset[str], ignored: IgnoredFields
+) -> str | None:
+    """Return the effort if the chat template reads one."""
+    effort = (request.output_config or {}).get("effort")
+    if effort is None:
+        return None
+    if effort not in _EFFORTS:
+        raise InvalidRequestError(
+            f"output_config.effort must be one of {', '.join(_EFFORTS)}", "output_config"
+        )
+    if "reasoning_effort" not in names:
+        ignored.add("output_config.effort")
+        return None
+    return str(effort)
 
 
 def _output_format(request: CountTokensRequest, ignored: IgnoredFields) -> tuple[str, Json | None]:

@@ -19,6 +19,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
+from api_server.parsers.tools.call_parser import is_json_object
 from api_server.protocol.encoder import KEEP_ALIVE, ResponseOptions
 from api_server.protocol.responses.output_items import (
     CallItem,
@@ -64,6 +65,7 @@ class ResponsesEncoder:
     ) -> None:
         self._options = options
         self._envelope = _envelope(options, request, is_stored=record is not None)
+        self._envelope |= translation.ignored_fields()
         self._has_summary = request.returns_summary
         self._parser = parser
         self._translation = translation
@@ -76,10 +78,8 @@ class ResponsesEncoder:
         self.final_response: Json | None = None
         self._events = EventBuffer()
 
-    def encode_start(self, ignored: str = "") -> str:
-        """Return the first events. ignored: names of fields, where no header can list them."""
-        extra = {"ignored_fields": ignored} if ignored else {}
-        self._events.add_event("created", response=self.snapshot(), **extra)
+    def encode_start(self) -> str:
+        self._events.add_event("created", response=self.snapshot())
         self._events.add_event("in_progress", response=self.snapshot())
         return self._events.take_events()
 
@@ -150,7 +150,7 @@ class ResponsesEncoder:
             self._add_parts(self._parser.parse_delta(text))
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            self._add_parts(self._parser.parse_delta("", is_last=True))
+            self._add_parts(self._parser.parse_delta("", delta.finish_reason))
 
     def _add_parts(self, parts: Sequence[OutputPart]) -> None:
         for part in parts:
@@ -187,10 +187,15 @@ class ResponsesEncoder:
         item.open_item()
 
     def _close_item(self, status: Status) -> None:
-        if self._open_item is not None:
-            self._open_item.close_item(status)
-            self._closed_items.append(self._open_item.full_item(status))
-            self._open_item = None
+        """Close the open item. A call with all its arguments is completed in any case."""
+        item = self._open_item
+        if item is None:
+            return
+        if isinstance(item, CallItem) and is_json_object(item.text):
+            status = "completed"
+        item.close_item(status)
+        self._closed_items.append(item.full_item(status))
+        self._open_item = None
 
     def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
         """Return the log-probabilities of tokens; [] if they were not requested."""

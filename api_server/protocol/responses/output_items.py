@@ -122,8 +122,9 @@ class ContentTokens:
         return tokens
 
     def take_last_tokens(self) -> list[TextToken]:
-        """Return the tokens after the last content, such as the one that ended the choice."""
-        tokens, self._parsed, self._unassigned = self._parsed, [], []
+        """Return the tokens after all text, such as the one that ended the choice."""
+        tokens = [token for token in self._parsed if token.text_offset >= self._num_parsed]
+        self._parsed, self._unassigned = [], []
         return tokens
 
 
@@ -155,7 +156,8 @@ class OutputItem:
         raise NotImplementedError
 
     @property
-    def _text(self) -> str:
+    def text(self) -> str:
+        """All text so far; of a call, its arguments."""
         return "".join(self._pieces)
 
     def _add_opening_event(self, item: Json) -> None:
@@ -223,7 +225,7 @@ class MessageItem(OutputItem):
     def _part(self) -> Json:
         return {
             "type": "output_text",
-            "text": self._text,
+            "text": self.text,
             "annotations": [],
             "logprobs": list(self._logprobs),
         }
@@ -256,7 +258,7 @@ class ReasoningItem(OutputItem):
             )
 
     def close_item(self, status: Status) -> None:
-        location, text, events = self._location, self._text, self._events
+        location, text, events = self._location, self.text, self._events
         (part,) = self._content()
         events.add_event("reasoning_text.done", **location, content_index=0, text=text)
         events.add_event("content_part.done", **location, content_index=0, part=part)
@@ -279,10 +281,10 @@ class ReasoningItem(OutputItem):
         }
 
     def _content(self) -> list[Json]:
-        return [{"type": "reasoning_text", "text": self._text}]
+        return [{"type": "reasoning_text", "text": self.text}]
 
     def _summary(self) -> list[Json]:
-        return [{"type": "summary_text", "text": self._text}] if self._has_summary else []
+        return [{"type": "summary_text", "text": self.text}] if self._has_summary else []
 
 
 class FunctionCallItem(OutputItem):
@@ -303,7 +305,7 @@ class FunctionCallItem(OutputItem):
         self._events.add_text_event(self._delta_template, arguments)
 
     def close_item(self, status: Status) -> None:
-        name, arguments = self._call["name"], self._text
+        name, arguments = self._call["name"], self.text
         self._events.add_event(
             "function_call_arguments.done", **self._location, name=name, arguments=arguments
         )
@@ -314,7 +316,7 @@ class FunctionCallItem(OutputItem):
             "type": "function_call",
             "id": self._id,
             **self._call,
-            "arguments": self._text,
+            "arguments": self.text,
             "status": status,
         }
 
@@ -335,13 +337,13 @@ class CustomToolCallItem(OutputItem):
         self._pieces.append(arguments)
 
     def close_item(self, status: Status) -> None:
-        tool_input = _custom_input(self._text)
+        tool_input = _custom_input(self.text)
         self._events.add_event("custom_tool_call_input.delta", **self._location, delta=tool_input)
         self._events.add_event("custom_tool_call_input.done", **self._location, input=tool_input)
         self._add_closing_event(self.full_item(status))
 
     def full_item(self, status: Status) -> Json:
-        return self._item(_custom_input(self._text), status)
+        return self._item(_custom_input(self.text), status)
 
     def _item(self, tool_input: str, status: Status) -> Json:
         return {

@@ -154,7 +154,7 @@ class ResponsesRequest(Strict):
     """-2 to 2; above 0, a token gets less likely with each time that the answer contains it."""
     tools: list[dict[str, Any]] = []
     """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
-    and named in X-Tokend-Ignored."""
+    and named in ignored_fields."""
     tool_choice: Text | dict[str, Any] = "auto"
     """auto, none, required, a function or custom tool by name, or allowed_tools."""
     parallel_tool_calls: bool = True

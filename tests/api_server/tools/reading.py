@@ -29,12 +29,12 @@ def parser(name: str) -> OutputParser:
     return TOOL_CALL_FORMATS[name].new_parser(NAMES)  # type: ignore[index]
 
 
-def read(name: str, pieces: Iterable[str]) -> list[OutputPart]:
-    """Return all parts of a text that is parsed in chunks."""
+def read(name: str, pieces: Iterable[str], *, is_cut: bool = False) -> list[OutputPart]:
+    """Return all parts of a text that is parsed in chunks. is_cut: a limit ended it."""
     reading = parser(name)
     return [
         *(part for piece in pieces for part in reading.parse_delta(piece)),
-        *reading.parse_end(),
+        *reading.parse_end(is_cut=is_cut),
     ]
 
 

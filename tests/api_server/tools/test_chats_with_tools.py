@@ -127,16 +127,67 @@ async def test_an_answer_without_calls(start, say):
         ] == 2
 
 
-async def test_a_truncated_answer(start, tokenizer):
-    """An incomplete call is returned as text, with finish reason length."""
-    half = TEXT[: TEXT.index("now") + 2]
+@pytest.mark.parametrize("ending", ["see.\n<tool_", 'see.\n<tool_call>\n{"na', "</tool", "no"])
+async def test_a_truncated_call_is_dropped(start, tokenizer, ending):
+    """No API returns anything of an incomplete call; the finish reason is length."""
+    half = TEXT[: TEXT.index(ending) + len(ending)]
     ids = tokenizer.encode(half).ids
+    calls = CALLS[: TEXT[: TEXT.index(ending)].count("weather")]
+    limit = len(ids)
     async with start(lambda request, choice: ids, max_model_len=2048) as front_end:
-        response = await front_end.chat(tools=TOOLS, max_tokens=len(ids))
+        response = await front_end.chat(tools=TOOLS, max_tokens=limit)
         choice = response.json()["choices"][0]
         assert choice["finish_reason"] == "length"
-        assert named(choice["message"]["tool_calls"]) == CALLS[:1]
-        assert choice["message"]["content"].endswith('{"name": "no')
+        assert named(choice["message"].get("tool_calls", [])) == calls
+        assert choice["message"]["content"] == "Let me see."
+        events = await front_end.events(PATH, messages=HELLO, tools=TOOLS, max_tokens=limit)
+        content, found, finish = accumulated(events)
+        assert (content, finish) == ("Let me see.", "length")
+        assert [(call["name"], call["text"]) for call in found] == calls
+
+        fields = {"tools": [tool["function"] | {"type": "function"} for tool in TOOLS]}
+        fields |= {"input": "hello", "max_output_tokens": limit, "top_logprobs": 1}
+        fields["include"] = ["message.output_text.logprobs"]
+        body = (await front_end.http.post("/v1/responses", json=fields)).json()
+        assert body["status"] == "incomplete"
+        assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+        text = body["output"][0]["content"][0]
+        assert text["text"] == "Let me see."
+        assert "".join(each["token"] for each in text["logprobs"]).strip() == "Let me see."
+        assert [item["status"] for item in body["output"][1:]] == ["completed"] * len(calls)
+        fields["stream"] = True
+        sent = (await front_end.http.post("/v1/responses", json=fields)).text
+        assert "response.incomplete" in sent
+        assert "<tool" not in sent
+        assert "</tool" not in sent
+
+        schema = {"type": "object"}
+        tools = [{"name": tool["function"]["name"], "input_schema": schema} for tool in TOOLS]
+        fields = {"model": "toy", "messages": HELLO, "tools": tools, "max_tokens": limit}
+        body = (await front_end.http.post("/v1/messages", json=fields)).json()
+        assert body["stop_reason"] == "max_tokens"
+        blocks = [block["text"] for block in body["content"] if block["type"] == "text"]
+        assert blocks == ["Let me see."]
+        assert len(body["content"]) == 1 + len(calls)
+
+
+async def test_a_stop_string_leaves_what_is_before_it(start, say):
+    """The start of a call before a stop string is content: the client chose where to stop."""
+    async with start(say(TEXT), max_model_len=2048) as front_end:
+        response = await front_end.chat(tools=TOOLS, stop=["Z\u00fcrich"])
+        assert message_of(response)["content"].endswith(
+            '{"name": "weather", "arguments": {"city": "'
+        )
+
+
+async def test_a_stream_with_tools_does_not_begin_with_an_empty_text(start, say):
+    async with start(say(TEXT.removeprefix("Let me see.\n")), max_model_len=2048) as front_end:
+        for fields, expected in (({"tools": TOOLS}, []), ({}, [""])):
+            events = await front_end.events(PATH, messages=HELLO, **fields)
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            assert deltas[0]["role"] == "assistant"
+            texts = [delta["content"] for delta in deltas if delta.get("content") is not None]
+            assert texts[:1] == expected
 
 
 async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
@@ -390,11 +441,11 @@ async def test_the_openai_client(start, say):
 
 
 async def test_the_length_limit_in_a_stream(start):
-    """The last chunk contains the held-back text."""
+    """What was held back is dropped: it is the start of a call."""
     async with start(accepts=True, max_model_len=2048) as front_end:
         fields = {"messages": HELLO, "tools": TOOLS}
         events = asyncio.create_task(front_end.events(PATH, **fields))
         request = await front_end.engine.requests.get()
         tokens = byte_level_tokenizer().encode('<tool_call>\n{"name": "n').ids
         front_end.engine.emit(request, tokens, finish=FinishReason.LENGTH)
-        assert accumulated(await events) == ('<tool_call>\n{"name": "n', [], "length")
+        assert accumulated(await events) == ("", [], "length")

@@ -63,6 +63,56 @@ def test_outputs_truncated_anywhere(name, case):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_truncated_calls_are_dropped(name, in_pieces):
+    """Truncated anywhere, an output is the text before the calls and the complete calls."""
+    said = "" if name in ("llama3_json", "pythonic") else "It is <5 [sic]. "
+    expected = [
+        ("weather", {"city": "Paris", "days": [1, 2]}),
+        ("now", {}),
+        ("find", {"text": "]"}),
+    ]
+    rendered = [(called, json.dumps(arguments)) for called, arguments in expected]
+    text = said + TOOL_CALL_FORMATS[name].render_calls(rendered)
+    for end in range(len(text) + 1):
+        cut = text[:end]
+        content, calls = joined(read(name, cut if in_pieces else [cut], is_cut=True))
+        found = [(called, json.loads(arguments)) for called, arguments in calls]
+        assert found == expected[: len(found)]
+        if end > len(said):
+            assert content == said.rstrip()
+        else:
+            held = cut.removeprefix(content)
+            assert not held or text[len(content) :].startswith(held)
+            assert held.strip() in ("", "<", "[")
+        if end == len(text):
+            assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"answer": [1, 2], "name": "Ada"}'),
+        ("llama3_json", '{"name": "Ada", "age": 36}'),
+        ("llama3_json", '{"type": "invoice", "total": 5}'),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[nowhere, else]"),
+        ("hermes", "if a < b: return <b>[x]</b>"),
+        ("mistral", "[x] or [TOOL] for a[TO]"),
+        ("mistral_named", "[x] or [TOOL] for a[TO]"),
+    ],
+)
+def test_truncated_text_is_kept(name, text):
+    """At most the last few characters are dropped, which may have been the start of a call."""
+    for end in range(1, len(text) + 1):
+        content, calls = joined(read(name, text[:end], is_cut=True))
+        assert not calls
+        assert text.startswith(content)
+        assert end - len(content) <= 10
+    assert content == text
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_rendered_calls_are_parsed(name):
     """Templates without tool support get earlier calls as this text."""
     calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]

@@ -1,12 +1,12 @@
-"""vLLM's whole server without a model: its executor answers each step with made-up tokens.
+"""vLLM's whole server without a model: its executor answers every step with made-up tokens.
 
-Named to `vllm serve` as `--distributed-executor-backend vllm_null_executor.NullExecutor`, with
-this folder on its path; never imported by tokend and importing nothing of it. API server and
-EngineCore are vLLM's own processes. The tokens are those of tokend's null worker.
+Used by `vllm serve --distributed-executor-backend vllm_null_executor.NullExecutor`, with this
+folder on its path; it shares no imports with tokend. API server and EngineCore are vLLM's own
+processes. The tokens are those of tokend's null worker.
 
-TOKEND_BENCH_STEP_SECONDS: how long a step takes at least, asleep.
-TOKEND_BENCH_NULL_CPU: file into which goes what CPU time the answers have taken so far, in
-seconds: that is no work of the engine in whose process it is done.
+TOKEND_BENCH_STEP_SECONDS: sleep of every step.
+TOKEND_BENCH_NULL_CPU: file for the CPU seconds spent on answers, which are not work of the engine
+although they are spent in its process.
 """
 
 import os
@@ -26,7 +26,7 @@ PLAIN_TOKENS = 1_000
 
 
 class NullExecutor(Executor):
-    """No worker, no device. Knows of each sequence its number and how many tokens it has."""
+    """An executor without worker and device, which tracks the tokens of every sequence."""
 
     def _init_executor(self) -> None:
         self._span = self.model_config.get_vocab_size() - PLAIN_TOKENS
@@ -34,7 +34,7 @@ class NullExecutor(Executor):
         self._file = os.open(os.environ["TOKEND_BENCH_NULL_CPU"], os.O_WRONLY)
         self._cpu_seconds = 0.0
         self._num_sequences = 0
-        self._sequences: dict[str, list[int]] = {}  # its number, its tokens
+        self._sequences: dict[str, list[int]] = {}  # index of the sequence, number of tokens
 
     def execute_model(self, scheduler_output, non_block=False):
         begun = thread_time()
@@ -50,7 +50,7 @@ class NullExecutor(Executor):
         return future
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
-        """What the engine asks while it starts."""
+        """Answer the calls of the engine during its start."""
         made_up = {
             "get_supported_tasks": lambda: ("generate",),
             "get_kv_cache_spec": self._specs,
@@ -58,11 +58,11 @@ class NullExecutor(Executor):
             "determine_available_memory": lambda: 64 << 30,
             "compile_or_warm_up_model": lambda: CompilationTimes(0.0, 0.0),
         }
-        # by name, or a function that measures encoders, of which there are none
+        # by name, or a function that profiles encoders, which do not exist here
         return [made_up.get(method, dict)()]
 
     def check_health(self) -> None:
-        """There is nothing that could be ill."""
+        """Always healthy."""
 
     def _specs(self):
         spec = FullAttentionSpec(
@@ -74,7 +74,7 @@ class NullExecutor(Executor):
         return {f"layers.{number}": spec for number in range(30)}
 
     def _answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """A token for each sequence whose tokens are all computed after this step."""
+        """Return a token for each sequence whose tokens are all computed after this step."""
         sequences, num_scheduled = self._sequences, output.num_scheduled_tokens
         for each in output.finished_req_ids:
             sequences.pop(each, None)

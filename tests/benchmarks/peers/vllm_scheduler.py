@@ -1,9 +1,9 @@
-"""Plays workloads on vLLM's own scheduler: a workload a line in, its timings a line out.
+"""Runs workloads on vLLM's scheduler; prints their timings, one JSON line each.
 
-Run by the interpreter of an environment that has vLLM, never imported by tokend and
-importing nothing of it; tests/benchmarks/messages.py says what the lines hold. The scheduler is
-driven as vLLM's engine drives it, with statistics on and the start-up heap frozen, on
-a made-up model: only its context length and its cache layout count.
+Run by the interpreter of an environment that has vLLM; it shares no imports with tokend.
+tests/benchmarks/messages.py describes the lines. The scheduler is driven like in vLLM's engine,
+with statistics and a frozen start-up heap, on a made-up model: only its context length and its
+cache layout matter.
 """
 
 import gc
@@ -62,7 +62,7 @@ MODEL = {
 
 
 def build(workload: dict) -> tuple:
-    """(scheduler, block hasher) with vLLM's defaults, but for what the workload names."""
+    """Return (scheduler, block hasher) with vLLM's defaults and the workload's settings."""
     with tempfile.TemporaryDirectory() as folder:
         config = {**MODEL, "max_position_embeddings": workload["max_model_len"]}
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -120,7 +120,7 @@ def prompt_of(recipe: dict) -> list[int]:
 
 
 def requests_of(workload: dict, hasher):
-    """The requests of a workload, without end."""
+    """Yield the requests of a workload endlessly."""
     recipes = [(recipe, prompt_of(recipe)) for recipe in workload["requests"]]
     for number, (recipe, prompt) in enumerate(itertools.cycle(recipes)):
         message = EngineCoreRequest(
@@ -139,7 +139,7 @@ def requests_of(workload: dict, hasher):
 
 
 class FakeWorker:
-    """A token for each sequence whose tokens are all computed after the step."""
+    """A worker that samples a token for each sequence whose tokens are all computed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._requests = scheduler.requests
@@ -200,9 +200,9 @@ def time_steps(workload: dict) -> dict:
 
 
 def time_step(scheduler, worker, encoder, decoder) -> dict[str, float]:
-    """One step as vLLM's engine and its multi-process executor make it.
+    """Time one step of vLLM's engine with its multi-process executor.
 
-    Scheduler output and worker output are pickled there, the outputs are msgpack.
+    It pickles scheduler output and worker output, and encodes the outputs as msgpack.
     """
     start = thread_time_ns()
     output = scheduler.schedule()
@@ -246,7 +246,7 @@ def timing(samples: list[float]) -> dict[str, float]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints is not an answer
+    os.dup2(2, 1)  # vLLM's own output must not mix with the answers
     for line in sys.stdin:
         workload = json.loads(line)
         play = time_hashing if workload["measure"] == "hashing" else time_steps

@@ -1,8 +1,8 @@
-"""A trace followed line by line: does the scheduler decide again what it decided?
+"""Follow a trace line by line and check that the scheduler makes the same decisions.
 
-The lines are the clock: each arrival, step, result and abort happens where it stands. So nothing
-depends on how long anything takes, and a difference is one of the scheduler, or of what a trace
-does not tell: grammars, sessions and beam searches wait for more than room.
+The lines are the clock: arrivals, steps, results and aborts happen in their order. So nothing
+depends on durations, and a difference is one of the scheduler, or of events that a trace does not
+contain: grammars, sessions and beam searches wait for more than capacity.
 """
 
 from collections import deque
@@ -65,7 +65,7 @@ class Follower:
             self._decision = line.decision
 
     def _follow(self, line: TraceLine) -> str:
-        """What is different; "" for nothing."""
+        """Apply a line; return the difference, "" for none."""
         scheduler = self._rig.scheduler
         match line:
             case Arrival():
@@ -82,7 +82,7 @@ class Follower:
             case TurnEnd():
                 scheduler.report_tool(line.request_id, line.job, line.tool)
             case PinEnd() if line.reason == EXPIRED:
-                scheduler.agent_sessions.release_expired()  # while no step did it, perhaps
+                scheduler.agent_sessions.release_expired()  # perhaps outside a step
             case Event():
                 self._event(line)
             case Dropped():
@@ -103,7 +103,7 @@ class Follower:
         return ""
 
     def _result(self, line: Result) -> str:
-        """Steps before it that computed nothing have none."""
+        """Process a result; earlier steps without tokens have no result."""
         while self._in_flight:
             output, result = self._in_flight.popleft()
             if output.step == line.step:
@@ -128,7 +128,7 @@ class Follower:
 
 
 def _difference(line: Step, ours: Decision) -> str:
-    """The first field in which they differ."""
+    """Return the first field in which the steps differ."""
     for name in Decision.__struct_fields__:
         theirs, mine = getattr(line.decision, name), getattr(ours, name)
         if theirs != mine:

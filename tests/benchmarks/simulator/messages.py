@@ -1,4 +1,4 @@
-"""What the simulator is asked and what it answers.
+"""The messages of the simulator.
 
 One JSON document a line: a `ReplayOrder`, then its `ReplayAnswer`.
 """
@@ -9,9 +9,9 @@ from deploy.bench.agents.load import AgentLoad
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step takes: base + tokens · per_token + sequences · per_row + context · …
+    """Milliseconds of a step: base + tokens · per_token + sequences · per_row + context · …
 
-    Milliseconds. context: tokens of its sequences that are computed after it.
+    context: computed tokens of its sequences after it.
     """
 
     base_ms: float = 0.0
@@ -20,7 +20,7 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     per_context_ms: float = 0.0
 
     def seconds(self, num_tokens: int, num_rows: int, num_context: int) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         return 1e-3 * (
             self.base_ms
             + self.per_token_ms * num_tokens
@@ -30,10 +30,10 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTier(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory behind the pool: the offloading connector, with copies that only take time.
+    """A host memory tier: the offloading connector, with copies that only take time.
 
-    num_blocks: of the pool's size. block_ms: that copying one takes, in either direction; copies
-    of a direction follow each other, and delay no step.
+    num_blocks: blocks of the pool's size. block_ms: time to copy one, in either direction; copies
+    of a direction are sequential, and delay no step.
     """
 
     num_blocks: int
@@ -41,18 +41,18 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """path: of the trace. load: instead of its arrivals, with default settings and a pool that
-    holds everything; a path beside it is of the trace that step times are fitted to.
+    """A replay. path: of the trace. load: replaces its arrivals, with default settings and a pool
+    that holds everything; a path is then the trace that step times are fitted to.
 
 
     verify: follow the trace line by line instead, and compare each decision.
-    policy, pin_policy: None for those of the trace. rate: arrivals come so many times as fast.
-    one_tenant: nobody shares with anybody. open_loop: a job's next turn arrives when it did,
-    not so long after the end of the turn before as it did.
-    together: keep so many jobs under way, whose tools take no time, instead: what can be computed.
-    tier: behind the pool; None for none.
+    policy, pin_policy: None for those of the trace. rate: factor of the arrival rate.
+    one_tenant: all requests have one tenant. open_loop: a job's next turn arrives at its recorded
+    time instead of its recorded interval after the end of the previous turn.
+    together: keep this many jobs active, whose tools take no time, to measure the capacity.
+    tier: host memory; None for none.
     tape_path: file for a trace of the simulation; "" for none.
-    The rest replaces what the trace says; None leaves it.
+    The rest replaces settings of the trace; None keeps them.
     """
 
     path: str = ""
@@ -81,18 +81,17 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace under one policy, in the time of its virtual clock.
+    """Figures of a trace under one policy, in virtual time.
 
-    num_left_out: requests whose end the trace does not tell. completion: of requests, from arrival
-    to the last token; jobs: from the first arrival to the last token of all turns; a request
-    without a job is one of one turn. agents, others: the same of jobs, and of those without.
-    hit_rate: of the tokens that were looked up in the prefix cache. seconds: in all.
-    num_prompt_tokens: of all requests; num_found_tokens: of those, what was found in the pool or
-    behind it when a request was first admitted. other_prompt_tokens: of requests without a job.
-    pins_*: taken; found by the job's next turn; over in time; given up for want of blocks.
-    live_blocks_mean, live_blocks_peak: of the KV of jobs between their first arrival and their last
-    token, what they share counted once; between the arrivals of the first tenth of the jobs and the
-    last.
+    num_left_out: requests without an end in the trace. completion: of requests, from arrival to the
+    last token; jobs: from the first arrival to the last token of all turns; a request without a job
+    is a job of one turn. agents, others: the same for jobs, and for requests without one.
+    hit_rate: of tokens looked up in the prefix cache. seconds: in total.
+    num_prompt_tokens: of all requests; num_found_tokens: those found in the pool or in host memory
+    at the first admission. other_prompt_tokens: of requests without a job.
+    pins_*: taken; reused by the job's next turn; expired; released for blocks.
+    live_blocks_mean, live_blocks_peak: KV of jobs from their first arrival to their last token,
+    shared blocks counted once; measured from the arrival of the first tenth of the jobs on.
     """
 
     policy: str
@@ -122,10 +121,10 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the scheduler decides again what the trace says.
+    """The result of following a trace.
 
-    num_steps: that are the same, from the first on. difference: in the step after them; "" if
-    there is none.
+    num_steps: number of equal steps from the first on. difference: in the next step; "" if there is
+    none.
     """
 
     num_steps: int
@@ -135,14 +134,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRecord(msgspec.Struct, frozen=True):
-    """A replay that is over, for a file of them."""
+    """A finished replay, for a file of them."""
 
     order: ReplayOrder
     figures: ReplayFigures
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them; error: why there is none."""
+    """The figures or the verdict. error: the reason if there is neither."""
 
     figures: ReplayFigures | None = None
     verdict: Verdict | None = None

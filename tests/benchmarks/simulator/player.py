@@ -1,4 +1,4 @@
-"""Carries out orders: which recording, under which settings, followed or simulated."""
+"""Executes replay orders: loads the recording, then follows or simulates it."""
 
 from deploy.bench.agents.load import AgentLoad
 from proto.codec import changed
@@ -17,14 +17,14 @@ from tests.benchmarks.simulator.simulation import Simulation, figures_of, fit, l
 
 
 class Player:
-    """Keeps the last recording, which several orders may be about."""
+    """Keeps the last recording for further orders."""
 
     def __init__(self) -> None:
         self._key: tuple[str, AgentLoad | None] = ("", None)
         self._recording: Recording | None = None
 
     def play(self, order: ReplayOrder) -> ReplayAnswer:
-        """Raises UnreadableTraceError, or ValueError for what cannot be simulated."""
+        """Execute an order; raise UnreadableTraceError, or ValueError if it cannot be simulated."""
         recording = self._read(order)
         if order.load is not None and order.path and order.step_model is None:
             order = changed(order, step_model=_model_of(read(order.path)))
@@ -41,7 +41,7 @@ class Player:
 
 
 def simulate(recording: Recording, order: ReplayOrder) -> ReplayFigures:
-    """Under the order's policy; raises ValueError where it is not known how long steps take."""
+    """Simulate with the order's policy; raise ValueError if step times are unknown."""
     header = settings(recording.header, order)
     scheduler = header.scheduler
     step_model = order.step_model or _model_of(recording)
@@ -65,7 +65,7 @@ def _model_of(recording: Recording) -> StepModel:
 
 
 def _check_size(recording: Recording, num_blocks: int) -> None:
-    """Raises ValueError for a pool in which the longest sequence alone has no room."""
+    """Raise ValueError for a pool too small for the longest sequence."""
     size = recording.header.block_size
     longest = max(
         (

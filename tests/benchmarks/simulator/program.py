@@ -1,6 +1,6 @@
-"""An order a line in, its answer a line out.
+"""Reads replay orders from stdin and prints their answers, one JSON line each, until EOF.
 
-Both as JSON; the end of the input ends it. A trace that is asked about again is not read again.
+A trace is read once for consecutive orders.
 """
 
 import gc
@@ -13,11 +13,11 @@ from tests.benchmarks.simulator.messages import ReplayAnswer, ReplayOrder
 
 
 def main() -> None:
-    """Answer until nothing more is asked, compiled where the engine would be."""
+    """Execute orders until EOF, with the compiled modules of the engine."""
     use_compiled()
     from tests.benchmarks.simulator.player import Player
 
-    gc.disable()  # only a whole replay is a cycle; to look for others takes a fifth of a long one
+    gc.disable()  # only whole replays are garbage cycles, and collection takes time
     player = Player()
     for line in sys.stdin.buffer:
         try:

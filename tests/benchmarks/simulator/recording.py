@@ -1,7 +1,6 @@
-"""A trace, read.
+"""Reading a trace: the sequences that its lines describe.
 
-Owns what its lines say about each sequence. A last line that was cut off is passed over: the engine
-may have been killed.
+A truncated last line is skipped, since the engine may have been killed.
 """
 
 import heapq
@@ -17,21 +16,21 @@ from proto.config import SchedulerConfig
 from proto.errors import ProtocolError, TokendError
 from proto.sched_trace import Arrival, Content, Finish, TraceHeader, TraceLine, TurnEnd, read_line
 
-# From the numbers of a trace back to token ids: other tokens, that are alike where theirs were.
+# Token ids from the content numbers of a trace: equal where the original tokens were equal.
 #
-# Every token of a block has the number of its content as its id, so two sequences hash alike up to
-# where they did. What no number covers (the end of a sequence) is like nothing else.
+# Every token of a block has the number of its content as its id, so two sequences share the same
+# prefix hashes as before. Tokens without a number (the end of a sequence) are unique.
 
 
 STOP: Final = (1 << 31) - 1
-"""Ends a sequence that ended before its length did."""
+"""Stop token of a sequence that ended before its maximal length."""
 VOCAB_SIZE: Final = 1 << 31
 _OWN: Final = 1 << 30
-"""From here on: what is like nothing else, by seq_id."""
+"""First id of unique tokens, by seq_id."""
 
 
 class Chains:
-    """Which content comes before which.
+    """The order of block contents.
 
     runs       first 12, parent 7          contents   … 6 7 12 13 14
     """
@@ -41,15 +40,15 @@ class Chains:
         self._parents: list[int] = []
 
     def learn(self, content: Content) -> None:
-        """What a line says; in the order of the lines."""
+        """Add the content of a line; called in the order of lines."""
         if content.num_new:
             self._firsts.append(content.first)
             self._parents.append(content.parent)
 
     def blocks(self, content: Content) -> list[int]:
-        """The numbers of a sequence's full blocks, from the first on.
+        """Return the numbers of a sequence's full blocks, from the first on.
 
-        Raises ValueError for a content whose beginning nobody has told.
+        Raise ValueError for a content whose beginning is unknown.
         """
         pieces: list[range] = []
         last, missing = content.parent, content.num_known
@@ -67,7 +66,7 @@ class Chains:
 
 
 class Tokens:
-    """The token ids of one sequence, outputs to come included.
+    """The token ids of one sequence, including future outputs.
 
     blocks: numbers of the full blocks that are known.
     """
@@ -80,27 +79,27 @@ class Tokens:
         self._own = _OWN + seq_id
 
     def first(self, number: int) -> list[int]:
-        """So many."""
+        """Return the first tokens."""
         size, blocks = self._size, self._blocks
         whole = blocks[: -(-number // size)]
         tokens = [token for block in whole for token in [block] * size][:number]
         return tokens + [self._own] * (number - len(tokens))
 
     def at(self, position: int) -> int:
-        """One."""
+        """Return the token at a position."""
         block = position // self._size
         return self._blocks[block] if block < len(self._blocks) else self._own
 
 
 class UnreadableTraceError(TokendError):
-    """It is no trace, or there is none."""
+    """The file is missing or not a trace."""
 
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """What happened to one choice of a request; finish is None where the trace ends before it.
+    """One choice of a request; finish is None if the trace ends before it.
 
-    tool: that a turn of a job calls; "" where it is not known.
+    tool: the tool that a turn of a job calls; "" if unknown.
     """
 
     arrival: Arrival
@@ -109,12 +108,12 @@ class RecordedRequest:
 
     @property
     def num_outputs(self) -> int:
-        """All that it got."""
+        """Number of output tokens."""
         return self.finish.num_output_tokens if self.finish else self.arrival.max_tokens
 
     @property
     def content(self) -> Content:
-        """As far as anything is known of it."""
+        """The last known content."""
         return self.finish.blocks if self.finish else self.arrival.blocks
 
 
@@ -129,14 +128,14 @@ class Recording:
     _turns: dict[int, int] = field(default_factory=dict)  # request → first seq_id
 
     def tokens(self, sequence: RecordedRequest) -> Tokens:
-        """Of prompt and outputs."""
+        """Return the token ids of prompt and outputs."""
         arrival = sequence.arrival
         blocks = self.chains.blocks(arrival.blocks)
         blocks += self.chains.blocks(sequence.content)[len(blocks) :]
         return Tokens(blocks, self.header.block_size, arrival.seq_id)
 
     def take(self, line: TraceLine) -> None:
-        """The next line."""
+        """Add the next line."""
         self.lines.append(line)
         if isinstance(line, Arrival):
             self.sequences[line.seq_id] = RecordedRequest(line)
@@ -152,7 +151,7 @@ class Recording:
 
 
 def read(path: str) -> Recording:
-    """Raises UnreadableTraceError, which names the line."""
+    """Read a trace; raise UnreadableTraceError, which names the line."""
     try:
         written = Path(path).read_bytes().split(b"\n")
     except OSError as error:
@@ -178,24 +177,24 @@ def read(path: str) -> Recording:
     return recording
 
 
-# When which request comes, where what comes depends on what has ended.
+# Arrival times of requests, some of which depend on the end of others.
 #
-# Requests without a job come when they came. The turns of a job follow each other: the first comes
-# when it came, each other one so long after the end of the one before as it did, because the agent
-# behind it waits for the answer and then for its tool.
+# Requests without a job and first turns of jobs arrive at their recorded times. Every other turn
+# arrives its recorded interval after the end of the previous turn, because the agent waits for the
+# answer and then for its tool.
 #
 #     recorded    turn 1 ├─────┤ gap ├── turn 2 ──┤
 #     simulated   turn 1 ├──────────┤ gap ├─ turn 2 ─┤
 #
-# A turn that came before the end of the one before (jobs may ask for two things at once) comes as
-# long after the arrival of that one as it did.
+# A turn that arrived before the end of the previous one (jobs may send two requests at once)
+# arrives its recorded interval after the arrival of that one.
 
 
 class Arrivals(Protocol):
-    """Sequences that are still to come, by the time of their arrival, in seconds."""
+    """Future sequences by arrival time in seconds."""
 
     def __bool__(self) -> bool:
-        """Somebody's time is known."""
+        """Whether the arrival time of a sequence is known."""
         ...
 
     @property
@@ -204,19 +203,19 @@ class Arrivals(Protocol):
         ...
 
     def take(self, now: float) -> RecordedRequest | None:
-        """The next one that has come; None where there is none."""
+        """Return the next sequence that has arrived, or None."""
         ...
 
     def ended(self, seq_id: int, now: float) -> None:
-        """Who waited for its end comes later."""
+        """Note the end of a sequence, on which later arrivals may depend."""
         ...
 
 
 class InTime:
-    """Sequences by the time of their arrival, in seconds.
+    """Sequences by their arrival times, in seconds.
 
-    rate: first turns, and requests without a job, come so many times as fast.
-    open_loop: everything does, and nothing waits for anything.
+    rate: factor of the arrival rate of first turns and of requests without a job.
+    open_loop: the factor applies to all, and no turn waits for another one.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class InTime:
         return self._heap[0][0]
 
     def take(self, now: float) -> RecordedRequest | None:
-        """The next one that has come; None where there is none."""
+        """Return the next sequence that has arrived, or None."""
         if not self._heap or self._heap[0][0] > now:
             return None
         time, seq_id = heapq.heappop(self._heap)
@@ -256,7 +255,7 @@ class InTime:
         return self._sequences[seq_id]
 
     def ended(self, seq_id: int, now: float) -> None:
-        """Who waited for its end comes after its gap."""
+        """Note the end of a sequence; its follower arrives after its interval."""
         for gap, follower in self._after_end.pop(seq_id, ()):
             self._push(now + gap, follower)
 
@@ -274,10 +273,10 @@ class InTime:
 
 
 class Together:
-    """So many jobs at once, in their order, for as long as there are enough.
+    """A constant number of concurrent jobs, in their order.
 
-    Each turn comes at the end of the one before, as if tools took no time, and a job at the end of
-    another one: what is measured is the server alone. A request without a job is a job of its own.
+    Every turn arrives at the end of the previous one, as if tools took no time, and a job at the
+    end of another one, to measure only the server. A request without a job is a job of one turn.
     """
 
     def __init__(self, sequences: Iterable[RecordedRequest], number: int) -> None:
@@ -319,10 +318,10 @@ class Together:
         self._ready.append(turn)
 
 
-# A drawn load of agent sessions as a recording without steps.
+# A generated load of agent sessions as a recording without steps.
 #
 # In the nominal times of the recording a turn takes one second, and the time between two turns is
-# the duration of the tool; a replay takes nothing else from them.
+# the duration of the tool; a replay uses only the latter.
 
 
 _BLOCK_SIZE: Final = 16
@@ -330,12 +329,12 @@ _SECOND: Final = 1_000_000
 
 
 def recording_of(load: AgentLoad) -> Recording:
-    """The same for the same load. Its pool holds everything; orders make it smaller."""
+    """Return the recording of a load; its pool holds everything, and orders reduce it."""
     return _Writing(load).recording
 
 
 class _Writing:
-    """Writes job after job. Contents are numbered as a trace would, system prompts first."""
+    """Writes jobs. Contents are numbered as in a trace, system prompts first."""
 
     def __init__(self, load: AgentLoad) -> None:
         self._load = load
@@ -382,7 +381,7 @@ class _Writing:
     def _write_turn(
         self, job: str, now: int, content: Content, num_prompt: int, turn: JobTurn
     ) -> Content:
-        """Returns its last content."""
+        """Write a turn; return its last content."""
         asked = self._extended(content, num_prompt)
         said = self._extended(asked, num_prompt + turn.output_tokens)
         seq_id = self._num_turns
@@ -416,7 +415,7 @@ class _Writing:
         return said
 
     def _extended(self, content: Content, num_tokens: int) -> Content:
-        """The same and more, of which the blocks that it had are known."""
+        """Return a longer content, whose existing blocks are known."""
         num_known = content.num_known + content.num_new
         last = content.first + content.num_new - 1 if content.num_new else content.parent
         return self._new(last, num_known, num_tokens // _BLOCK_SIZE - num_known)

@@ -1,7 +1,6 @@
-"""What would have become of a trace's requests under other policies.
+"""Replay a trace's requests with other policies.
 
-The scheduler is the real one, in a program of its own (`program.py`); here are the flags
-and the table.
+The real scheduler runs in a separate program (`program.py`); the flags and the table are here.
 """
 
 import argparse
@@ -35,7 +34,7 @@ _LOAD = AgentLoad(num_jobs=1000)
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table; 1 where --verify finds a difference."""
+    """Print the table; return 1 if --verify finds a difference."""
     options = _parse(words)
     order = _order(options)
     with writable("--json", options.json) as files, LineProgram(_COMMAND) as program:
@@ -44,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         found: list[ReplayFigures] = []
         for policy in options.policy or [None]:
             figures = _ask(program, changed(order, policy=policy)).figures
-            assert figures is not None, "figures are what was asked for"
+            assert figures is not None, "the answer has figures"
             found.append(figures)
         write(files, _document(found))
     _show(Console(width=118), found)
@@ -59,7 +58,7 @@ def _ask(program: LineProgram, order: ReplayOrder) -> ReplayAnswer:
 
 
 def _show_verdict(verdict: Verdict | None) -> int:
-    assert verdict is not None, "a verdict is what was asked for"
+    assert verdict is not None, "the answer has a verdict"
     print(
         f"{verdict.num_steps} steps, {verdict.num_admitted} admissions and "
         f"{verdict.num_preempted} preemptions are the same"
@@ -107,7 +106,7 @@ def _notes(figures: ReplayFigures) -> str:
 
 
 def _document(found: Sequence[ReplayFigures]) -> str:
-    """A list, an object a policy."""
+    """Return a list with an object for each policy."""
     return "[\n" + ",\n".join(to_json(each).decode() for each in found) + "\n]\n"
 
 

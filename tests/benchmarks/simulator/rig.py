@@ -1,4 +1,4 @@
-"""A scheduler over a KV cache as a trace had them, and a worker that answers as its worker did."""
+"""The scheduler and KV cache of a trace, and a worker that gives its recorded answers."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
@@ -42,38 +42,37 @@ from proto.scheduler_output import SchedulerOutput
 from tests.benchmarks.simulator.messages import HostTier, ReplayOrder
 from tests.benchmarks.simulator.recording import STOP, VOCAB_SIZE, RecordedRequest, Tokens
 
-# Host memory behind a simulated pool: the offloading connector, whose copies only take time.
+# A simulated host memory tier: the offloading connector, whose copies only take time.
 #
-# The scheduler's half is the real one; this stands in for the workers' half. Copies of one
-# direction run one after the other and take time in proportion to their blocks; a step waits only
-# for those that it flushes.
+# The scheduler's side is the real one; this replaces the workers' side. Copies of one direction are
+# sequential and take time in proportion to their blocks; a step waits only for copies it flushes.
 
 
 _RANKS = 1
 
 
 class Tier(Protocol):
-    """What a simulation has behind its pool."""
+    """The KV tier behind the pool of a simulation."""
 
     def connect(self, kv_cache: KVCacheManager) -> Connect:
-        """How a scheduler over this pool comes to its connector."""
+        """Return the function that creates the scheduler's connector for this pool."""
         ...
 
     def begin(self, metadata: Payload, now: float) -> float:
-        """What a step orders, at its decision; returns when it may be computed."""
+        """Begin the copies of a step at its decision; return when it may be computed."""
         ...
 
     def take(self, now: float) -> KVConnectorOutput | None:
-        """A copy that is over; None where there is none."""
+        """Return a finished copy, or None."""
         ...
 
     def next_end(self) -> list[float]:
-        """Of the copy that is over first; of none or one."""
+        """Yield the end of the copy that finishes first, if any."""
         ...
 
 
 class NoTier:
-    """The pool is all there is."""
+    """No tier behind the pool."""
 
     def connect(self, kv_cache: KVCacheManager) -> Connect:
         return no_connector
@@ -92,7 +91,7 @@ NO_TIER: Final = NoTier()
 
 
 class SimulatedTier:
-    """One with room."""
+    """A tier in host memory."""
 
     def __init__(self, tier: HostTier, header: TraceHeader) -> None:
         self._block_seconds = tier.block_ms / 1e3
@@ -129,7 +128,7 @@ class SimulatedTier:
         return made
 
     def begin(self, metadata: Payload, now: float) -> float:
-        """Stores that an earlier step put off begin, then its own loads."""
+        """Begin stores deferred by an earlier step, then the step's loads."""
         orders = OffloadMetadata() if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
         for job in (*self._put_off, *orders.loads):
             self._start(job, now)
@@ -178,7 +177,7 @@ _FINGERPRINT = bytes(32)
 
 
 def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
-    """The header as it would be with what the order replaces; raises msgspec.ValidationError."""
+    """Return the header with the order's replacements; raise msgspec.ValidationError."""
     given = {
         "scheduling_policy": order.policy,
         "pin_policy": order.pin_policy,
@@ -194,11 +193,11 @@ def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
 
 
 class Rig:
-    """The parts, and the requests that were given to them.
+    """The scheduler, its KV cache, and their requests.
 
-    one_tenant: every request is the same tenant's. aborts: whoever was cut short in the trace is
-    aborted by the caller; otherwise it stops with the last token that it had.
-    tier: behind the pool.
+    one_tenant: all requests have one tenant. aborts: requests aborted in the trace are aborted by
+    the caller; otherwise they stop after their last recorded token.
+    tier: the KV tier behind the pool.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class Rig:
         self._aborts = aborts
 
     def add(self, sequence: RecordedRequest, tokens: Tokens, arrival_time: float) -> None:
-        """A request with this content is in the queue."""
+        """Add a request with this content to the queue."""
         arrival = sequence.arrival
         num_prompt = arrival.num_prompt_tokens
         known = tokens.first(num_prompt + arrival.num_output_tokens)
@@ -263,13 +262,13 @@ class Rig:
         )
 
     def _add(self, request: Request) -> None:
-        """As the engine's intake does."""
+        """Add a request like the engine's input processor."""
         self.scheduler.add_request(request)
         self.scheduler.queue_limits.count_request(request)
 
 
 def _end(sequence: RecordedRequest, aborts: bool) -> int:
-    """How many tokens it has when its last one is to be a stop token; 0 where none is."""
+    """Return the number of tokens after which a stop token ends it; 0 for never."""
     finish = sequence.finish
     if finish is None or finish.reason == "length" or not finish.num_output_tokens:
         return 0
@@ -285,7 +284,7 @@ def _agent_of(arrival: Arrival) -> AgentHint:
 
 
 class ReplayWorker:
-    """Knows of each sequence what it will say."""
+    """A worker that knows the outputs of all sequences."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, Tokens] = {}
@@ -293,14 +292,14 @@ class ReplayWorker:
         self._num_tokens: dict[int, int] = {}
 
     def expect(self, seq_id: int, tokens: Tokens, end: int) -> None:
-        """end: it stops with so many tokens in all; 0 for never."""
+        """Set the outputs of a sequence. end: total tokens at which it stops; 0 for never."""
         self._tokens[seq_id] = tokens
         self._ends[seq_id] = end
 
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """A token for each sequence whose tokens are all computed after this step.
+        """Return a token for each sequence whose tokens are all computed after this step.
 
-        To be asked about every step, in their order, also those that compute nothing.
+        Must be called for every step in order, also for empty ones.
         """
         num_tokens = self._num_tokens
         for seq_id in output.finished_seq_ids:
@@ -320,21 +319,21 @@ class ReplayWorker:
         return ModelRunnerOutput(output.epoch, output.step, seq_ids, sampled)
 
 
-# A simulation's own trace, to be looked at as one of a daemon.
+# The trace of a simulation, in the format of a daemon's trace.
 #
-# Lines are those of the recorder, on the virtual clock; jobs are those of the replayed trace.
+# Lines are written by the recorder, on the virtual clock; jobs are those of the replayed trace.
 
 
 MAX_BYTES: Final = 1 << 36
-"""Of the file; it is the caller's disk."""
+"""Maximal size of the file."""
 MAX_UNWRITTEN: Final = 1 << 30
-"""A simulation waits for nobody, and nothing of it is to be missing."""
+"""High enough that no line of a simulation is dropped."""
 
 
 class FileTape:
     """Writes the trace of a simulation to a file; raises ConfigError if it cannot be created.
 
-    job_of: by seq_id. clock: the simulation's, from 0.
+    job_of: job by seq_id. clock: the simulation's, from 0.
     """
 
     def __init__(

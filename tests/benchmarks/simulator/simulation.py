@@ -1,10 +1,10 @@
-"""Arrivals through the real scheduler, on a clock that only this moves.
+"""Simulation of arrivals through the real scheduler, on a virtual clock.
 
-    time ──▶   arrivals that are due ▸ the oldest step, if it is over ▸ one more step, if there is
-               room in flight ▸ nothing of these: on to the next arrival or the end of the step
+    time ──▶   due arrivals ▸ the oldest step, if finished ▸ one more step, if another may be in
+               flight ▸ otherwise advance to the next arrival or the end of the step
 
-The loop is the engine's own (`stepper.py`); steps take as long as a model of them says. Nothing
-is drawn and nothing is timed, so the same orders give the same figures.
+The loop follows the engine's busy loop; step times come from a model. There is no randomness and no
+real time, so equal orders give equal figures.
 """
 
 import heapq
@@ -31,11 +31,11 @@ from tests.benchmarks.simulator.messages import ReplayFigures, Spread, StepModel
 from tests.benchmarks.simulator.recording import Arrivals, RecordedRequest, Recording
 from tests.benchmarks.simulator.rig import NO_TIER, Both, FileTape, Rig, Tier
 
-# How long steps take, fitted to those of a trace.
+# Step times, fitted to a trace.
 #
-# A step's time is from its decision, or from the result before it where that came later, to its
-# result. Without overlap the engine itself takes some time between a result and the next decision;
-# its median is part of every step.
+# A step's time is from its decision, or from the previous result if that is later, to its result.
+# Without overlap the engine takes some time between a result and the next decision; its median is
+# part of every step.
 #
 #     overlapped     decide 1, 2     result 1 ├──── step 2 ────┤ result 2
 #     otherwise      decide 1 ├──── step 1 ────┤ result 1 ├ engine ┤ decide 2
@@ -44,17 +44,17 @@ from tests.benchmarks.simulator.rig import NO_TIER, Both, FileTape, Rig, Tier
 Matrix = NDArray[np.float64]
 
 FEWEST = 8
-"""Steps that something can be fitted to."""
+"""Least number of steps for a fit."""
 _TRIMMED = 0.98
-"""Part of the steps that counts in the end: the others are those that fit worst."""
+"""Share of the steps that is used; the worst fitting ones are ignored."""
 
 
 class TooFewStepsError(ValueError):
-    """There is nothing to fit a model to."""
+    """The trace has too few steps to fit a model."""
 
 
 def fit(lines: Sequence[TraceLine], overlapped: bool) -> StepModel:
-    """Least squares, without negative terms; raises TooFewStepsError."""
+    """Fit the model by least squares without negative terms; raise TooFewStepsError."""
     shapes, times = _samples(lines)
     if len(times) < FEWEST:
         raise TooFewStepsError(f"{len(times)} steps are too few to know how long they take")
@@ -73,7 +73,7 @@ def fit(lines: Sequence[TraceLine], overlapped: bool) -> StepModel:
 
 
 def _samples(lines: Sequence[TraceLine]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """(1, tokens, sequences, context) and microseconds of each step that has a result."""
+    """Return (1, tokens, sequences, context) and microseconds of each step with a result."""
     shapes: list[tuple[int, ...]] = []
     times: list[int] = []
     open_steps: dict[int, Step] = {}
@@ -93,7 +93,7 @@ def _samples(lines: Sequence[TraceLine]) -> tuple[list[tuple[int, ...]], list[in
 
 
 def _turnaround(lines: Sequence[TraceLine]) -> float:
-    """Microseconds, median, from a result to the next decision where somebody runs."""
+    """Return median microseconds from a result to the next decision while requests run."""
     result: Result | None = None
     found: list[int] = []
     for line in lines:
@@ -107,7 +107,7 @@ def _turnaround(lines: Sequence[TraceLine]) -> float:
 
 
 def _least_squares(features: Matrix, measured: Matrix) -> Matrix:
-    """Terms that would be negative are left out, the worst one first."""
+    """Solve least squares; negative terms are removed, the most negative one first."""
     used = list(range(features.shape[1]))
     weights = np.zeros(features.shape[1])
     while used:
@@ -122,9 +122,9 @@ def _least_squares(features: Matrix, measured: Matrix) -> Matrix:
 
 @dataclass(slots=True)
 class Course:
-    """Seconds of one sequence; first and end are None before they happen.
+    """Times of one sequence in seconds; first and end are None before they happen.
 
-    num_found: tokens of its prompt that were there when it was first admitted.
+    num_found: cached prompt tokens at its first admission.
     """
 
     sequence: RecordedRequest
@@ -136,7 +136,9 @@ class Course:
 
 @dataclass
 class Outcome:
-    """courses: by seq_id. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
+    """The result of a simulation.
+
+    courses: by seq_id. pins: taken, hit, expired, released. seconds: of the virtual clock."""
 
     courses: dict[int, Course] = field(default_factory=dict)
     num_steps: int = 0
@@ -148,7 +150,7 @@ class Outcome:
 
 
 class Simulation:
-    """One run. header: settings. arrivals: of sequences of this recording that have an end.
+    """One simulation. header: settings. arrivals: of sequences of this recording with an end.
 
     tape_path: file for its own trace; "" for none. tier: behind the pool.
     """
@@ -191,7 +193,7 @@ class Simulation:
         self._leaving: list[tuple[float, int]] = []
 
     def run(self) -> Outcome:
-        """Until everybody has had an answer."""
+        """Run until all requests are finished."""
         while True:
             self._arrive()
             self._copied()
@@ -206,7 +208,7 @@ class Simulation:
         if self._tape is not None:
             self._tape.close()
         scheduler = self._rig.scheduler
-        assert not scheduler.num_unfinished, "somebody waits for ever"
+        assert not scheduler.num_unfinished, "a request never finishes"
         outcome, stats = self.outcome, scheduler.pop_stats()
         outcome.num_queried, outcome.num_hit = stats.prefix_cache_queries, stats.prefix_cache_hits
         outcome.pins = (
@@ -219,7 +221,7 @@ class Simulation:
         return outcome
 
     def ended(self, request: Request) -> None:
-        """A sequence is over."""
+        """Note the end of a sequence."""
         course = self.outcome.courses[request.seq_id]
         course.end, course.num_found = self.now, request.num_cached_tokens
         self._offers.ended(request.seq_id, self.now)
@@ -241,12 +243,12 @@ class Simulation:
             scheduler.abort_request(arrival.request_id, arrival.choice)
 
     def _copied(self) -> None:
-        """Copies that are over: they are reported before the step that comes after them."""
+        """Report finished copies before the next step."""
         while (report := self._tier.take(self.now)) is not None:
             self._rig.scheduler.update_from_connector(report)
 
     def _take(self) -> bool:
-        """The oldest step, if it is over."""
+        """Process the oldest step, if finished."""
         if not self._in_flight or self._in_flight[0][0] > self.now:
             return False
         _, output, result = self._in_flight.popleft()
@@ -255,14 +257,14 @@ class Simulation:
         return True
 
     def _turns_end(self) -> None:
-        """Front ends read the answers of turns that are over as soon as they have them."""
+        """End finished turns; front ends read their answers immediately."""
         for sequence in self._read:
             arrival = sequence.arrival
             self._rig.scheduler.report_tool(arrival.request_id, arrival.job, sequence.tool)
         self._read.clear()
 
     def _send(self) -> bool:
-        """One more step; False if nothing was sent."""
+        """Send one more step; return False if there was none."""
         scheduler = self._rig.scheduler
         if not scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
@@ -284,7 +286,7 @@ class Simulation:
         return bool(output.finished_seq_ids or output.preempted_seq_ids)
 
     def _next_arrival(self) -> list[float]:
-        """Of none or one."""
+        """Yield the next arrival time, if known."""
         return [self._offers.next_time] if self._offers else []
 
     def _next_end(self) -> list[float]:
@@ -295,7 +297,7 @@ class Simulation:
 
 
 class _Meter:
-    """What the simulation wants to know of its scheduler.
+    """An observer of the simulation's scheduler.
 
     shape: tokens, sequences and context of the last step.
     """
@@ -349,7 +351,7 @@ class _Meter:
 def figures_of(
     outcome: Outcome, policy: str, num_left_out: int, step_model: StepModel
 ) -> ReplayFigures:
-    """Everything that the table shows; a request without a job is a job of one turn."""
+    """Return all figures of the table; a request without a job is a job of one turn."""
     pins_taken, pins_hit, pins_expired, pins_unpinned = outcome.pins
     courses = list(outcome.courses.values())
     jobs: dict[str, list[Course]] = defaultdict(list)
@@ -390,7 +392,7 @@ def figures_of(
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Mean and percentiles (nearest rank); zeros of nothing."""
+    """Return mean and percentiles (nearest rank); zeros without values."""
     ordered = sorted(values)
     if not ordered:
         return Spread()
@@ -400,7 +402,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def _seconds(jobs: Iterable[list[Course]]) -> list[float]:
-    """From the first arrival to the last end of each."""
+    """Return the seconds of each job from its first arrival to its last end."""
     return [max(map(_end, turns)) - min(each.arrived for each in turns) for turns in jobs]
 
 
@@ -409,25 +411,25 @@ def _percentile(ordered: list[float], percent: int) -> float:
 
 
 def _end(course: Course) -> float:
-    assert course.end is not None, "a simulation runs until everybody is over"
+    assert course.end is not None, "a simulation runs until all sequences have ended"
     return course.end
 
 
-# How much KV the jobs of a simulation had that were under way: the working set.
+# The working set: KV of live jobs in a simulation.
 #
-# Owns the count. A job's KV is that of all its tokens so far, from its first arrival to its last
-# token, whether the pool held it then or not; what several jobs begin with counts once.
+# A job's KV is that of all its tokens so far, from its first arrival to its last token, whether or
+# not the pool holds it; a shared prefix counts once.
 #
 #     job A     ├ turn ┤  tool  ├ turn ┤  tool  ├ turn ┤
 #     blocks    ▁▁▂▂▂▂▂▂▂▂▂▂▂▂▂▃▃▃▄▄▄▄▄▄▄▄▄▄▄▄▄▄▅▅▅▆▆▆ then none
 
 
 _WARM: float = 0.1
-"""Part of the jobs that have to have arrived before anything counts."""
+"""Share of the jobs that must have arrived before the measurement."""
 
 
 def live_blocks(recording: Recording, courses: Collection[Course]) -> tuple[float, int]:
-    """Mean over time, and peak, in blocks that are full; zeros where there are no jobs."""
+    """Return mean over time and peak, in full blocks; zeros without jobs."""
     changes = _changes(recording, courses)
     starts = sorted(_starts(courses))
     if not starts:
@@ -453,7 +455,7 @@ def _starts(courses: Collection[Course]) -> list[float]:
 
 
 def _changes(recording: Recording, courses: Collection[Course]) -> list[tuple[float, int]]:
-    """(time, blocks more or less), by time."""
+    """Return (time, change in blocks), by time."""
     jobs: dict[str, list[Course]] = defaultdict(list)
     for each in courses:
         if each.sequence.arrival.job:
