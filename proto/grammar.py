@@ -69,11 +69,15 @@ FREE_TEXT: Final = GrammarSource("free", "anything", field="thinking_token_budge
 def decoded(source: str) -> Any:
     """Parse JSON; raises InvalidRequestError if it is invalid."""
     try:
-        return json.loads(source)
+        return json.loads(source, parse_constant=_refuse_constant)
     except RecursionError:
         raise InvalidRequestError("the grammar is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the grammar is not valid JSON: {shown(error)}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def encoded(value: Any) -> str:

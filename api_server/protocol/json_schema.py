@@ -10,8 +10,9 @@ returned, so that the answer can name them; every other constraint holds for eve
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from proto.errors import InvalidRequestError
 
@@ -33,18 +34,53 @@ _INEXPRESSIBLE: Final = frozenset(
 _SIZES: Final = frozenset(
     {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
+_COUNTS: Final = frozenset({"minProperties", "maxProperties"})
+_KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a list of strings": lambda value: (
+        isinstance(value, list) and all(isinstance(part, str) for part in value)
+    ),
+    "a string": lambda value: isinstance(value, str),
+    "a number": lambda value: isinstance(value, int | float),
+    "a whole number": lambda value: (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value >= 0
+        and value % 1 == 0
+    ),
+}
+_KIND_OF: Final = {
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), "an object"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "an object"),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems", "enum"), "a list"),
+    "required": "a list of strings",
+    **dict.fromkeys(("$ref", "format", "pattern"), "a string"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "a number"),
+    **dict.fromkeys(_SIZES, "a whole number"),
+}
+"""Keyword → kind of its value, where this pass relies on it."""
 _COMPOSITION: Final = ("$ref", "allOf", "anyOf", "oneOf")
+_BESIDE_REFERENCE: Final = frozenset({"$ref", "$schema", "$id", "id", "$defs", "definitions"})
+_OLD_DRAFT: Final = re.compile(r"draft-0[3467]\b")
+_DEFINITION: Final = re.compile(r"#/(?:\$defs|definitions)/[^/%~]+")
+"""A reference to a definition of the document, which keeps its place."""
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
 _MAX_INTEGER: Final = (1 << 63) - 1024
 """The largest float64 below 2^63. The compiler keeps integers in 64 bits and bounds in float64."""
+_MAX_EXACT: Final = 1 << 53
+"""Above it a float64 does not hold every integer."""
 _MAX_NUMBER: Final = 10**18
-"""The compiler builds no ranges of numbers beyond about 1e18."""
+"""The compiler builds no ranges of numbers beyond about 1e18, and none of integers that is open at
+the far end."""
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
 _UNBOUNDED: Final = 1e300
 """A bound from here on excludes no number that a client could read."""
 _MAX_DEPENDENCIES: Final = 4
 """Each doubles the alternatives of an object."""
+_MAX_COUNTED_PROPERTIES: Final = 16
+"""Optional properties of an object that are counted: each is an alternative of the object."""
 
 
 def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
@@ -54,7 +90,7 @@ def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
     the compiler would change, naming the keyword.
     """
     rewriter = _Rewriter(schema)
-    rewritten = rewriter.rewrite(schema)
+    rewritten = rewriter.rewrite_document()
     if rewritten is False:
         raise InvalidRequestError("no text satisfies the schema")
     return ({} if rewritten is True else rewritten), sorted(rewriter.removed)
@@ -65,7 +101,26 @@ class _Rewriter:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        self._only_reference = isinstance(draft, str) and _OLD_DRAFT.search(draft) is not None
+        self._moved: dict[str, str] = {}  # reference -> the one that replaces it
+        self._moved_from: dict[str, str] = {}  # the reverse
+        definitions = root.get("$defs", {}) if isinstance(root, dict) else {}
+        self._prefix = "reference-"
+        while isinstance(definitions, dict) and any(self._prefix in name for name in definitions):
+            self._prefix += "-"
         self.removed: set[str] = set()
+
+    def rewrite_document(self) -> JsonSchema:
+        """Rewrite the root and the targets of its references."""
+        root = self.rewrite(self._root)
+        targets: dict[str, JsonSchema] = {}
+        while len(targets) < len(self._moved):  # a target may contain further references
+            for old, new in list(self._moved.items())[len(targets) :]:
+                targets[new.rpartition("/")[2]] = self.rewrite(self._target(old))
+        if targets and isinstance(root, dict):
+            root["$defs"] = {**root.get("$defs", {}), **targets}
+        return root
 
     def rewrite(self, schema: Any) -> JsonSchema:
         """Rewrite a schema and all schemas in it."""
@@ -79,12 +134,17 @@ class _Rewriter:
         for key in _INEXPRESSIBLE & schema.keys():
             del schema[key]
             self.removed.add(key)
+        _check_values(schema)
+        for key in _SIZES & schema.keys():
+            schema[key] = int(schema[key])
         for apply in (
+            self._references,
             self._tuples,
             self._dependencies,
             self._negation,
             self._property_names,
             self._unevaluated,
+            self._property_count,
         ):
             schema = apply(schema)
             if isinstance(schema, bool):
@@ -97,10 +157,6 @@ class _Rewriter:
         self._bounds(rewritten)
         self._literals(rewritten)
         _refuse_control_characters("required", rewritten.get("required"))
-        for key in _SIZES & rewritten.keys():
-            size = rewritten[key]
-            if isinstance(size, float) and size.is_integer():
-                rewritten[key] = int(size)
         if rewritten.get("uniqueItems") is False:
             del rewritten["uniqueItems"]
         elif "uniqueItems" in rewritten:
@@ -112,15 +168,54 @@ class _Rewriter:
         """The value of one keyword; what is not a schema stays as it is."""
         if key in ("additionalProperties", "items"):
             return self.rewrite(value)
-        if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+        if key in ("anyOf", "oneOf", "allOf", "prefixItems"):
             return [self.rewrite(part) for part in value]
-        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+        if key in ("properties", "$defs", "definitions"):
             return {name: self.rewrite(part) for name, part in value.items()}
-        if key == "patternProperties" and isinstance(value, dict):
+        if key == "patternProperties":
             return {ecmascript_regex(name): self.rewrite(part) for name, part in value.items()}
-        if key == "pattern" and isinstance(value, str):
+        if key == "pattern":
             return ecmascript_regex(value)
         return value
+
+    def _references(self, schema: dict[str, Any]) -> JsonSchema:
+        """Move the target of a reference to `$defs`, unless definitions contain it already.
+
+        It may be in a part that has another place after this pass, or that is no schema, such as
+        `components`. Keywords beside a reference have no effect before draft 2019-09; later, a
+        type that the target has anyway is left out (the compiler refuses it if it is recursive).
+        """
+        reference = schema.get("$ref")
+        if reference is None:
+            return schema
+        if self._only_reference:
+            schema = {key: value for key, value in schema.items() if key in _BESIDE_REFERENCE}
+        target = self._target(reference)
+        target_types = _listed(target.get("type", [])) if isinstance(target, dict) else set()
+        if target_types and target_types <= _listed(schema.get("type", [])):
+            del schema["type"]
+        if target is not None and not _DEFINITION.fullmatch(reference):
+            if reference not in self._moved:
+                self._moved[reference] = f"#/$defs/{self._prefix}{len(self._moved)}"
+                self._moved_from[self._moved[reference]] = reference
+            schema["$ref"] = self._moved[reference]
+        return schema
+
+    def _target(self, reference: str) -> Any:
+        """The schema that a JSON pointer within the document refers to; None for another place."""
+        reference = self._moved_from.get(reference, reference)
+        if not reference.startswith("#/"):
+            return None
+        target = self._root
+        for part in unquote(reference[2:]).split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+                target = target[int(part)]
+            elif isinstance(target, dict) and part in target:
+                target = target[part]
+            else:
+                return None
+        return target
 
     def _tuples(self, schema: dict[str, Any]) -> JsonSchema:
         """`items` with a list, of drafts before 2020-12, is `prefixItems`."""
@@ -138,16 +233,15 @@ class _Rewriter:
         """
         rules: list[tuple[str, JsonSchema]] = []
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            value = schema.pop(key, {})
-            if not isinstance(value, dict):
-                raise InvalidRequestError(f"{key} must be an object")
-            for name, rule in value.items():
+            for name, rule in schema.pop(key, {}).items():
                 rules.append((name, {"required": rule} if isinstance(rule, list) else rule))
         rules = [(name, rule) for name, rule in rules if rule not in (True, {}, {"required": []})]
         if len(rules) > _MAX_DEPENDENCIES:
             self.removed.add("dependencies")
             return schema
         for name, rule in rules:
+            if isinstance(rule, dict):
+                _check_values(rule)
             present = {"required": [name]}
             if isinstance(rule, dict) and rule.keys() == {"required"}:
                 with_rule: JsonSchema = {"required": [name, *rule["required"]]}
@@ -162,6 +256,8 @@ class _Rewriter:
         if "not" not in schema:
             return schema
         negated = schema.pop("not")
+        if isinstance(negated, dict):
+            _check_values(negated)
         if negated is True or negated == {}:
             return False
         if negated is False:
@@ -178,11 +274,9 @@ class _Rewriter:
                 return schema
         if isinstance(negated, dict) and negated.keys() == {"required"}:
             names = negated["required"]
-            if isinstance(names, list) and len(names) == 1:
-                properties = schema.get("properties", {})
-                if isinstance(properties, dict):
-                    schema["properties"] = {**properties, names[0]: False}
-                    return False if names[0] in schema.get("required", []) else schema
+            if len(names) == 1:
+                schema["properties"] = {**schema.get("properties", {}), names[0]: False}
+                return False if names[0] in schema.get("required", []) else schema
         self.removed.add("not")
         return schema
 
@@ -198,11 +292,12 @@ class _Rewriter:
             names = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
             names.pop("type", None)
             value = schema.get("additionalProperties", True)
+            _check_values(names)
             if names.keys() == {"pattern"}:
                 schema["patternProperties"] = {names["pattern"]: value}
                 schema["additionalProperties"] = False
                 return schema
-            if names.keys() == {"enum"} and isinstance(names["enum"], list):
+            if names.keys() == {"enum"}:
                 schema["properties"] = {
                     name: value for name in names["enum"] if isinstance(name, str)
                 }
@@ -224,10 +319,61 @@ class _Rewriter:
             schema["additionalProperties"] = value
         return schema
 
+    def _property_count(self, schema: dict[str, Any]) -> JsonSchema:
+        """`minProperties` and `maxProperties` beside optional properties, as alternatives.
+
+        The compiler counts the properties of an object only if it must have all that are listed:
+
+            a or b, at least one     has a │ has b │ has neither, but another property
+            a or b, at most one      has a and nothing else │ has b … │ has neither, and …
+
+        Other counts are left out. Names that are not listed can be repeated, which no grammar
+        prevents, so a minimum that asks for several of them is reported too.
+        """
+        listed, required = schema.get("properties", {}), schema.get("required", [])
+        minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties", math.inf)
+        is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
+        optional = [
+            name for name, value in listed.items() if value is not False and name not in required
+        ]
+        least = len(set(required))
+        most = math.inf if is_open else least + len(optional)
+        if schema.get("type") == "object" and (minimum > most or maximum < max(minimum, least)):
+            return False
+        if minimum <= least:
+            schema.pop("minProperties", None)
+        elif is_open and minimum > least + 1:
+            self.removed.add("minProperties")
+        if maximum >= most:
+            schema.pop("maxProperties", None)
+        if not optional:
+            return schema
+        counts = {name: schema.pop(name) for name in _COUNTS & schema.keys()}
+        can_count = len(optional) <= _MAX_COUNTED_PROPERTIES
+        for name in [name for name, count in counts.items() if count != least + 1 or not can_count]:
+            self.removed.add(name)
+            del counts[name]
+        if not counts:
+            return schema
+        alternatives: list[JsonSchema] = []
+        for name in optional:
+            alternative: dict[str, Any] = {"required": [name]}
+            if "maxProperties" in counts:
+                members = dict.fromkeys([*required, name], True)
+                alternative |= {"properties": members, "additionalProperties": False}
+            alternatives.append(alternative)
+        without: dict[str, Any] = {"properties": dict.fromkeys(optional, False)}
+        if is_open:
+            alternatives.append(without | counts)
+        elif "minProperties" not in counts:
+            alternatives.append(without)
+        schema["allOf"] = [*schema.get("allOf", []), {"anyOf": alternatives}]
+        return schema
+
     def _one_of(self, schema: dict[str, Any]) -> None:
         """`oneOf` is `anyOf`; reported unless no text satisfies two branches."""
         branches = schema.get("oneOf")
-        if not isinstance(branches, list):
+        if branches is None:
             return
         exclusive = all(
             self._exclude(one, other, 8)
@@ -270,16 +416,9 @@ class _Rewriter:
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            path = schema["$ref"]
-            if not isinstance(path, str) or not path.startswith("#"):
-                return {}
-            target: Any = self._root
-            for part in path[1:].split("/")[1:]:
-                part = part.replace("~1", "/").replace("~0", "~")
-                if not isinstance(target, dict) or part not in target:
-                    return {}
-                target = target[part]
-            schema = target
+            reference = schema["$ref"]
+            target = self._target(reference) if isinstance(reference, str) else None
+            schema = {} if target is None else target
         return {}
 
     def _formats(self, schema: dict[str, Any]) -> None:
@@ -304,14 +443,22 @@ class _Rewriter:
                     schema[exclusive_name] = schema.pop(name)
             for key in (name, exclusive_name):
                 bound = schema.get(key)
-                if isinstance(bound, bool) or not isinstance(bound, int | float):
+                if bound is None or isinstance(bound, bool):
                     continue
-                tightened = _tightened(bound, sign, integers=integers, key=key)
-                if tightened is None:
-                    del schema[key]
-                elif tightened != bound:
-                    del schema[key]
-                    schema[name] = tightened
+                del schema[key]
+                tightened = _tightened(
+                    bound, sign, is_exclusive=key != name, integers=integers, key=key
+                )
+                if tightened == bound and abs(bound) < _MAX_EXACT:
+                    schema[key] = bound
+                elif tightened is not None:
+                    other = schema.get(name, tightened)
+                    schema[name] = min(tightened, other) if sign > 0 else max(tightened, other)
+        if integers:
+            if schema.get("minimum", 0) >= _MAX_NUMBER:
+                schema.setdefault("maximum", _MAX_INTEGER)
+            if schema.get("maximum", 0) <= -_MAX_NUMBER:
+                schema.setdefault("minimum", -_MAX_INTEGER)
 
     def _literals(self, schema: dict[str, Any]) -> None:
         """Refuse literals that the compiler would change: it keeps integers as float64."""
@@ -327,9 +474,12 @@ class _Rewriter:
                 )
 
 
-def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> int | float | None:
+def _tightened(
+    bound: int | float, sign: int, *, is_exclusive: bool, integers: bool, key: str
+) -> int | float | None:
     """The bound nearest to `bound` that the compiler keeps and that allows no more; None for none.
 
+    Bounds from 2^53 on become inclusive: the compiler would add 1 to an exclusive one as float64.
     sign: 1 for an upper bound, -1 for a lower one.
     """
     size = bound * sign  # of a lower bound too, large means far from zero on its own side
@@ -340,16 +490,25 @@ def _tightened(bound: int | float, sign: int, *, integers: bool, key: str) -> in
         return sign * limit
     if size < -limit:
         raise InvalidRequestError(f"{key}: bounds beyond {limit:.3g} are not supported")
-    if integers and isinstance(bound, int) and abs(bound) > 1 << 53:
-        nearest = int(float(bound))
-        if (nearest - bound) * sign > 0:
-            nearest = int(math.nextafter(float(bound), -sign * math.inf))
-        return nearest
-    return bound
+    if abs(bound) < _MAX_EXACT:
+        return bound
+    nearest = int(float(bound))
+    if (nearest - bound) * sign > 0 or (is_exclusive and nearest == bound):
+        nearest = int(math.nextafter(float(bound), -sign * math.inf))
+    return nearest
+
+
+def _check_values(schema: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for a keyword whose value has a type that it cannot have."""
+    for key, value in schema.items():
+        kind = _KIND_OF.get(key)
+        if kind is not None and not _KINDS[kind](value):
+            raise InvalidRequestError(f"{key} must be {kind}, not {_shown(value)}")
 
 
 def _listed(types: Any) -> set[str]:
-    return set(types) if isinstance(types, list) else {types}
+    types = types if isinstance(types, list) else [types]
+    return {name for name in types if isinstance(name, str)}
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[str]:

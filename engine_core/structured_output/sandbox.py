@@ -1,15 +1,15 @@
-"""Compiles each grammar in a process of its own first, because compiling may crash or hang.
+"""Compiles each grammar in another process first, because compiling may crash or hang.
 
-    engine          ── CompileTask, a socket ──▶  fork server  ── fork ──▶  child: compile
-       ▲                                                │ if it was killed     │
-       └────────────────── CompileResult ◀──────────────┴──────────────────────┘
+    engine       ── CompileTask, a socket ──▶  fork server  ── the same ──▶  child: compile
+       ▲                                            │ if the child died         │
+       └─────────────── CompileResult ◀─────────────┴───────────────────────────┘
 
 A short grammar can make the compiler recurse until the stack is full, or work for hours, and a
-thread cannot be stopped from outside. The fork server has loaded the vocabulary, so a child costs
-a few milliseconds, several compile at a time, and one that dies leaves the others alone. A timer
-of processor time ends a child, so a grammar that is refused on a busy host is refused on an idle
-one too. `GrammarSandbox` is the engine's side; `main` runs in the fork server, which ends with
-the engine.
+thread cannot be stopped from outside. The fork server has loaded the vocabulary, so another child
+costs a few milliseconds: several grammars compile at a time, and one that ends its child leaves
+the others alone. A timer of processor time ends a child, so a grammar that is refused on a busy
+host is refused on an idle one too. `GrammarSandbox` is the engine's side; `main` runs in the fork
+server, which ends with the engine.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -97,10 +98,7 @@ class GrammarSandbox:
             with theirs:
                 process = self._send_task(CompileTask(source, seconds), theirs)
             ours.settimeout(self._hang_seconds)
-            try:
-                frame = ours.recv(_MAX_FRAME)
-            except OSError:  # TimeoutError is one
-                frame = b""
+            frame = _receive(ours)
         if not frame:
             self._kill_server(process)
         result = self._decoder.decode(frame) if frame else CompileResult(signal=signal.SIGKILL)
@@ -146,12 +144,9 @@ class GrammarSandbox:
             )
         self._control = control
         control.settimeout(START_SECONDS)
-        try:
+        with contextlib.suppress(OSError):  # it has died already
             control.send(encode(self._setup))
-            is_ready = control.recv(_MAX_FRAME) == _READY
-        except OSError:
-            is_ready = False
-        if not is_ready:
+        if _receive(control) != _READY:
             self._end_server()
             raise ModelError("the sandbox for grammars does not start")
         return self._process, control
@@ -171,8 +166,20 @@ class GrammarSandbox:
         self._process = self._control = None
 
 
+@dataclass(slots=True)
+class ForkedChild:
+    """A process that compiles one grammar after the other.
+
+    channel: takes tasks there, and a byte back after each. client: of the task that it works on.
+    """
+
+    pid: int
+    channel: socket.socket
+    client: socket.socket | None = None
+
+
 class ForkServer:
-    """Forks a child for every grammar, and reports the children that were killed.
+    """Gives tasks to idle children, forks more if there is none, and reports those that died.
 
     control: the engine's socket, by which tasks arrive, each with a socket for its result.
     """
@@ -181,56 +188,92 @@ class ForkServer:
         self._control = control
         self._backend = backend
         self._decoder: MessageDecoder[CompileTask] = MessageDecoder(CompileTask)
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: pid, its client
+        self._children: dict[int, ForkedChild] = {}  # by the descriptor of their channel
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
 
     def run(self) -> None:
         """Serve until the engine closes its socket."""
         while True:
-            for descriptor, _ in self._poller.poll():
-                if descriptor in self._children:
-                    self._reap_child(descriptor)
-                    continue
+            ready = {descriptor for descriptor, _ in self._poller.poll()}
+            for descriptor in ready & self._children.keys():
+                self._end_task(self._children[descriptor])
+            if self._control.fileno() in ready:
                 frame, descriptors, _, _ = socket.recv_fds(self._control, _MAX_FRAME, 1)
                 if not frame:
                     return
-                self._fork_child(frame, socket.socket(fileno=descriptors[0]))
+                self._begin_task(frame, socket.socket(fileno=descriptors[0]))
 
-    def _fork_child(self, frame: bytes, client: socket.socket) -> None:
+    def _begin_task(self, frame: bytes, client: socket.socket) -> None:
+        idle = [child for child in self._children.values() if child.client is None]
+        child = idle[0] if idle else self._fork_child()
+        child.client = client
+        with contextlib.suppress(OSError):  # it died just now, and is reaped next
+            socket.send_fds(child.channel, [frame], [client.fileno()])
+
+    def _end_task(self, child: ForkedChild) -> None:
+        """Note that a child is idle, or reap it."""
+        client, child.client = child.client, None
+        killed_by = 0
+        if not _receive(child.channel):
+            self._poller.unregister(child.channel)
+            del self._children[child.channel.fileno()]
+            child.channel.close()
+            _, status = os.waitpid(child.pid, 0)
+            killed_by = os.WTERMSIG(status) or signal.SIGKILL  # an error of our own
+        if client is not None:
+            with client, contextlib.suppress(OSError):  # the engine waits no more
+                if killed_by:
+                    client.send(encode(CompileResult(signal=killed_by)))
+
+    def _fork_child(self) -> ForkedChild:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            status = 1
-            self._control.close()
             try:
-                self._compile(self._decoder.decode(frame), client)
-                status = 0
+                # A channel ends with the server only if no child has a copy.
+                for one in (self._control, ours, *(it.channel for it in self._children.values())):
+                    one.close()
+                self._run_child(theirs)
             finally:
-                os._exit(status)
-        pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = pid, client
-        self._poller.register(pidfd, select.POLLIN)
+                os._exit(1)
+        theirs.close()
+        child = self._children[ours.fileno()] = ForkedChild(pid, ours)
+        self._poller.register(ours, select.POLLIN)
+        return child
 
-    def _reap_child(self, pidfd: int) -> None:
-        self._poller.unregister(pidfd)
-        os.close(pidfd)
-        pid, client = self._children.pop(pidfd)
-        _, status = os.waitpid(pid, 0)
-        with client, contextlib.suppress(OSError):  # the engine waits no more
-            if os.WIFSIGNALED(status):
-                client.send(encode(CompileResult(signal=os.WTERMSIG(status))))
+    def _run_child(self, channel: socket.socket) -> None:
+        """Compile grammars until the server ends."""
+        while True:
+            frame, descriptors, _, _ = socket.recv_fds(channel, _MAX_FRAME, 1)
+            if not frame:
+                return
+            task = self._decoder.decode(frame)
+            with socket.socket(fileno=descriptors[0]) as client:
+                signal.setitimer(signal.ITIMER_PROF, task.seconds)
+                error = self._compile_error(task.source)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                with contextlib.suppress(OSError):  # the engine waits no more
+                    client.send(encode(CompileResult(error)))
+            channel.send(b"\0")
 
-    def _compile(self, task: CompileTask, client: socket.socket) -> None:
-        """Compile a grammar in the child."""
-        signal.setitimer(signal.ITIMER_PROF, task.seconds)
+    def _compile_error(self, source: GrammarSource) -> str:
+        """Return why a grammar cannot be compiled; empty if it can."""
         try:
-            error = self._backend.explore(self._backend.compile(task.source))
+            error = self._backend.explore(self._backend.compile(source))
         except GrammarError as refused:
             error = refused.message
         except Exception as failed:
             error = f"the grammar cannot be used: {type(failed).__name__}"
-        text = error.encode(errors="backslashreplace").decode()
-        client.send(encode(CompileResult(text)))
+        return error.encode(errors="backslashreplace").decode()
+
+
+def _receive(channel: socket.socket) -> bytes:
+    """Receive a message; empty if the peer has died or the time of the socket is up."""
+    try:
+        return channel.recv(_MAX_FRAME)
+    except OSError:
+        return b""
 
 
 def main() -> None:

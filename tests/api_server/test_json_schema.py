@@ -1,11 +1,13 @@
 """JSON schemas rewritten for the grammar compiler, tested by what the grammar accepts."""
 
+import itertools
 import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
@@ -70,6 +72,17 @@ def test_json_schema_test_suite(backend):
             [],
         ),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5", "5"], [], []),
+        ({"type": "integer", "minimum": 2**60}, [str(2**60), str(2**62)], [str(2**60 - 1)], []),
+        ({"type": "integer", "maximum": -(2**60)}, [str(-(2**60))], [str(-(2**60) + 1)], []),
+        ({"exclusiveMinimum": 2**55}, [str(2**55 + 8)], [str(2**55)], []),
+        (
+            {"type": "integer", "exclusiveMaximum": 2**60, "maximum": 2**62},
+            [str(2**60 - 128)],
+            [str(2**60)],
+            [],
+        ),
+        ({"exclusiveMinimum": 2**53, "minimum": 5}, [str(2**53 + 2)], ["6", str(2**53)], []),
+        ({"type": "number", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)], []),
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["17"], ["-1"], []),
         ({"type": "number", "maximum": 1.7e308}, ["5.5", "-1e9"], [], []),
         ({"minimum": 1, "exclusiveMinimum": True, "type": "integer"}, ["2"], ["1"], []),
@@ -141,6 +154,49 @@ def test_json_schema_test_suite(backend):
         ),
         ({"if": {"type": "string"}, "then": {"minLength": 3}}, ["1"], [], ["if", "then"]),
         ({"type": "string", "maxLength": 2.0}, ['"ab"'], ['"abc"'], []),
+        (
+            {
+                "properties": {"a": {"$ref": "#/components/one~1of"}},
+                "components": {"one/of": {"oneOf": [{"type": "integer"}, {"const": "x"}]}},
+            },
+            ['{"a": 1}', '{"a": "x"}'],
+            ['{"a": "y"}'],
+            [],
+        ),
+        (
+            {
+                "items": [{"type": "integer"}, {"$ref": "#/items/0"}, {"$ref": "#/items/1"}],
+                "additionalItems": False,
+            },
+            ["[1, 2, 3]"],
+            ['[1, 2, "x"]', "[1, 2, 3, 4]"],
+            [],
+        ),
+        (
+            {
+                "$defs": {
+                    "tree": {
+                        "type": "object",
+                        "properties": {"next": {"$ref": "#/$defs/tree", "type": "object"}},
+                        "additionalProperties": False,
+                    }
+                },
+                "$ref": "#/$defs/tree",
+            },
+            ['{"next": {"next": {}}}'],
+            ['{"next": 1}'],
+            [],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "definitions": {"n": {"type": "integer"}},
+                "items": {"$ref": "#/definitions/n", "type": "string"},
+            },
+            ["[1]"],
+            ['["x"]'],
+            [],
+        ),
         (True, ["1", "{}"], [], []),
     ],
 )
@@ -152,6 +208,33 @@ def test_instances_accepted_by_rewritten_schemas(backend, schema, valid, invalid
         assert accepts(matcher, text), text
     for text in invalid:
         assert not accepts(matcher, text), text
+
+
+@pytest.mark.parametrize("minimum", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("maximum", [None, 0, 1, 2, 3])
+def test_counts_of_properties(backend, minimum, maximum):
+    """Properties that are listed, optional or not, and others: exact, or reported."""
+    counts = {"minProperties": minimum, "maxProperties": maximum}
+    counts = {key: value for key, value in counts.items() if value is not None}
+    values = [
+        dict.fromkeys(names, 1) for n in range(5) for names in itertools.combinations("abrxy", n)
+    ]
+    for required, closed in itertools.product(([], ["r"], ["a", "b", "r"]), (False, True)):
+        schema = {"type": "object", "properties": {"a": {}, "b": {}, "r": {}}, **counts}
+        schema |= {"required": required} | ({"additionalProperties": False} if closed else {})
+        validator = jsonschema.Draft202012Validator(schema)
+        valid = {json.dumps(value): validator.is_valid(value) for value in values}
+        try:
+            rewritten, removed = rewrite_schema(schema)
+        except InvalidRequestError:
+            assert not any(valid.values())
+            continue
+        matcher = compiled(backend, rewritten)
+        for text, is_valid in valid.items():
+            assert accepts(matcher, text) or not is_valid, (schema, text)
+            assert removed or is_valid or not accepts(matcher, text), (schema, text)
+        repeated = accepts(matcher, '{"r": 1, "x": 1, "x": 1}')
+        assert not (repeated and minimum == 3) or "minProperties" in removed, schema
 
 
 @pytest.mark.parametrize(
@@ -168,6 +251,13 @@ def test_instances_accepted_by_rewritten_schemas(backend, schema, valid, invalid
         ({"enum": ["a\x00b"]}, "enum: control characters"),
         ({"required": ["a\x1b"]}, "required: control characters"),
         ({"dependencies": []}, "dependencies must be an object"),
+        ({"dependencies": {"a": {"required": 1.5}}}, "required must be a list of strings"),
+        ({"propertyNames": {"pattern": ["a"]}}, "pattern must be a string"),
+        ({"not": {"required": [{}]}}, "required must be a list of strings"),
+        ({"type": "string", "format": {}}, "format must be a string, not {}"),
+        ({"allOf": 1, "oneOf": [{}]}, "allOf must be a list"),
+        ({"exclusiveMaximum": []}, "exclusiveMaximum must be a number"),
+        ({"maxItems": -1}, "maxItems must be a whole number"),
     ],
 )
 def test_unsupported_schemas_are_refused_by_name(schema, words):

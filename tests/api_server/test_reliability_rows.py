@@ -96,11 +96,11 @@ ROWS = {
         f"{API}test_slow_clients.py::test_a_slow_reader_with_progress_is_not_disconnected",
     ),
     "44 characters of several tokens, stop strings across pieces": (
-        f"{API}test_characters.py::test_a_stop_string_between_multi_token_characters",
-        f"{API}test_characters.py::test_every_chunk_has_whole_characters",
+        f"{API}test_multi_token_characters.py::test_a_stop_string_between_multi_token_characters",
+        f"{API}test_multi_token_characters.py::test_every_chunk_has_whole_characters",
         f"{API}test_stop_strings.py::test_a_stop_string_across_chunks_is_not_emitted",
-        f"{API}test_streams_and_wholes.py::test_completions",
-        f"{API}test_streams_and_wholes.py::test_chats",
+        f"{API}test_stream_equivalence.py::test_completions",
+        f"{API}test_stream_equivalence.py::test_chats",
     ),
     "45 a failure after the first piece": (
         f"{API}test_stream_failures.py::test_a_failure_of_the_engine",

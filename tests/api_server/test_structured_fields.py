@@ -26,6 +26,11 @@ def source_of(**fields) -> GrammarSource | None:
     ("fields", "kind", "source"),
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", ANY_OBJECT),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            TEXT,
+        ),
         ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
         ({"json_schema": SCHEMA}, "json_schema", TEXT),
         (
@@ -126,6 +131,7 @@ def test_free_text_and_compact_json():
         ),
         ({"guided_json": {"x-guidance": {}}}, "guided_json", "x-guidance"),
         ({"guided_json": {"minimum": float("inf")}}, "guided_json", "number"),
+        ({"guided_json": '{"minimum": NaN}'}, "guided_json", "NaN is no JSON number"),
     ],
 )
 def test_what_is_refused(fields, param, words):
@@ -188,6 +194,7 @@ async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields,
         request = await front_end.engine.requests.get()
         source = request.grammar
         assert source is not None
+        front_end.engine.emit(request, [5])
         refusal = ErrorInfo("invalid_request", f"{source.field}: too large", source.field)
         front_end.engine.refuse(request, refusal)
         response = await asking

@@ -316,6 +316,21 @@ def test_the_engine_is_watched_only_while_the_live_view_is_seen(visit):
     assert list(visitor.views.values()) == [False]
 
 
+def test_empty_lines_show_that_a_stream_is_alive(visit):
+    """The live view connects again after a silence, and keep-alives are empty lines."""
+    found = visit().page.evaluate(
+        """async () => {
+            const { eventsOf } = await import("/page/sse.js");
+            const found = [];
+            for await (const { event, data } of eventsOf(new Response(
+                "data: a\\n\\n\\n\\n: comment\\n\\nevent: e\\ndata: b\\n\\n"
+            ))) found.push([event, data]);
+            return found;
+        }"""
+    )
+    assert found == [["message", "a"], *[["idle", ""]] * 3, ["e", "b"]]
+
+
 def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
     visitor = visit("chat", key="")
     page = visitor.page

@@ -542,7 +542,7 @@ API_SERVER = (
         "        if not self.has_tool_calls:\n            self.has_tool_calls",
         "        if True:\n            self.has_tool_calls",
         "A streamed answer that calls a tool ends with finish_reason stop, so no tool is run.",
-        ("tests/api_server/tools", "tests/api_server/test_streams_and_wholes.py"),
+        ("tests/api_server/tools", "tests/api_server/test_stream_equivalence.py"),
     ),
     Fault(
         "seed_ignored",
@@ -642,7 +642,7 @@ DEPLOY = (
         "                owes = index in report.awaits\n",
         "                owes = False\n",
         "A worker that hangs is never killed, and every request waits for ever.",
-        ("tests/deploy/test_hangs.py",),
+        ("tests/deploy/test_hang_detector.py",),
     ),
     Fault(
         "command_line_loses_to_the_file",

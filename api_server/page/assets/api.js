@@ -63,7 +63,7 @@ export async function* generate(path, body, signal) {
   });
   try {
     for await (const { event, data } of eventsOf(response)) {
-      if (event === "comment") continue;
+      if (event === "idle") continue;
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(chunk.error.message, chunk.error.code ?? 500);

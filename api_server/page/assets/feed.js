@@ -5,7 +5,7 @@ import { eventsOf } from "./sse.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15_000;
-const SILENCE_MS = 90_000; // a connection without even a comment for this time counts as dead
+const SILENCE_MS = 90_000; // a connection without even an empty line for this time is dead
 
 export class Feed {
   /** handlers: { hello, view, notice, state }, called with the content of each event. */

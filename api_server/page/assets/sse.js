@@ -1,6 +1,6 @@
 // Reads server-sent events from a fetched body. (An EventSource can send neither a key nor a POST.)
 
-/** The events of a response as { event, data }; comments as { event: "comment" }. */
+/** The events of a response as { event, data }; empty lines between them as { event: "idle" }. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -15,11 +15,9 @@ export async function* eventsOf(response) {
       for (const whole of lines) {
         const line = whole.endsWith("\r") ? whole.slice(0, -1) : whole;
         if (line === "") {
-          if (data.length) yield { event, data: data.join("\n") };
+          yield data.length ? { event, data: data.join("\n") } : { event: "idle", data: "" };
           event = "message";
           data = [];
-        } else if (line.startsWith(":")) {
-          yield { event: "comment", data: "" };
         } else if (line.startsWith("data:")) {
           data.push(line.slice(line[5] === " " ? 6 : 5));
         } else if (line.startsWith("event:")) {

@@ -17,7 +17,7 @@ from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import mask_words
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
-from tests.api_server.tools.reading import joined
+from tests.api_server.tools.parsing import joined
 from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, write_toy_tokenizer
 
 FIND = {

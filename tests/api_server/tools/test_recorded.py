@@ -7,7 +7,7 @@ import pytest
 
 from api_server.parsers.output import ContentText, ToolCallArguments
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from tests.api_server.tools.reading import NAMES, joined, read, recorded
+from tests.api_server.tools.parsing import NAMES, joined, read, recorded
 
 RECORDED = ("hermes", "llama3_json", "mistral", "pythonic")
 CASES = [
