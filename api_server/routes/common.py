@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final, cast
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
@@ -72,6 +72,16 @@ NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": 
 """Headers that set a field of the body: header → field."""
 SESSION_HEADER: Final = "x-session-id"
 """Sets session_id."""
+
+
+def page_limit(query: QueryParams, maximum: int) -> int:
+    """Return the `limit` of a request for a page of a list; raise InvalidRequestError."""
+    text = query.get("limit", "20")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= maximum:
+        raise InvalidRequestError(f"limit must be 1 to {maximum}", "limit")
+    return int(text)
+
+
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Sets request_id, if its value is a valid one."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
