@@ -43,7 +43,7 @@ _STUCK_SECONDS: Final = 10.0
 
 
 class HungProcessRemoval:
-    """The signals to one hung process. since: when the others were told to disconnect."""
+    """The signals to one hung process. since: when the other processes were notified."""
 
     def __init__(self, process: Child, clock: Callable[[], float] = time.monotonic) -> None:
         self._process = process
@@ -153,7 +153,7 @@ class Watchdog:
         return found
 
     def begin_removal(self, hung: Child) -> None:
-        """Begin to remove a hung process, after the others were told to disconnect from it."""
+        """Begin to remove a hung process, after the other processes were notified to disconnect."""
         self._removals[hung] = HungProcessRemoval(hung, self._clock)
 
     def continue_removals(self) -> None:

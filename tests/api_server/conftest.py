@@ -149,8 +149,9 @@ class FrontEnd:
         return found
 
     async def one_by_one(self, token_ids: Sequence[int], **fields: object) -> list[Any]:
-        """The first events of a completion whose engine, which has no script, draws the next
-        token when the event of the last has come: they do not depend on who is how fast."""
+        """Return the first events of a completion, independent of timing: the engine, which has no
+        script, sends the next token when the event of the last one has arrived.
+        """
         body = {"prompt": "hello", **fields, "stream": True}
         found = []
         async with self.http.stream("POST", "/v1/completions", json=body) as response:

@@ -125,7 +125,7 @@ def test_call_ids_are_shortened_for_templates_that_require_it():
 
 def test_folding():
     calls = [{"id": "c"}]
-    told = [
+    turns = [
         ("system", "be brief"),
         ("user", "on Linux"),
         ("system", ""),
@@ -137,7 +137,7 @@ def test_folding():
         ("assistant", "so"),
         ("system", "hm"),
     ]
-    messages = [{"role": role, "content": content} for role, content in told]
+    messages = [{"role": role, "content": content} for role, content in turns]
     messages[4]["tool_calls"] = calls
     found = with_merged_roles(messages)
     assert [(each["role"], each["content"]) for each in found] == [

@@ -1,4 +1,4 @@
-"""POST /v1/responses/compact: the window that replaces a conversation, and how it goes on."""
+"""POST /v1/responses/compact: the window that replaces a conversation, and its continuation."""
 
 import pytest
 from openai.types.responses import ResponseCompactionItem, ResponseUsage

@@ -45,11 +45,11 @@ async def test_reasoning_is_a_separate_block(start, say, serve):
         assert text == {"type": "text", "text": "over the sea"}
         details = found["usage"]["output_tokens_details"]
         assert 0 < details["thinking_tokens"] < found["usage"]["output_tokens"]
-        told = await events(front_end)
-        kinds = [each["delta"]["type"] for each in told if each["type"] == "content_block_delta"]
+        streamed = await events(front_end)
+        kinds = [each["delta"]["type"] for each in streamed if each["type"] == "content_block_delta"]
         assert kinds.index("signature_delta") == kinds.count("thinking_delta") > 0
         assert kinds[-1] == "text_delta"
-        assert told[-2]["usage"] == found["usage"]
+        assert streamed[-2]["usage"] == found["usage"]
 
 
 async def test_reasoning_can_be_omitted(start, say, serve):

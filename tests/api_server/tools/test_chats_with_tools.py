@@ -210,8 +210,8 @@ async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
             chunks = [
                 each for event in events[:-1] for each in event["choices"] if each["index"] == index
             ]
-            told = [chunk.get("token_ids") or [] for chunk in chunks]
-            assert list(itertools.chain(*told)) == ids
+            found = [chunk.get("token_ids") or [] for chunk in chunks]
+            assert list(itertools.chain(*found)) == ids
             rows = [(chunk["logprobs"] or {"content": []})["content"] for chunk in chunks]
             assert list(itertools.chain(*rows)) == choice["logprobs"]["content"]
             content, calls, finish = accumulated(events, index)
@@ -429,8 +429,8 @@ def use_client(url: str) -> None:
             events = list(stream)
             final = stream.get_final_completion().choices[0]
         assert final.message.content == "Let me see."
-        told = final.message.tool_calls
-        assert [(call.function.name, call.function.arguments) for call in told] == CALLS
+        calls = final.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
         assert final.finish_reason == "tool_calls"
         assert any(event.type == "tool_calls.function.arguments.done" for event in events)
 
