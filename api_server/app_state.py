@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from api_server.engine.engine_client import EngineClient
+from api_server.lifecycle.async_link import SupervisorLink
 from api_server.lifecycle.health import Health, InFlightCounter
-from api_server.lifecycle.supervisor_link import SupervisorLink
+from api_server.lifecycle.peers import FrontEndPeers
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.reasoning import ReasoningFormat, reasoning_format
@@ -66,7 +67,8 @@ class AppState:
     model_name: as clients call it. in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
     settings: all of the daemon. open_streams: token streams of all requests that have not ended.
-    responses: stored and running ones of /v1/responses. background: tasks that complete responses
+    responses: stored and running ones of /v1/responses in this process; peers: finds those in other
+    API servers, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off.
     seeds: for requests without a seed. created: Unix time.
     """
@@ -84,6 +86,7 @@ class AppState:
     settings: ServeConfig
     supervisor: SupervisorLink
     responses: StoredResponses
+    peers: FrontEndPeers
     live_view: LiveViewPublisher
     tracer: RequestTracer | None = None
     open_streams: set[TokenStream] = field(default_factory=set)

@@ -122,7 +122,7 @@ class GenerationResponse(Response):
             if stream.disconnected:
                 return
         if stream.error is not None:
-            raise stream.error
+            raise self._encoder.client_error(stream.error)
         body = json.dumps(self._encoder.encode_body(stream.take_deltas(), stream.usage())).encode()
         headers = [
             (b"content-type", b"application/json"),

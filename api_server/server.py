@@ -21,10 +21,11 @@ from api_server.engine.engine_client import EngineClient, connect_engine
 from api_server.http.http_protocol import LimitedHttpProtocol, LimitedWebSocketProtocol
 from api_server.http.http_server import HttpServer
 from api_server.http.middleware import with_cors
+from api_server.lifecycle.async_link import SupervisorLink
 from api_server.lifecycle.commands import run_commands
 from api_server.lifecycle.engine_switch import EngineSwitch
 from api_server.lifecycle.health import Health
-from api_server.lifecycle.supervisor_link import SupervisorLink
+from api_server.lifecycle.peers import FrontEndPeers
 from api_server.live_view.events import ServerInfo
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
@@ -69,11 +70,12 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     commands = run_commands(supervisor, EngineSwitch(boot, app.state), stopped)
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     running = asyncio.create_task(commands)
+    answering = asyncio.create_task(app_state.peers.run())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     stopping = asyncio.create_task(stopped.wait())
     clock.end("routes")
     ready = asyncio.create_task(_report_ready(app_state, clock))
-    waiting = {running, serving, stopping, ready}
+    waiting = {running, answering, serving, stopping, ready}
     while not stopping.done() and not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -82,6 +84,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     app_state.client.close()
     server.should_exit = True
     await serving
+    answering.cancel()
+    app_state.peers.close()
     if app_state.tracer is not None:
         await asyncio.to_thread(app_state.tracer.close)
 
@@ -110,6 +114,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         supervisor,
     )
     texts = ModelTexts.load(config.model, model)
+    responses = make_stored_responses(config.frontend)
     endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
         model=model,
@@ -124,7 +129,8 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         vocabulary=texts.vocabulary,
         settings=config,
         supervisor=supervisor,
-        responses=make_stored_responses(config.frontend),
+        responses=responses,
+        peers=FrontEndPeers(boot, responses),
         live_view=live_view,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         seeds=seeds(config.model.seed, boot.index),

@@ -225,7 +225,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: bool = False
     """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
     max_stored_responses_mib: int = 64
-    """MiB of memory for stored responses, at most a quarter of it per client; 0: store none."""
+    """MiB for stored responses in each API server, at most a quarter per client; 0: store none."""
     stored_response_seconds: float = 3600.0
     """Seconds after which a stored response is deleted."""
     allowed_origins: tuple[str, ...] = ()

@@ -2,10 +2,11 @@
 
 A `Link` connects exactly two processes. Its path contains the epoch (see lifecycle.py) or the
 incarnation, so a restarted process gets a new path and never receives messages for its
-predecessor. Sending never blocks: messages that ZMQ does not accept wait in a buffer of limited
-size, and a peer whose buffer overflows is reported as stalled.
+predecessor; only the links between front ends outlive a restart. Sending never blocks: messages
+that ZMQ does not accept wait in a buffer of limited size, and a peer whose buffer overflows is
+reported as stalled.
 
-    worker 0  ── e1.w0 ──  engine  ── e1.a0.0 ──  front end 0
+    worker 0  ── e1.w0 ──  engine  ── e1.a0.0 ──  front end 0  ── p0.1 ──  front end 1
     supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
 """
 
@@ -50,6 +51,14 @@ def worker_path(run_dir: str, worker_epoch: int, rank: int) -> str:
 def front_end_path(run_dir: str, epoch: int, index: int, incarnation: int = 0) -> str:
     """Return the socket path between the engine of an epoch and an incarnation of an API server."""
     return os.path.join(run_dir, f"e{epoch}.a{index}.{incarnation}")
+
+
+def peer_path(run_dir: str, index: int, peer: int) -> str:
+    """Return the socket path between two API servers, also of later incarnations.
+
+    A message for the predecessor of a process that was restarted is harmless there.
+    """
+    return os.path.join(run_dir, f"p{min(index, peer)}.{max(index, peer)}")
 
 
 def kv_events_path(run_dir: str, epoch: int) -> str:

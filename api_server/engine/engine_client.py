@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
 from api_server.errors import NotAvailableError
-from api_server.lifecycle.supervisor_link import SupervisorLink
+from api_server.lifecycle.async_link import SupervisorLink
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from proto import PROTOCOL_VERSION

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from typing import Any
 
+from api_server.lifecycle.async_link import SupervisorLink
 from api_server.lifecycle.engine_switch import EngineSwitch
-from api_server.lifecycle.supervisor_link import SupervisorLink
 from proto.lifecycle import (
     AbortRequests,
     Alive,

@@ -50,10 +50,10 @@ from api_server.routes.common import app_state_of, read_fields
 from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
+from proto.peer_io import ResponseOperation
 
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
-ID_PREFIX: Final = "resp_"
 MAX_PAGE_ITEMS: Final = 100
 
 
@@ -61,7 +61,7 @@ MAX_PAGE_ITEMS: Final = 100
 async def create_response(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
     response = await prepare_response(app_state, request, body, passed, items, ignored)
     await response.submit(None if body.background else request)
     turn, encoder = response.turn, response.encoder
@@ -114,7 +114,7 @@ async def prepare_response(
         return await build_chat_turn(
             app_state,
             chat,
-            id_prefix=ID_PREFIX,
+            id_prefix=app_state.peers.id_prefix,
             tenant=owner[0],
             key_name=owner[1],
             trace_headers=trace_headers_of(connection),
@@ -137,7 +137,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
     names = app_state.chat_template.facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
@@ -157,7 +157,7 @@ async def compact_conversation(request: Request) -> Response:
     max_model_len = app_state.client.engine.max_model_len
     fields = await read_fields(request, ignored)
     body, passed = parse_compaction(fields, max_model_len, ignored)
-    items = conversation(body, previous_items(app_state, owner, body.previous_response_id))
+    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
     encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
     response = await prepare_response(
         app_state, request, body, passed, summary_conversation(items), ignored, encoder
@@ -201,18 +201,20 @@ class PreviousResponseError(InvalidRequestError):
     code = "previous_response_not_found"
 
 
-def previous_items(app_state: AppState, owner: Owner, response_id: str | None) -> list[Item]:
+async def previous_items(app_state: AppState, owner: Owner, response_id: str | None) -> list[Item]:
     """Return the items of a stored response and its conversation; none for None."""
     if response_id is None:
         return []
-    found = app_state.responses.find_stored(owner, response_id)
+    found: list[Item] | None = await app_state.peers.run_operation(
+        "conversation", owner, response_id
+    )
     if found is None:
         raise PreviousResponseError(
             "previous_response_id: there is no such response; those with store are kept, in "
             "memory and for a limited time",
             "previous_response_id",
         )
-    return found.items
+    return found
 
 
 def conversation(body: ResponsesRequest, previous: list[Item]) -> list[Item]:
@@ -254,12 +256,6 @@ def _check_store(app_state: AppState, items: list[Item]) -> None:
         raise InvalidRequestError(
             "store: storing is disabled (--max-stored-responses-mib is 0)", "store"
         )
-    if app_state.config.api_server_count > 1:
-        raise InvalidRequestError(
-            "store: needs --api-server-count 1, because only the API server that generated a "
-            "response keeps it",
-            "store",
-        )
     if json_size(items) > max_bytes // 2:
         raise InvalidRequestError(
             f"store: the conversation is larger than {max_bytes // 2} bytes", "store"
@@ -273,28 +269,14 @@ stored_router = APIRouter()
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
-    responses, owner = app_state_of(request).responses, owner_of(request)
-    running = responses.find_running(owner, response_id)
-    if running is not None and running.record is not None:
-        return running.snapshot()
-    stored = responses.find_stored(owner, response_id)
-    if stored is None:
-        raise _unknown(response_id)
-    return stored.response
+    response: dict[str, Any] = await _run_operation(request, "get", response_id)
+    return response
 
 
 @stored_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
     """Return a page of the conversation before a response, the newest item first by default."""
-    responses, owner = app_state_of(request).responses, owner_of(request)
-    running = responses.find_running(owner, response_id)
-    stored = responses.find_stored(owner, response_id)
-    if running is not None and running.record is not None:
-        items = running.record.items
-    elif stored is not None:
-        items = stored.input_items
-    else:
-        raise _unknown(response_id)
+    items = await _run_operation(request, "input_items", response_id)
     return _page(items, request.query_params)
 
 
@@ -326,27 +308,25 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
 @stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     """Cancel a running response; a finished one does not change."""
-    responses, owner = app_state_of(request).responses, owner_of(request)
-    running = responses.find_running(owner, response_id)
-    if running is not None:
-        return running.cancel()
-    stored = responses.find_stored(owner, response_id)
-    if stored is None:
-        raise _unknown(response_id)
-    return stored.response
+    response: dict[str, Any] = await _run_operation(request, "cancel", response_id)
+    return response
 
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    if not app_state_of(request).responses.delete_stored(owner_of(request), response_id):
-        raise _unknown(response_id)
+    await _run_operation(request, "delete", response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+async def _run_operation(request: Request, operation: ResponseOperation, response_id: str) -> Any:
+    """Return the result of an operation; raises UnknownPathError if there is no such response."""
+    peers, owner = app_state_of(request).peers, owner_of(request)
+    result = await peers.run_operation(operation, owner, response_id)
+    if result is None:
+        raise UnknownPathError(f"there is no response {shown(response_id)}", "response_id")
+    return result
 
 
 def owner_of(request: HTTPConnection) -> Owner:
     tenant_by = app_state_of(request).config.tenant_by
     return tenant_of(request, tenant_by), key_name_of(request)
-
-
-def _unknown(response_id: str) -> UnknownPathError:
-    return UnknownPathError(f"there is no response {shown(response_id)}", "response_id")

@@ -178,7 +178,7 @@ class ResponsesConnection:
         fields.setdefault("input", [])
         add_header_fields(fields, self._request_headers(), ignored)
         body, passed = parse_request(fields, ignored)
-        items = conversation(body, self._previous_items(app_state, body))
+        items = conversation(body, await self._previous_items(app_state, body))
         make_encoder = ResponsesEncoder
         if not generates:
             make_encoder = WarmupEncoder
@@ -194,11 +194,11 @@ class ResponsesConnection:
         del headers[REQUEST_ID_HEADER]
         return headers
 
-    def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
+    async def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
         response_id = body.previous_response_id
         if self._last is not None and self._last.id == response_id:
             return self._last.items
-        return previous_items(app_state, owner_of(self._websocket), response_id)
+        return await previous_items(app_state, owner_of(self._websocket), response_id)
 
     async def _generate(self, response: PreparedResponse) -> bool:
         """Submit a response and send its events; return False if it fails after its beginning.

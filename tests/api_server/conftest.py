@@ -98,10 +98,14 @@ def run_dir() -> Iterator[str]:
 
 
 def make_boot(
-    run_dir: str, model: PreparedModel, frontend: FrontEndConfig, seed: int | None = None
+    run_dir: str,
+    model: PreparedModel,
+    frontend: FrontEndConfig,
+    seed: int | None = None,
+    index: int = 0,
 ) -> ProcessBoot:
     config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend)
-    return boots.boot("api_server", run_dir=run_dir, config=config, model=model)
+    return boots.boot("api_server", run_dir=run_dir, config=config, model=model, index=index)
 
 
 @dataclass
@@ -231,9 +235,10 @@ async def serving(
     seed: int | None = None,
     max_model_len: int = 256,
     port: int = 0,
+    index: int = 0,
 ) -> AsyncIterator[FrontEnd]:
     """Run a front end that serves a model inside the context."""
-    path = front_end_path(run_dir, 1, 0)
+    path = front_end_path(run_dir, 1, index)
     engine = FakeEngine(
         path,
         vocab_size=model.vocab_size,
@@ -241,7 +246,7 @@ async def serving(
         script=script,
         accepts=accepts,
     )
-    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed)
+    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index)
     supervisor = FakeSupervisor()
     app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor)
     if ready:
@@ -254,6 +259,7 @@ async def serving(
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop())
+    answering = asyncio.create_task(app_state.peers.run())
     try:
         # Plain HTTP, since loading a CA bundle would take longer than the start of a front end.
         # A test may send hundreds of requests at once, which wait for connections.
@@ -266,7 +272,9 @@ async def serving(
     finally:
         app_state.client.close()
         ticking.cancel()
+        answering.cancel()
         await _close(server)
+        app_state.peers.close()
         await front_end.engine.close()
 
 

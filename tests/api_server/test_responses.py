@@ -527,9 +527,6 @@ async def test_nothing_is_stored_against_the_clients_will(start, say):
 async def test_nothing_is_stored_where_that_is_not_wanted(start, say):
     async with start(say(TEXT), config=FrontEndConfig(max_stored_responses_mib=0)) as front_end:
         assert (await error(front_end, store=True))["param"] == "store"
-    async with start(say(TEXT), config=FrontEndConfig(api_server_count=2)) as front_end:
-        assert "api-server-count" in (await error(front_end, store=True))["message"]
-        assert (await answer(front_end))["store"] is False
 
 
 async def test_a_conversation_that_is_too_large_to_store(start, say):

@@ -194,6 +194,7 @@ async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields,
         request = await front_end.engine.requests.get()
         source = request.grammar
         assert source is not None
+        front_end.engine.emit(request, [5])
         refusal = ErrorInfo("invalid_request", f"{source.field}: too large", source.field)
         front_end.engine.refuse(request, refusal)
         response = await asking

@@ -1,7 +1,9 @@
 """Several front ends of one daemon: who gets the connections, and what all of them say."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -101,6 +103,37 @@ def test_connections_are_shared_and_figures_are_of_all(daemon: Daemon) -> None:
     for _ in range(2 * NUMBER):
         now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
         assert [now[each] - before[each] for each in generated] == [STREAMS * 120]
+
+
+async def responses_by_client(daemon: Daemon) -> None:
+    """As many clients as make every front end serve some: each finds what another has got."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=daemon.url, timeout=60))
+            for _ in range(2 * NUMBER)
+        ]
+
+        async def ask_for(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+            body = {"input": "The sea is", "max_output_tokens": 4, "temperature": 0, **fields}
+            response = await client.post("/v1/responses", json=body)
+            assert response.status_code == 200, response.text
+            found: dict[str, Any] = response.json()
+            return found
+
+        made = await asyncio.gather(*(ask_for(client) for client in clients))
+        assert len({response["id"].split("_")[1] for response in made}) > 1
+        for client, of_another in zip(clients, made[1:] + made[:1], strict=True):
+            url = f"/v1/responses/{of_another['id']}"
+            assert (await client.get(url)).json() == of_another
+            following = await ask_for(client, previous_response_id=of_another["id"])
+            assert following["usage"]["input_tokens"] > of_another["usage"]["input_tokens"]
+            assert (await client.delete(url)).status_code == 200
+        for client, response in zip(clients, made, strict=True):
+            assert (await client.get(f"/v1/responses/{response['id']}")).status_code == 404
+
+
+def test_a_response_is_found_through_every_front_end(daemon: Daemon) -> None:
+    asyncio.run(responses_by_client(daemon))
 
 
 def test_no_figure_goes_back_when_one_dies(daemon: Daemon) -> None:

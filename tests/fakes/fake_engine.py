@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from api_server.lifecycle.supervisor_link import SupervisorLink
+from api_server.lifecycle.async_link import SupervisorLink
 from proto import PROTOCOL_VERSION, codec
 from proto.engine_io import (
     Abort,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from proto import engine_io, lifecycle, view
+from proto import engine_io, lifecycle, peer_io, view
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
 from proto.engine_io import (
@@ -71,6 +71,7 @@ from proto.lifecycle import (
 )
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.peer_io import PeerCall, PeerReply
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from proto.sampling_params import RepetitionDetection, SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -156,6 +157,9 @@ MESSAGES = [
     SessionInput(1, 2, [3, 4], PARAMS, True),
     TurnEnded(1, 2, "job", "weather"),
     Watch(1, True),
+    PeerCall(1, "conversation", 2**64 - 1, "ann", "resp_1_a"),
+    PeerReply(1, b"[]"),
+    PeerReply(1, None),
     EngineView(
         1,
         12.5,
@@ -292,7 +296,7 @@ def test_round_trip(message):
 
 
 def test_every_tagged_message_has_a_round_trip_test():
-    modules = (engine_io, lifecycle, view)
+    modules = (engine_io, lifecycle, peer_io, view)
     tagged = {
         each
         for module in modules

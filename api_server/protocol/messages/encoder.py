@@ -93,9 +93,12 @@ class MessageEncoder:
         return self._take_events()
 
     def encode_error(self, error: RequestError) -> str:
-        error = self._translation.translate_error(error)
+        error = self.client_error(error)
         body = message_error_body(error.status, public_message(error), self._message_id)
         return f"event: error\ndata: {json.dumps(body)}\n\n"
+
+    def client_error(self, error: RequestError) -> RequestError:
+        return self._translation.translate_error(error)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:

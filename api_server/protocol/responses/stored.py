@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from proto.peer_io import ResponseOperation
+
 if TYPE_CHECKING:
     from api_server.protocol.responses.encoder import ResponsesEncoder
     from api_server.stream import TokenStream
@@ -113,6 +115,31 @@ class StoredResponses:
         """Return a response that still generates; a finished one is found only as stored."""
         running = self._running.get((owner, response_id))
         return None if running is None or running.is_finished else running
+
+    def run_operation(
+        self, operation: ResponseOperation, owner: Owner, response_id: str
+    ) -> Any | None:
+        """Return the result of an operation as JSON; None if the client has no such response."""
+        running = self.find_running(owner, response_id)
+        stored = self.find_stored(owner, response_id)
+        if operation == "cancel" and running is not None:
+            return running.cancel()
+        if running is not None and running.record is not None:
+            if operation == "get":
+                return running.snapshot()
+            if operation == "input_items":
+                return running.record.items
+        if stored is None:
+            return None
+        match operation:
+            case "get" | "cancel":
+                return stored.response
+            case "input_items":
+                return stored.input_items
+            case "conversation":
+                return stored.items
+            case "delete":
+                return self.delete_stored(owner, response_id)
 
     def store_response(self, owner: Owner, response: Json, items: list[Json]) -> None:
         """Store a finished response; drop older ones if a limit is exceeded.

@@ -1,0 +1,34 @@
+"""Messages between the API servers of a daemon, about the responses that each of them keeps.
+
+    API server ──PeerCall──▶ the API server that keeps the response ──PeerReply──▶ API server
+
+Results are JSON, so that no type here is untyped or recursive.
+"""
+
+from typing import Literal
+
+import msgspec
+
+ResponseOperation = Literal["get", "input_items", "conversation", "cancel", "delete"]
+"""get: the response. input_items: the conversation before it. conversation: that and the output of
+a finished response. cancel: end it and get it. delete: remove it."""
+
+
+class PeerCall(msgspec.Struct, array_like=True, tag=70, frozen=True):
+    """An operation on a response. tenant, key_name: of the client that asks for it."""
+
+    call_id: int
+    operation: ResponseOperation
+    tenant: int
+    key_name: str
+    response_id: str
+
+
+class PeerReply(msgspec.Struct, array_like=True, tag=71, frozen=True):
+    """The result of a call as JSON; None if the client has no such response."""
+
+    call_id: int
+    result: bytes | None
+
+
+PeerMessage = PeerCall | PeerReply

@@ -1,0 +1,123 @@
+"""Two API servers of one daemon: a response is found through both, in the one that keeps it."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from api_server.lifecycle import peers
+from proto.config import FrontEndConfig
+from tests.api_server.conftest import message, websocket
+from tests.api_server.test_responses import PATH, answer, ask, error, prompt_of
+
+TEXT = "Hi 😀 there"
+
+
+@pytest.fixture
+def two(start):
+    """two(script): both front ends."""
+
+    @contextlib.asynccontextmanager
+    async def running(script=None, **fields):
+        config = FrontEndConfig(api_server_count=2, **fields.pop("config", {}))
+        async with (
+            start(script, config=config, **fields) as first,
+            start(script, config=config, index=1, **fields) as second,
+        ):
+            yield first, second
+
+    return running
+
+
+async def test_a_response_is_found_through_the_other_front_end(two, say, tokenizer):
+    async with two(say(TEXT)) as front_ends:
+        for index, (here, there) in enumerate((front_ends, front_ends[::-1])):
+            made = await answer(here, input="one", store=True)
+            assert made["id"].startswith(f"resp_{index}_")
+            url = f"{PATH}/{made['id']}"
+            assert (await there.http.get(url)).json() == made
+            listed = (await there.http.get(f"{url}/input_items")).json()
+            assert listed == (await here.http.get(f"{url}/input_items")).json()
+            assert listed["data"][0]["content"][0]["text"] == "one"
+            prompt_of(here, tokenizer)
+            following = await answer(there, input="two", previous_response_id=made["id"])
+            assert following["id"].startswith(f"resp_{1 - index}_"), "it stays where it was made"
+            prompt = prompt_of(there, tokenizer)
+            assert [part in prompt for part in ("one", TEXT, "two")] == [True] * 3
+            assert (await there.http.delete(url)).json()["deleted"]
+            assert (await here.http.get(url)).status_code == 404
+            assert (await there.http.delete(url)).status_code == 404
+            found = await error(there, previous_response_id=made["id"])
+            assert found["code"] == "previous_response_not_found"
+
+
+async def test_every_way_to_continue_reaches_the_other_front_end(two, say):
+    async with two(say(TEXT), max_model_len=2000) as (here, there):
+        made = await answer(here, input="one")
+        fields = {"previous_response_id": made["id"], "input": "two"}
+        counts = [
+            (await front_end.http.post(f"{PATH}/input_tokens", json=fields)).json()
+            for front_end in (here, there)
+        ]
+        assert counts[0] == counts[1]
+        compacted = await there.http.post(f"{PATH}/compact", json={"model": "toy", **fields})
+        assert [item["type"] for item in compacted.json()["output"]][-1] == "compaction"
+        async with websocket(there, PATH) as client:
+            await client.send(
+                '{"type": "response.create", "input": "two", "previous_response_id": "'
+                + made["id"]
+                + '"}'
+            )
+            assert (await message(client))["type"] == "response.created"
+
+
+async def test_a_running_response_is_seen_and_cancelled_from_the_other_front_end(two):
+    async with two(accepts=True) as (here, there):
+        made = (await ask(here, background=True, request_id="mine")).json()
+        assert made["id"] == "resp_0_mine"
+        request = await here.engine.requests.get()
+        here.engine.emit(request, [20])
+        url = f"{PATH}/{made['id']}"
+        async with asyncio.timeout(10):
+            while not (seen := (await there.http.get(url)).json())["output"]:
+                await asyncio.sleep(0.001)
+        assert seen["status"] == "in_progress"
+        assert (await there.http.post(f"{url}/cancel")).json()["status"] == "cancelled"
+        assert (await here.engine.aborts.get()).request_id == request.request_id
+
+
+async def test_another_client_finds_nothing_through_any_front_end(two, say):
+    async with two(say(TEXT), config={"tenant_by": "header"}) as (here, there):
+        body = {"input": "one"}
+        made = await here.http.post(PATH, json=body, headers={"X-Tenant-ID": "ann"})
+        url = f"{PATH}/{made.json()['id']}"
+        for name, status in (("ben", 404), ("ann", 200)):
+            assert (await there.http.get(url, headers={"X-Tenant-ID": name})).status_code == status
+
+
+async def test_a_front_end_that_does_not_answer_is_a_503(start, say, monkeypatch):
+    monkeypatch.setattr(peers, "PEER_SECONDS", 0.1)
+    async with start(say(TEXT), config=FrontEndConfig(api_server_count=2)) as front_end:
+        response = await front_end.http.get(f"{PATH}/resp_1_x")
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+async def test_a_front_end_that_is_started_again_is_found_without_its_responses(start, say, index):
+    """index: of the one that is started again, which binds the path or connects to it."""
+    config = FrontEndConfig(api_server_count=2)
+    async with start(say(TEXT), config=config, index=1 - index) as there:
+        found = []
+        for _ in range(2):
+            async with start(say(TEXT), config=config, index=index) as here:
+                found.append(await answer(here))
+                seen = [await there.http.get(f"{PATH}/{made['id']}") for made in found]
+                statuses = [response.status_code for response in seen]
+                assert statuses == [404] * (len(found) - 1) + [200]
+
+
+@pytest.mark.parametrize("name", ["resp_7_x", "resp_1_", "resp_001", "resp_1_%C3%A9", "resp_999_a"])
+async def test_an_id_that_names_no_front_end_is_a_404(start, name):
+    async with start(config=FrontEndConfig(api_server_count=2)) as front_end:
+        assert (await front_end.http.get(f"{PATH}/{name}")).status_code == 404
