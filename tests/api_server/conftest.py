@@ -302,8 +302,8 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
 
 
 @pytest.fixture
-def say(tokenizer: Tokenizer) -> Callable[[str], Script]:
-    """say(text): a script of an engine that samples the tokens of `text` and then the end token."""
+def scripted(tokenizer: Tokenizer) -> Callable[[str], Script]:
+    """scripted(text): the engine samples the tokens of `text` and then the end token."""
 
     def script_for(text: str) -> Script:
         ids = [*tokenizer.encode(text).ids, 2]

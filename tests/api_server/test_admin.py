@@ -271,7 +271,7 @@ async def test_invalid_lists_of_ids_are_refused(start, body):
 async def test_aborts_go_through_the_supervisor_to_all_front_ends(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         body = {"prompt": "hello", "request_id": "mine"}
         answer = asyncio.create_task(process.http.post("/v1/completions", json=body))
         await process.engine.requests.get()
@@ -284,8 +284,8 @@ async def test_aborts_go_through_the_supervisor_to_all_front_ends(run_dir, model
         assert (await answer).status_code == 410
 
 
-async def test_finished_requests_are_no_longer_listed(start, say):
-    async with start(say("!")) as front_end:
+async def test_finished_requests_are_no_longer_listed(start, scripted):
+    async with start(scripted("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
         assert front_end.app_state.open_streams == set()
