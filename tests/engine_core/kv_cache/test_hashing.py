@@ -131,7 +131,7 @@ def test_a_picture_leaves_the_blocks_before_it_alone():
 
 
 def test_the_same_picture_elsewhere_in_a_block_is_another_key():
-    """All its placeholders look alike, so only the offset tells where it begins."""
+    """All placeholders are equal, so only the offset identifies the start."""
     tokens = [9] * 8
     assert keyed(tokens, media((b"a", 4, 8)))[1] != keyed(tokens, media((b"a", 3, 8)))[1]
     same_start_in_block = keyed(tokens, media((b"a", 4, 8))), keyed(tokens, media((b"a", 4, 9)))

@@ -21,7 +21,7 @@ def test_tracker_counts_up_to_the_threshold() -> None:
     assert not tracker.reaches_threshold(A)
     tracker.record_lookup(A)
     assert not tracker.reaches_threshold(A)
-    assert not tracker.reaches_threshold(A), "a look does not count"
+    assert not tracker.reaches_threshold(A), "`contains` does not count as a lookup"
     tracker.record_lookup(A)
     assert tracker.reaches_threshold(A)
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_lookup_records_every_key_and_delegates() -> None:
     assert manager.lookup([A, B, C]) == 2
     output = manager.prepare_store([C])
     assert output is not None
-    assert output.keys == [C], "also what came after the first miss"
+    assert output.keys == [C], "blocks after the first miss count, too"
     assert manager.contains([A, D]) == [True, False]
 
 
