@@ -21,8 +21,10 @@ FULL = ErrorInfo(
     "max_num_queued_reqs",
     retry_after_seconds=17,
 )
-LATE = ErrorInfo("time_limit", "the request was not over within 1 s", "timeout_ms")
-WAITED = ErrorInfo("queue_timeout", "the request had not begun within 1 s", "queue_timeout_ms")
+LATE = ErrorInfo("time_limit", "the request did not finish within 1 s", "timeout_ms")
+WAITED = ErrorInfo(
+    "queue_timeout", "the request was still queued after 1 s, its limit", "queue_timeout_ms"
+)
 
 
 async def begin(front_end, **fields):

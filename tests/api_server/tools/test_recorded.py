@@ -142,6 +142,10 @@ def test_random_text(name):
         whole = joined(read(name, ["".join(pieces)]))
         assert joined(read(name, pieces)) == whole
         assert joined(read(name, "".join(pieces))) == whole
+        content, calls = joined(read(name, ["".join(pieces)], is_cut=True))
+        assert joined(read(name, pieces, is_cut=True)) == (content, calls)
+        assert whole[0].startswith(content)
+        assert calls == whole[1]
         for _, arguments in whole[1]:
             assert isinstance(json.loads(arguments), dict)
 

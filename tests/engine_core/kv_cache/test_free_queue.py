@@ -6,8 +6,12 @@ from itertools import pairwise
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import EVICTION_POLICIES, FreeBlockQueue, LRUFreeQueue
+from engine_core.kv_cache.free_queue import (
+    EVICTION_POLICIES,
+    NULL_BLOCK,
+    FreeBlockQueue,
+    LRUFreeQueue,
+)
 from tests.fakes.kv_requests import Requests, make_manager
 
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.coordinator import HybridCoordinator, max_blocks_of_request
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import GROUP_KINDS, CacheGroup
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, KVCacheManager

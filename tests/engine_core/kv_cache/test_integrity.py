@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from tests.fakes.kv_requests import Requests, make_manager

@@ -23,7 +23,7 @@ def test_lookup_is_skipped_below_one_uncomputed_offloaded_block(
     monkeypatch.setattr(
         rig.offloading._manager,
         "lookup",
-        lambda keys, *, is_new_use: (asked.append(len(keys)), lookup(keys))[1],
+        lambda keys: (asked.append(len(keys)), lookup(keys))[1],
     )
     rig.generate(PROMPT[:4])
     assert asked == []
