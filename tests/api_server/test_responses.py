@@ -475,6 +475,27 @@ async def test_errors_count_only_the_items_of_the_request(start, scripted, path)
         assert refused.json()["error"]["message"].startswith("input[2].role must be")
 
 
+@pytest.mark.parametrize("instructions", [None, "Brief."])
+async def test_errors_name_the_item_of_a_merged_message(start, scripted, instructions):
+    """Initial system messages are merged, and so are the items of an assistant turn."""
+    items = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "half \ud83d"},
+    ]
+    async with start(scripted(TEXT)) as front_end:
+        body = json.dumps({"model": "toy", "input": items, "instructions": instructions})
+        headers = {"content-type": "application/json"}
+        refused = await front_end.http.post(PATH, content=body, headers=headers)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"].startswith("input[5].content holds half of a surrogate pair")
+        assert error["param"] == "input"
+
+
 async def test_input_items_are_listed(start, scripted):
     async with start(scripted(TEXT)) as front_end, client(front_end) as api:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

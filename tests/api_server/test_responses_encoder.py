@@ -266,7 +266,7 @@ def test_chat_errors_are_translated_to_this_api():
             "max_output_tokens must be",
             "max_output_tokens",
         ),
-        ("messages.3.content: no", "messages", "input.3.content: no", "input"),
+        ("messages.3.content: no", "messages", "input.content: no", "input"),
         ("at most 9 messages", "messages", "at most 9 messages", "input"),
         (
             "tools[0].function.name: no",
