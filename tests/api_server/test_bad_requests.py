@@ -344,7 +344,7 @@ async def test_neutral_and_ignored_fields(start, say):
     ],
 )
 async def test_a_context_that_is_too_long_is_recognised(start, path, fields, param):
-    """LiteLLM looks for these words, LangChain for this code."""
+    """LiteLLM looks for the first words, LangChain for the code or for "prompt is too long"."""
     async with start() as front_end:
         response = await front_end.http.post(path, json=fields)
         error = response.json()["error"]
@@ -352,6 +352,7 @@ async def test_a_context_that_is_too_long_is_recognised(start, path, fields, par
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("This model's maximum context length is 256 tokens")
         assert error["param"] == param
+        assert ("prompt is too long" in error["message"]) == (param in ("prompt", "input"))
 
 
 async def test_an_unknown_model_lists_those_there_are(start):
