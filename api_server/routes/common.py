@@ -31,7 +31,6 @@ def app_state_of(request: HTTPConnection) -> AppState:
 
 
 def has_operators_key(request: Request) -> bool:
-    """Return whether the request has an operator's key."""
     return bool(getattr(request.state, "is_operator", False))
 
 
@@ -60,7 +59,6 @@ def _check_is_local(request: Request) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address is a loopback address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

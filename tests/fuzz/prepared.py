@@ -3,8 +3,8 @@
 import torch
 
 from proto.prepared_model import PreparedModel
+from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 
 def load(prepared: PreparedModel) -> str:

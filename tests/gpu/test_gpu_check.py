@@ -22,7 +22,7 @@ import torch
 import tests.gpu.__main__ as gpu_check
 from tests.e2e.daemon import eventually
 from tests.fakes.openai_server import fake_openai, respond_normally
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.gpu import kernels, models, pack, server
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
@@ -34,7 +34,7 @@ from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
 from tests.worker.reference.filters import apply_filters
 from worker.loader.weights import load_model
-from worker.models.registry import spec_from_config, spec_of
+from worker.models.registry import spec_from_config
 
 ROOT = Path(__file__).parents[2]
 HOUR_SECONDS = 27 * 60

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4

@@ -25,7 +25,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
@@ -39,7 +39,6 @@ from worker.loader import formats, weights
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler

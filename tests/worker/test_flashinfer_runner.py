@@ -12,7 +12,7 @@ import torch
 
 from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
@@ -25,7 +25,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 DTYPE = torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
@@ -19,7 +19,6 @@ from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4

@@ -158,5 +158,5 @@ def test_content_is_streamed_without_delay(name):
     parts = read(name, reading)
     assert [part.text for part in parts if isinstance(part, ToolCallArguments)]
     text = "Some words. " * 1000
-    told = read(name, text)
-    assert sum(isinstance(part, ContentText) for part in told) > 5000
+    parts = read(name, text)
+    assert sum(isinstance(part, ContentText) for part in parts) > 5000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.reference.torch_kernels import store_by_index
-from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore
+from worker.attention.kv_store import PADDING_SLOT, TritonStore
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
@@ -22,7 +22,7 @@ def need_triton() -> None:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVStore:
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonStore:
     if request.param == "torch":
         return store_by_index
     need_triton()
@@ -41,7 +41,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KV
 )
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_tokens_are_stored_in_their_slots_only(
-    store: KVStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    store: TritonStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     layout = kv_layout([None, None])
     geometry = kv_cache_geometry(layout, num_heads, HEAD_DIM, kv_dtype)

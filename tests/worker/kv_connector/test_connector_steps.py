@@ -11,8 +11,13 @@ from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Poller
 from tests.fakes.outside_connector import OutsideWorker
 from worker.kv_connector import multi
-from worker.kv_connector.base import NO_CONNECTOR, FinishedTransfers, WorkerConnector, WorkerContext
-from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.base import (
+    NO_CONNECTOR,
+    FinishedTransfers,
+    WorkerConnector,
+    WorkerContext,
+    create_worker_connector,
+)
 from worker.kv_connector.multi import MultiWorker
 from worker.kv_connector.steps import ConnectorSteps, with_hooks
 

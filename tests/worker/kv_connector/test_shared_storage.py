@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.shared_storage import SharedStorageScheduler
 from proto.errors import ConfigError
 from proto.kv_connector import (

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import QUANTISED, write
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
 from tests.worker.reference.packed import quantise_dense, rounded_rows
@@ -35,7 +35,6 @@ from worker.loader.formats import (
     WeightFormat,
 )
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 TIE = 0.1

@@ -18,12 +18,11 @@ from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
-from tests.fakes.prepared_models import gguf_index, prepare
+from tests.fakes.prepared_models import gguf_index, prepare, spec_of
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.layers.rotary import inverse_frequencies
 from worker.loader.files import decode_gguf
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 from worker.models.rope import DefaultRope, Llama3Rope
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))

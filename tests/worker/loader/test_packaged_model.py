@@ -12,8 +12,8 @@ import torch
 
 from tests.e2e.reference import Reference, packaged_model
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 
 @pytest.mark.parametrize(

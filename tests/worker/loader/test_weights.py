@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel, TensorIndex
-from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
+from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,11 +8,11 @@ import pytest
 
 from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
-from tests.fakes.prepared_models import prepare
+from tests.fakes.prepared_models import prepare, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS
 from worker.models.attention import AttentionSpec
 from worker.models.gated_mlp import GatedMlpSpec
-from worker.models.registry import spec_from_config, spec_of
+from worker.models.registry import spec_from_config
 from worker.models.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 
 LLAMA: dict[str, Any] = {

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import write
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
@@ -38,7 +38,6 @@ from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import LayerStack
-from worker.models.registry import spec_of
 
 BLOCK = 4
 PAGES = 24

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
@@ -18,7 +18,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
@@ -26,7 +26,6 @@ from worker.loader.formats import (
 )
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.parallel.group import RankGroup
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))

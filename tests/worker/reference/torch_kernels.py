@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 def store_by_index(
     slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
 ) -> None:
-    """`KVStore` in plain torch. Padding goes to slot 0 of the null block, which is never read."""
+    """`TritonStore` in plain torch; padding goes to slot 0 of the null block, which is not read."""
     places = slots.clamp_min(0)
     for part, tokens in zip(pages, (key, value), strict=True):
         part.write(places, tokens)
