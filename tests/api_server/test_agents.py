@@ -61,6 +61,8 @@ async def test_a_session_id_is_a_job(start, scripted, path):
         assert await job(header) == job_name("from a header", 0)
         assert await job(header, session_id="s") == job_name("s", 0)
         assert await job(header, agent_hint=JOB) == job_name("fix-1", 0)
+        for charset in ("utf-8", "latin-1"):
+            assert await job({"X-Session-ID": "séance".encode(charset)}) == job_name("séance", 0)
         hint = {"is_last_step": True}
         agent = (await asked(front_end, path, header, agent_hint=hint)).agent
         assert agent == AgentHint(job_name("from a header", 0), is_last_step=True)
