@@ -122,7 +122,7 @@ class GenerationResponse(Response):
             if stream.disconnected:
                 return
         if stream.error is not None:
-            raise stream.error
+            raise self._encoder.client_error(stream.error)
         body = json.dumps(self._encoder.encode_body(stream.take_deltas(), stream.usage())).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -166,12 +166,10 @@ class KeepAlive:
         self._timer = self._loop.call_later(seconds, self._check_silence) if seconds else None
 
     def record_write(self) -> None:
-        """Restart the period of silence."""
         self._is_due = False
         self._last_write = self._loop.time()
 
     def due_event(self) -> str:
-        """Return the keep-alive event if it is due, else ""."""
         return self._event if self._is_due else ""
 
     def close(self) -> None:

@@ -56,6 +56,10 @@ class ResponseEncoder(Protocol):
         """Return the last events of a stream that has failed."""
         ...
 
+    def client_error(self, error: RequestError) -> RequestError:
+        """Return an error with the field names of the client's API."""
+        ...
+
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         """Return the response as a whole; `deltas` contain all output of each choice."""
         ...
@@ -125,6 +129,9 @@ class OpenAIStreamEncoder:
 
     def encode_error(self, error: RequestError) -> str:
         return sse_event(error_body(error)) + DONE
+
+    def client_error(self, error: RequestError) -> RequestError:
+        return error
 
     def _reported_usage(self, usage: Usage) -> Usage:
         """Return the usage that the client sees."""

@@ -95,7 +95,7 @@ class ResponsesEncoder:
 
     def encode_error(self, error: RequestError) -> str:
         self._close_item("incomplete")
-        body = error_body(self._translation.translate_error(error))["error"]
+        body = error_body(self.client_error(error))["error"]
         code, message, param = _error_code(error), body["message"], body["param"]
         details = {"type": body["type"], "code": code, "message": message, "param": param}
         self._events.add_unprefixed_event(
@@ -103,10 +103,13 @@ class ResponsesEncoder:
         )
         return self.encode_failure(error)
 
+    def client_error(self, error: RequestError) -> RequestError:
+        return self._translation.translate_error(error)
+
     def encode_failure(self, error: RequestError) -> str:
         """Return the last events of a failed response where an event `error` is not part of it."""
         self._close_item("incomplete")
-        message = public_message(self._translation.translate_error(error))
+        message = public_message(self.client_error(error))
         failure = {"code": _error_code(error), "message": message}
         response = self._response("failed") | {"error": failure}
         self._save(response)
