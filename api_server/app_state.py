@@ -105,12 +105,10 @@ class AppState:
 
     @property
     def reasoning_format(self) -> ReasoningFormat:
-        """How the model writes its reasoning."""
         return reasoning_format(self.config.reasoning_parser, self.chat_template.source)
 
     @property
     def tool_calls(self) -> ModelToolCalls:
-        """How the model calls tools."""
         template = self.chat_template
         return ModelToolCalls(
             self.config.tool_call_parser, template.source, template.facts, self.tokenizer

@@ -176,7 +176,6 @@ def expects_anthropic(scope: Scope) -> bool:
 
 
 def error_type(status: int) -> str:
-    """Return Anthropic's error type for a status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 

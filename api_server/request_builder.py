@@ -104,7 +104,6 @@ class RequestBuilder:
 
     @property
     def has_grammar(self) -> bool:
-        """A grammar constrains the answer."""
         return self._grammar is not None
 
     def response_options(self, num_logprobs: int | None) -> ResponseOptions:

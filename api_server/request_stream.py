@@ -319,7 +319,6 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """No more output will come."""
         if self.error is None:
             for choice in self.choices:
                 if choice.finish_reason is None:
@@ -328,7 +327,6 @@ class RequestStream:
 
     @property
     def ended_well(self) -> bool:
-        """All choices finished without an error or an abort."""
         reasons = [choice.finish_reason for choice in self.choices]
         return self.error is None and not {None, FinishReason.ABORT}.intersection(reasons)
 
@@ -348,12 +346,10 @@ class RequestStream:
 
     @property
     def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """The output tokens of each choice so far."""
         return tuple(tuple(choice.token_ids) for choice in self.choices)
 
     @property
     def finished_choices(self) -> tuple[int, ...]:
-        """Indices of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
     @property
@@ -362,7 +358,6 @@ class RequestStream:
         return max(self._last_token_times.values(), default=None)
 
     def record_finished(self, now: float) -> None:
-        """Record a request whose choices all finished. now: monotonic seconds."""
         timeline, metrics = self.timeline, self.metrics
         metrics.record_finished_request(now - timeline.arrival, len(self.choices), self.max_tokens)
         if timeline.scheduled is not None and timeline.first_token is not None:
@@ -371,14 +366,12 @@ class RequestStream:
             metrics.record_phases(timeline.scheduled, timeline.first_token, last, lengths)
 
     def accept(self) -> None:
-        """Count the request as accepted by the engine."""
         if not self.accepted:
             self.accepted = True
             self.metrics.record_prompt(len(self.prompt_token_ids))
             self.notifier.notify()
 
     def fail(self, error: RequestError) -> None:
-        """End every choice that has not finished with an error."""
         if not self.finished:
             self.error = error
             self.notifier.notify()
@@ -395,7 +388,6 @@ class RequestStream:
         self.notifier.notify()
 
     def called_tool(self) -> str:
-        """Return the engine's name of the tool that the answer calls, or ""."""
         return "" if self.turn is None else self.turn.called_tool()
 
     def process_output(self, output: EngineCoreOutput, timestamp: float) -> bool:

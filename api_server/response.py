@@ -166,12 +166,10 @@ class KeepAlive:
         self._timer = self._loop.call_later(seconds, self._check_silence) if seconds else None
 
     def record_write(self) -> None:
-        """Restart the period of silence."""
         self._is_due = False
         self._last_write = self._loop.time()
 
     def due_event(self) -> str:
-        """Return the keep-alive event if it is due, else ""."""
         return self._event if self._is_due else ""
 
     def close(self) -> None:

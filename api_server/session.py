@@ -163,7 +163,6 @@ class Session:
         return ""
 
     def fail(self, error: RequestError) -> None:
-        """End the session with an error, unless it has finished."""
         if not self.finished:
             self.error = error
             for turn in self._turns:

@@ -153,7 +153,6 @@ class TokenStream:
         self.fail(RequestAbortedError())
 
     def fail(self, error: RequestError) -> None:
-        """End every choice that has not finished with an error."""
         for stream in self.streams:
             stream.fail(error)
 

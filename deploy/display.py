@@ -49,11 +49,9 @@ class Display:
         self._show_progress(what, fraction, process)
 
     def notice(self, message: str, process: str = "tokend") -> None:
-        """Show a line for the operator."""
         self._write_line(f"{process}: {message}")
 
     def error(self, message: str) -> None:
-        """Show why the command fails."""
         self._write_line(error_line(message))
 
     def _show_progress(self, what: str, fraction: float | None, process: str) -> None:

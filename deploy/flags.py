@@ -265,7 +265,7 @@ def parse(words: Sequence[str]) -> ServeArguments:
 
 
 def log_format(words: Sequence[str]) -> LogFormat:
-    """Return the log format of a command line that may be wrong in other places."""
+    """Return the log format, even if other parts of the command line are invalid."""
     given = dict(itertools.pairwise(words))
     given |= dict(word.split("=", 1) for word in words if "=" in word)
     found = given.get("--log-format")
@@ -323,7 +323,7 @@ def read_file(path: str) -> dict[str, Any]:
 def build(
     arguments: ServeArguments, environment: Mapping[str, Any] = MappingProxyType({})
 ) -> ServeConfig:
-    """Return the configuration; the command line overrides the file, that the environment.
+    """Return the configuration: flags override the file, and the file overrides `environment`.
 
     environment: values by field. Raises ConfigError.
     """
@@ -347,7 +347,7 @@ def build(
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """Return a message about an unknown word with its name here, or the most similar known one."""
+    """Return a message about an unknown word that suggests tokend's name or a similar word."""
     meant = _OF_OTHERS.get(given.lstrip("-").replace("_", "-"), "")
     if what == "key":
         meant = meant.removeprefix("--")

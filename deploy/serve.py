@@ -43,7 +43,6 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     try:
         model = _prepare_model(config, environment, display)
         _check_length(config, model)
-
         clock.end("model")
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")

@@ -18,12 +18,14 @@ import msgspec
 
 from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS, BusyLoop, EngineIO
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.events import PoolObserver, ResidencyMeter
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
-from engine_core.kv_connector.factory import create_scheduler_connector
+from engine_core.kv_connector.base import (
+    SchedulerConnector,
+    SchedulerContext,
+    create_scheduler_connector,
+)
 from engine_core.kv_events import KVEventPublisher, start_kv_events
 from engine_core.pool_plan import PoolPlan, weight_memory
 from engine_core.scheduler.compute_meter import ComputeMeter
@@ -45,6 +47,7 @@ from proto.config import SchedulerConfig, ServeConfig
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
 from proto.process import freeze_heap
+from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")

@@ -335,12 +335,10 @@ class OutputDispatcher:
 
 
 def _trace_of(message: EngineCoreRequest) -> str:
-    """Return the trace id of a request for a log line."""
     return f" (trace_id={message.trace_id})" if message.trace_id else ""
 
 
 def _error_output(request_id: int, error: ErrorInfo) -> EngineCoreOutput:
-    """Return a final output for all choices of a request."""
     return EngineCoreOutput(request_id, 0, 0, [], FinishReason.ERROR, error=error)
 
 

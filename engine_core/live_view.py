@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.result import ClientOutputs
@@ -162,7 +162,6 @@ class ViewCounters:
         self._prompt_balance = 0
 
     def add_flush(self, outputs: ClientOutputs, stats: SchedulerStats | None) -> None:
-        """Count the outputs and the statistics of one flush."""
         for client_outputs in outputs.values():
             for output in client_outputs:
                 number = len(output.new_token_ids)

@@ -1,6 +1,6 @@
-"""How large the KV pool is, and what that means for the longest request; what weights take.
+"""Computes the size of the KV pool, the length of the longest request, and the weights' memory.
 
-Pure functions of what the workers report and what the operator asked for.
+Pure functions of the workers' reports and the settings.
 """
 
 from collections import Counter
@@ -16,10 +16,11 @@ from proto.lifecycle import WeightFormatMemory, WorkerReady
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """num_blocks counts the null block 0, which holds nothing.
+    """The KV pool of an engine.
 
+    num_blocks: including the null block 0, which holds nothing.
     max_model_len: most tokens, prompt and output together, of one request.
-    notice: a line for the operator where the pool is what limits that, or "".
+    notice: a line for the operator if the pool limits `max_model_len`, or "".
     """
 
     num_blocks: int
@@ -35,7 +36,7 @@ class PoolPlan:
 def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int) -> PoolPlan:
     """Size the pool so that every rank can hold it.
 
-    max_position: most positions that the model was made for.
+    max_position: positions that the model supports.
     Raises ConfigError if the pool cannot hold a request of --max-model-len tokens, or not even one
     block of each KV group. The model's own maximum is lowered to what fits, with a notice.
     """
@@ -86,11 +87,11 @@ def _facts_of_all_ranks(worker: WorkerReady) -> dict[str, object]:
 
 
 def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, ...]:
-    """Memory of each form of the weights, of all workers together."""
+    """Return the memory of the weights by format, summed over all workers."""
     total: Counter[str] = Counter()
     for worker in workers:
-        for each in worker.weights:
-            total[each.form] += each.num_bytes
+        for part in worker.weights:
+            total[part.form] += part.num_bytes
     return tuple(WeightFormatMemory(form, num_bytes) for form, num_bytes in total.items())
 
 
@@ -102,7 +103,7 @@ def _too_long(
     workers: Sequence[WorkerReady],
     config: ServeConfig,
 ) -> ConfigError:
-    """Make the error about a --max-model-len that the pool cannot hold, with the sum."""
+    """Return the error about a --max-model-len that the pool cannot hold, with the sizes."""
     block_size = config.cache.block_size
     block_bytes = block_size * sum(worker.geometry.bytes_per_token for worker in workers)
 
@@ -123,7 +124,7 @@ def _too_long(
 
 
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:
-    """Blocks of the pool, the null block among them."""
+    """Return the number of blocks in the pool, including the null block."""
     block_size, override = config.cache.block_size, config.cache.num_gpu_blocks_override
     fewest = 1 + len(workers[0].geometry.groups)
     if override is not None:

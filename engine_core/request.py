@@ -6,7 +6,7 @@ Queues, blocks and text are unknown here. `Request` documents every attribute.
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-from engine_core.kv_cache.hashing import ExtraKeys, Hasher
+from engine_core.kv_cache.hashing import BlockHasher
 from proto.engine_io import NO_AGENT, AgentHint, EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams
 
@@ -106,7 +106,6 @@ class Request:
 
     __slots__ = (
         "_block_hashes",
-        "_extra_keys",
         "_hasher",
         "agent",
         "all_token_ids",
@@ -156,7 +155,7 @@ class Request:
         request_id: int,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
-        hasher: Hasher,
+        hasher: BlockHasher | None,
         choice: int = 0,
         client_index: int = 0,
         output_token_ids: Iterable[int] = (),
@@ -192,7 +191,6 @@ class Request:
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.spec_token_ids: list[int] = []
         self._hasher = hasher
-        self._extra_keys = ExtraKeys(cache_salt)
         self._block_hashes = list(prompt_hashes)
 
         self.num_computed_tokens = 0
@@ -211,7 +209,6 @@ class Request:
         self.crash_count = crash_count
 
     def _set_prompt(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
-        """Set everything that follows from prompt and parameters."""
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
@@ -299,8 +296,12 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Hashes of the full blocks of all_token_ids, computed as far as needed when read."""
-        self._hasher.extend(self._block_hashes, self.all_token_ids, self._extra_keys)
+        """Hashes of the full blocks of all_token_ids, computed as far as needed when read.
+
+        Empty without prefix caching.
+        """
+        if self._hasher is not None:
+            self._hasher.extend(self._block_hashes, self.all_token_ids, self.cache_salt)
         return self._block_hashes
 
     def copy_tokens(self, sibling: "Request") -> None:
@@ -312,7 +313,6 @@ class Request:
             self.num_cached_tokens = sibling.num_cached_tokens
 
     def __lt__(self, other: "Request") -> bool:
-        """Compare by priority, arrival, request id and choice."""
         return self.order < other.order
 
     def __hash__(self) -> int:
@@ -327,14 +327,18 @@ class Request:
 
 
 def choices_of(
-    message: EngineCoreRequest, next_seq_id: Callable[[], int], client_index: int, hasher: Hasher
+    message: EngineCoreRequest,
+    next_seq_id: Callable[[], int],
+    client_index: int,
+    hasher: BlockHasher | None,
 ) -> list[Request]:
     """Return the choices of a message that still need tokens, each with a new seq_id.
 
     They share the prompt, whose hashes are computed once.
     """
     prompt_hashes: list[bytes] = []
-    hasher.extend(prompt_hashes, message.prompt_token_ids, ExtraKeys(message.cache_salt))
+    if hasher is not None:
+        hasher.extend(prompt_hashes, message.prompt_token_ids, message.cache_salt)
     outputs = dict(enumerate(message.output_token_ids))
     return [
         Request(

@@ -77,7 +77,6 @@ class SupervisorIO:
         return epochs
 
     def pop_front_ends(self) -> list[NewFrontEnd]:
-        """Return the front ends that replace others; empties the list."""
         front_ends, self._new_front_ends = self._new_front_ends, []
         return front_ends
 

@@ -48,7 +48,6 @@ class FrontEndLinks:
 
     @property
     def alive(self) -> list[int]:
-        """Return the client indices of the front ends that are alive."""
         return list(self._links)
 
     def receive(self) -> list[tuple[int, ToEngine]]:
@@ -79,7 +78,6 @@ class FrontEndLinks:
         return link is not None and link.flush()
 
     def incarnation(self, client: int) -> int:
-        """Return the incarnation of a front end to which its channel belongs."""
         return self._incarnations[client]
 
     def send_greeting(self, message: msgspec.Struct) -> None:

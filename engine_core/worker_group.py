@@ -93,7 +93,6 @@ class WorkerGroup:
         self._links = []
 
     def connect_workers(self, epoch: int) -> None:
-        """Replace the workers by those of another epoch."""
         self.close()
         self._connect(epoch)
 
@@ -144,7 +143,6 @@ class WorkerGroup:
         self._send(output)
 
     def send_masks(self, masks: GrammarOutput) -> None:
-        """Send the grammar masks of a step to all ranks; never blocks."""
         self._send(masks)
 
     def receive_results(self) -> list[ModelRunnerOutput]:

@@ -21,7 +21,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return a message as msgpack."""
     return _encoder.encode(message)
 
 

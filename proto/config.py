@@ -243,12 +243,10 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_client_keys(self) -> bool:
-        """Whether clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether there are separate keys for the admin routes."""
         return self.admin_api_key is not None or self.admin_api_key_file is not None
 
 
@@ -306,5 +304,4 @@ SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
 
 
 def flag_name(field: str) -> str:
-    """Return the command-line flag of a field."""
     return "--" + field.replace("_", "-")

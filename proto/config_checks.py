@@ -296,7 +296,6 @@ def _check_pressure(scheduler: SchedulerConfig) -> None:
 
 
 def _check_weights(config: ServeConfig) -> None:
-    """Check weight format against data type and device."""
     weights, dtype = config.model.cpu_weights, config.model.dtype
     if config.device.device == "cuda" and weights != "auto":
         raise ConfigError(f"--cpu-weights {weights} needs --device cpu", "cpu_weights")
@@ -309,7 +308,6 @@ def _check_weights(config: ServeConfig) -> None:
 
 
 def _check_device(config: ServeConfig) -> None:
-    """Check settings that only one kind of device supports."""
     cache, device = config.cache, config.device
     if not 0.0 < cache.gpu_memory_utilization <= 1.0:
         raise ConfigError(

@@ -28,7 +28,6 @@ NO_PAYLOAD: Final[Payload] = b""
 
 
 def pack(message: msgspec.Struct) -> Payload:
-    """Encode a Struct as a payload."""
     return encode(message)
 
 

@@ -207,7 +207,6 @@ def offload_settings(
 
 
 def cpu_settings(extra: Mapping[str, Any]) -> CPUSettings:
-    """Return the settings of host memory; unknown keys are refused."""
     own = {
         key: value for key, value in extra.items() if key not in OffloadSettings.__struct_fields__
     }
@@ -222,7 +221,6 @@ def cpu_settings(extra: Mapping[str, Any]) -> CPUSettings:
 
 
 def disk_settings(extra: Mapping[str, Any]) -> DiskSettings:
-    """Return the settings of a disk; unknown keys are refused."""
     settings = _convert(DISK_SPEC, extra, DiskSettings)
     if not os.path.isabs(settings.disk_path):
         raise config_key_error("disk_path", f"must be an absolute path, got {settings.disk_path!r}")
@@ -235,7 +233,6 @@ def disk_settings(extra: Mapping[str, Any]) -> DiskSettings:
 
 
 def remote_settings(extra: Mapping[str, Any]) -> RemoteSettings:
-    """Return the settings of a Redis server; unknown keys are refused."""
     settings = _convert(REMOTE_SPEC, extra, RemoteSettings)
     _check_seconds(
         load_timeout=settings.load_timeout,

@@ -306,7 +306,6 @@ class PhaseClock:
 
     @property
     def phases(self) -> tuple[StartPhase, ...]:
-        """Phases that have ended, in order."""
         return tuple(self._phases)
 
 

@@ -46,6 +46,5 @@ def numbers_of(struct: type[msgspec.Struct]) -> dict[str, Number]:
 
 
 def default_of(struct: type[msgspec.Struct], name: str) -> float:
-    """Return the default of a field."""
     (default,) = (field.default for field in msgspec.structs.fields(struct) if field.name == name)
     return float(default)

@@ -1,7 +1,7 @@
-"""Selection of suites, time limits of single tests, and tests that need a GPU.
+"""Selection of suites, time limits of single tests, and skipping of tests that need a GPU.
 
-Tests that need a GPU are skipped where there is none, and kernels of Triton are then interpreted
-(Triton reads its variable when it is imported).
+Without a GPU, tests that need one are skipped and Triton kernels are interpreted (Triton reads its
+variable when it is imported).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PROGRESS = os.environ.get("TOKEND_TEST_PROGRESS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--suite", default="", help="run the tests of these suites, with commas")
+    parser.addoption("--suite", default="", help="run these suites, separated by commas")
 
 
 def suite_of(item: pytest.Item) -> str:
@@ -37,7 +37,8 @@ def suite_of(item: pytest.Item) -> str:
     Tests of the engine that replace parts of the scheduler need its sources: they are `quick`.
     """
     own = [mark for mark in item.own_markers if mark.name == "suite"]
-    marker = own[-1] if own else item.get_closest_marker("suite")  # a parameter's mark comes last
+    # The mark of a parameter is the last one.
+    marker = own[-1] if own else item.get_closest_marker("suite")
     if marker is None:
         in_engine = item.path.is_relative_to(ROOT / "tests" / "engine_core")
         return "engine" if in_engine and not item.get_closest_marker("interpreted") else "quick"
@@ -99,7 +100,7 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 
 
 def all_stacks() -> str:
-    """Where every thread and every task of the running event loop is."""
+    """Stacks of all threads and of all tasks of the running event loop."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))

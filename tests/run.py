@@ -43,12 +43,12 @@ INTERRUPT_SECONDS = 20.0
 class Suite:
     """One pytest run.
 
-    guards: what breaks if it fails, for the table of tests/README.md.
+    guards: what the suite covers, for the table of tests/README.md.
     seconds: time limit of the whole suite; seconds_per_test: of a single test.
-    paths: where its tests are looked for. select: the suites whose tests it takes; its own
-    name unless it runs tests of another suite in another setting.
+    paths: where tests are collected. select: the suites whose tests it runs; its own name unless it
+    runs tests of another suite with other settings.
     processes: how many pytest-xdist workers; 0 runs the tests in one process.
-    environment: variables beside those of the caller.
+    environment: additional variables.
     """
 
     name: str
@@ -142,7 +142,7 @@ SUITES = (
 
 @dataclass
 class Outcome:
-    """What one suite did. error: why it was ended early, or empty."""
+    """The result of a suite. error: why it was ended early, or empty."""
 
     seconds: float
     counts: Counter[str]

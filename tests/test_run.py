@@ -1,4 +1,4 @@
-"""The runner of the suites ends what hangs and names it."""
+"""The suite runner ends hanging tests and names them."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def options(*more: str) -> list[str]:
     ]
 
 
-def test_a_run_without_progress_ends_with_its_children_and_the_name_of_the_test(
+def test_a_run_without_progress_is_ended_with_its_children_and_names_the_test(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "STALL_SECONDS", 5.0)
@@ -65,7 +65,7 @@ def test_a_run_without_progress_ends_with_its_children_and_the_name_of_the_test(
     assert found.stdout == ""
 
 
-def test_a_test_at_its_limit_shows_where_its_tasks_wait(suite: Suite) -> None:
+def test_a_test_at_its_time_limit_shows_the_stacks_of_its_tasks(suite: Suite) -> None:
     command = [*suite.command(Path("/dev/null"), options("-k", "waits"))]
     ran = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
@@ -73,11 +73,11 @@ def test_a_test_at_its_limit_shows_where_its_tasks_wait(suite: Suite) -> None:
     assert "in waits_for_an_event" in ran.stdout
 
 
-def test_a_suite_without_tests_has_failed(suite: Suite) -> None:
+def test_a_suite_without_tests_fails(suite: Suite) -> None:
     assert not run_suite(suite, options("-k", "no_such_test")).ok
 
 
-def test_every_suite_is_run_by_name() -> None:
+def test_every_suite_can_be_run_by_name() -> None:
     names = [suite.name for suite in run.SUITES]
     assert len(set(names)) == len(names)
     for suite in run.SUITES:

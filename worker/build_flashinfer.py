@@ -5,8 +5,8 @@
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
 PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
-else. Knows what the library's build asks of a machine: the CUDA toolkit itself and not a
-wrapper of its compiler, a libcuda.so to link with, and headers that are included and not used.
+else. The build of the library needs the CUDA toolkit itself, not a wrapper of its compiler, a
+libcuda.so to link with, and headers that its sources include without using them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ EIGHT_BITS: Final = "float8_e4m3fn"
 
 
 class FlashInferVariant(NamedTuple):
-    """What names a module of attention kernels. kv_dtype: where it is not `dtype`."""
+    """The parameters of a module of attention kernels. kv_dtype: empty if it is `dtype`."""
 
     head_dim: int
     dtype: str = "bfloat16"
@@ -54,7 +54,7 @@ TEST_VARIANTS: Final = (
     FlashInferVariant(256, window=True),
     FlashInferVariant(256),
 )
-"""Those of the tests on a GPU and of what measures there."""
+"""The variants that tests and benchmarks on a GPU run."""
 INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
 
 from pathlib import Path
@@ -69,19 +69,21 @@ def get_jit_cache_dir() -> str:
 
 
 def find_toolkit(root: Path = TOOLKITS) -> Path:
-    """The newest folder with headers and libraries of CUDA; raises ConfigError without one."""
+    """Return the newest CUDA toolkit with nvcc; raise ConfigError if there is none."""
     found = [
-        each
-        for each in root.glob("cuda*")
-        if (each / "include/cuda_runtime.h").exists() and (each / "bin/nvcc").exists()
+        folder
+        for folder in root.glob("cuda*")
+        if (folder / "include/cuda_runtime.h").exists() and (folder / "bin/nvcc").exists()
     ]
     if not found:
         raise ConfigError(f"no CUDA toolkit with nvcc in {root}/cuda*")
-    return max(found, key=lambda each: [int(n) for n in each.name[5:].split(".") if n.isdigit()])
+    return max(
+        found, key=lambda folder: [int(n) for n in folder.name[5:].split(".") if n.isdigit()]
+    )
 
 
 def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[str, str]:
-    """What the library reads before it builds; makes the files that this names in `work`."""
+    """Return environment variables for the library's build; create their files in `work`."""
     headers, stubs = work / "headers", work / "stubs"
     for folder in (headers, stubs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,6 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
 
 
 def variants(options: argparse.Namespace) -> list[FlashInferVariant]:
-    """The attention kernels that these flags ask for."""
     if options.for_tests:
         return list(TEST_VARIANTS)
     kv_dtypes = ["", EIGHT_BITS] if options.fp8 else [""]
@@ -115,7 +116,7 @@ def variants(options: argparse.Namespace) -> list[FlashInferVariant]:
 
 
 def attention_spec(variant: FlashInferVariant) -> Any:
-    """The module of prefills, and of decodes on tensor cores, as the library describes it."""
+    """Return the library's spec of a module for prefills and for decodes on tensor cores."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     dtype = getattr(torch, variant.dtype)
@@ -136,7 +137,7 @@ def attention_spec(variant: FlashInferVariant) -> Any:
 
 
 def specs(options: argparse.Namespace) -> Iterator[Any]:
-    """What is to be built, as the library describes it."""
+    """Yield the library's specs of all modules to build."""
     from flashinfer.jit import activation, cascade, norm, page, rope
 
     if options.page:
@@ -152,7 +153,7 @@ def specs(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def pack(libraries: list[Path], folder: Path) -> Path:
-    """The package with these NAME.so; returns where it is."""
+    """Write a package that contains these libraries; return its folder."""
     package = folder / PACKAGE
     for library in libraries:
         place = package / "jit_cache" / library.stem
@@ -163,11 +164,10 @@ def pack(libraries: list[Path], folder: Path) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     words = argparse.ArgumentParser("python -m worker.build_flashinfer", description=__doc__)
     words.add_argument("folder", type=Path)
     words.add_argument("--arch", default="9.0a", help="compute capability; 9.0a is Hopper")
-    words.add_argument("--cuda-home", type=Path, help="the toolkit; found by itself")
+    words.add_argument("--cuda-home", type=Path, help="the CUDA toolkit; default: found")
     words.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     words.add_argument("--head-dims", type=int, nargs="*", choices=HEAD_DIMS, default=[64, 128])
     words.add_argument("--windows", action="store_true", help="also for layers with a window")
@@ -185,12 +185,12 @@ def parser() -> argparse.ArgumentParser:
         help="build the modules of the GPU tests; the other selection flags are ignored",
     )
     words.add_argument("--page", action="store_true", help="a small module, to try the toolchain")
-    words.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    words.add_argument("--jobs", type=int, default=2, help="number of parallel compilers")
     return words
 
 
 def main(arguments: list[str]) -> None:
-    """Build and pack; prints a line for each module."""
+    """Build all modules, printing a line for each, and pack them."""
     options = parser().parse_args(arguments)
     folder = options.folder.resolve()
     toolkit = options.cuda_home or find_toolkit()

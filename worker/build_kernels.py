@@ -68,7 +68,6 @@ class KernelVariant:
         return (*self.flags, *self.product_flags, *self.tile_flags)
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
-        """Return the compiler flags of one source."""
         products = self.product_flags if source.name in PRODUCT_SOURCES else ()
         tiles = self.tile_flags if source.name in TILE_SOURCES else ()
         return (*_COMPILE_FLAGS, *self.flags, *products, *tiles)

@@ -87,7 +87,6 @@ class DecodeGraphs:
         )
 
     def fits(self, inputs: StepInputs) -> bool:
-        """Return whether a graph can compute the step."""
         return inputs.is_decode and len(inputs.rows) <= self._sizes[-1]
 
     def replay(

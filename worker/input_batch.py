@@ -202,7 +202,6 @@ class InputBatch:
                     self.edits[row].append(token_id)
 
     def last_is_pending(self, row: int) -> bool:
-        """Return whether the last token of a row has not reached the host yet."""
         return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
 
     def need_host(
@@ -258,11 +257,9 @@ class InputBatch:
         )
 
     def params(self, seq_id: int) -> SamplingParams:
-        """Return the sampling parameters of a sequence."""
         return self._sequences[seq_id].params
 
     def clear(self) -> None:
-        """Remove all sequences."""
         for seq_id in list(self._sequences):
             self._remove_sequence(seq_id)
 

@@ -10,14 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from proto.codec import changed
 from proto.config import ModelConfig, ServeConfig
-from proto.errors import ModelError
 from proto.lifecycle import (
     KVCacheGeometry,
     Notice,
@@ -31,15 +29,11 @@ from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
 from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
 from worker.loader.files import read_index
-from worker.loader.format_choice import (
-    activation_dtype,
-    choose_format,
-    describe_dense_weights,
-)
+from worker.loader.format_choice import activation_dtype, choose_format, describe_dense_weights
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_from_config
+from worker.models.registry import read_config, spec_from_config
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
 
@@ -68,7 +62,6 @@ class LoadedModel:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the model is on a GPU."""
         return is_cuda(self.device)
 
     @property
@@ -83,7 +76,6 @@ class LoadedModel:
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
-        """Bytes of the weights by format."""
         return tuple(WeightFormatMemory(*item) for item in self.weight_format.memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
@@ -164,20 +156,7 @@ def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Devi
 
 
 def is_cuda(device: Device) -> bool:
-    """Return whether a device is a GPU."""
     return device.torch_device.type == "cuda"
-
-
-def read_config(prepared: PreparedModel) -> dict[str, Any]:
-    """Return the model's config.json; raises ModelError naming the file."""
-    path = Path(prepared.folder) / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return config
 
 
 def kv_fingerprint(

@@ -133,7 +133,6 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self._model.spec.vocab_size
 
     def execute(
@@ -328,7 +327,6 @@ class SyncModelRunner:
     def launch(
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> FinishedStep:
-        """Compute a step to its end."""
         return FinishedStep(self._runner.execute(step, get_grammars))
 
 

@@ -19,7 +19,7 @@ from worker.async_runner import AsyncModelRunner, Runner
 from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
-from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
@@ -27,8 +27,12 @@ from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import NO_CONNECTOR, WorkerConnector, WorkerContext
-from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.base import (
+    NO_CONNECTOR,
+    WorkerConnector,
+    WorkerContext,
+    create_worker_connector,
+)
 from worker.kv_connector.steps import with_hooks
 from worker.loaded_model import LoadedModel
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
@@ -45,7 +49,7 @@ class RunnerBuilder:
 
     fault_injector: replaces hidden states by NaN if a test asks for it. report: sends a message to
     the supervisor. step_tokens: token budget of a step, for which memory is kept beside the pool.
-    kv_cache_bytes: memory for the KV pool, the same for every engine, whatever is free later.
+    kv_cache_bytes: memory for the KV pool, the same for every engine of this worker.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class DeviceKernels:
     """
 
     load_flashinfer: Callable[[], Library]
-    store: KVStore
+    store: TritonStore
     draw: KeyedDraw
     edits: TritonEdits
 

@@ -82,7 +82,6 @@ class Inbox:
                 self._messages.append(message)
 
     def pop_message(self) -> InitializeCache | SchedulerOutput | None:
-        """Remove and return the oldest message; None if there is none."""
         return self._messages.popleft() if self._messages else None
 
     def pop_grammars(self, step: int) -> GrammarOutput | None:

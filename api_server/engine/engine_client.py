@@ -81,7 +81,6 @@ class EngineConnection:
 
     @property
     def ready(self) -> bool:
-        """The engine accepts requests."""
         return self.engine is not None and not self._sent_garbage
 
     @property
@@ -190,7 +189,6 @@ class EngineClient:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the engine that gets new requests."""
         return self._current.epoch
 
     def update_view_subscription(self) -> None:
@@ -214,12 +212,10 @@ class EngineClient:
 
     @property
     def connected(self) -> bool:
-        """The current engine accepts requests."""
         return self._current.ready
 
     @property
     def num_open(self) -> int:
-        """Requests that have not finished."""
         return len(self._open)
 
     async def wait_ready(self) -> EngineReady:

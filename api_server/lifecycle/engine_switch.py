@@ -42,13 +42,11 @@ class EngineSwitch:
 
     @property
     def app_state(self) -> AppState:
-        """The state that answers new requests."""
         app_state: AppState = self._state.app_state
         return app_state
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests in flight, with any engine."""
         return sum(counter.number for counter in self._in_flight)
 
     async def wait_until_idle(self) -> None:

@@ -27,7 +27,6 @@ class InFlightCounter:
             self._idle.set()
 
     async def wait_until_idle(self) -> None:
-        """Return when no request is in flight."""
         await self._idle.wait()
 
 
@@ -55,11 +54,9 @@ class Health:
         self._drain_started.set()
 
     async def wait_drain(self) -> None:
-        """Return when the drain has started."""
         await self._drain_started.wait()
 
     def check_not_draining(self) -> None:
-        """Raise DrainingError while draining."""
         if self.draining:
             raise DrainingError()
 

@@ -59,7 +59,6 @@ class Subscriber:
         self._changed.set()
 
     def end(self) -> None:
-        """End the stream after the queued events."""
         self.finished = True
         self._changed.set()
 
@@ -108,7 +107,6 @@ class LiveViewPublisher:
         return subscriber
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Remove a subscriber, unless it was removed before."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
             if not self._subscribers:
@@ -123,7 +121,6 @@ class LiveViewPublisher:
             self._publish_event(hello)
 
     def publish_view(self, view: EngineView) -> None:
-        """Publish a view of the current engine."""
         if not self._subscribers:
             return
         try:
@@ -143,12 +140,10 @@ class LiveViewPublisher:
             self.publish_notice("preemption", f"{view.preemptions} {requests} preempted")
 
     def publish_notice(self, kind: NoticeKind, text: str) -> None:
-        """Publish an event about the daemon."""
         if self._subscribers:
             self._publish_event(notice_event(self._clock() - self._start, kind, text))
 
     def publish_restart(self, role: Role, *, hung: bool) -> None:
-        """Publish that a process was restarted. hung: its watchdog had killed it."""
         title = process_title(role)
         if hung:
             self.publish_notice("watchdog", f"{title} hung: it was killed and restarted")
@@ -156,7 +151,6 @@ class LiveViewPublisher:
             self.publish_notice("restart", f"{title} was restarted")
 
     def close(self) -> None:
-        """End all streams."""
         for subscriber in self._subscribers:
             subscriber.end()
 

@@ -41,11 +41,9 @@ class EngineGauges:
         self._epochs: set[int] = set()
 
     def add_engine(self, epoch: int) -> None:
-        """Include the gauges of an engine from now on."""
         self._epochs.add(epoch)
 
     def remove_engine(self, epoch: int) -> None:
-        """Drop the gauges of an engine that is gone."""
         self._epochs.discard(epoch)
         for slot in self._slots:
             if self._sheet.own_cells(slot, 1) == [epoch]:

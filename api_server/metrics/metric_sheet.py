@@ -58,7 +58,6 @@ class MetricSheet:
         self._own_row[cell] += amount
 
     def write_cells(self, first: int, values: Sequence[float]) -> None:
-        """Set cells of this process's row."""
         for cell, value in enumerate(values, first):
             self._own_row[cell] = value
 

@@ -334,11 +334,9 @@ class Metrics(Collector):
             self._watchdog_kills[process_title(role)].increment()
 
     def add_engine(self, epoch: int) -> None:
-        """Show the gauges of an engine from now on."""
         self._engine_gauges.add_engine(epoch)
 
     def remove_engine(self, epoch: int) -> None:
-        """Stop showing the gauges of an engine that is gone."""
         self._engine_gauges.remove_engine(epoch)
 
     def set_engine_info(self, engine: EngineReady) -> None:
@@ -376,7 +374,6 @@ class Metrics(Collector):
         self._discarded[cause].increment(num_tokens)
 
     def count_rejection(self, limit: str) -> None:
-        """Count a request that was refused because of a limit."""
         self._rejections[limit].increment()
 
     def count_cut_short(self, cause: str) -> None:
@@ -424,7 +421,6 @@ class Metrics(Collector):
         self._generation_lengths.observe(num_tokens)
 
     def count_tool_parse(self, has_calls: bool) -> None:
-        """Count a finished choice of a request with tools."""
         self._tool_parses["tool_call" if has_calls else "no_tool_call"].increment()
 
     def record_finished_request(self, seconds: float, n: int, max_tokens: int) -> None:

@@ -70,7 +70,6 @@ class OutputFormat:
         return {**self.tool_calls.markers, **self.reasoning.markers}
 
     def new_parser(self) -> OutputParser:
-        """Return a parser for one choice."""
         return self.reasoning.new_parser(self.tool_calls.new_parser())
 
     def new_choice_parser(self, metrics: Metrics) -> ChoiceParser:

@@ -53,7 +53,6 @@ class ToolCallPlan:
     markers: Mapping[int, str] = field(default_factory=dict)
 
     def new_parser(self) -> OutputParser:
-        """Return a parser for one choice."""
         return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tool_names)
 
 

@@ -251,7 +251,6 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
 
     @property
     def max_tokens_field(self) -> str:
-        """Name of the field that `requested_max_tokens` comes from."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property

@@ -247,7 +247,6 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
 
     @property
     def includes_usage(self) -> bool:
-        """The stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property

@@ -354,7 +354,6 @@ def nested_fields(
 
 
 def ignored_of(info: ValidationInfo) -> IgnoredFields:
-    """Return the IgnoredFields that `parse` passed to the validators."""
     return info.context if isinstance(info.context, IgnoredFields) else IgnoredFields()
 
 

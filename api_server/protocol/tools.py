@@ -237,7 +237,6 @@ class ToolFields(BaseModel):
 
     @property
     def must_call(self) -> bool:
-        """The answer must contain a call."""
         return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
 
     @property

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final, cast
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
@@ -31,7 +31,6 @@ def app_state_of(request: HTTPConnection) -> AppState:
 
 
 def has_operators_key(request: Request) -> bool:
-    """Return whether the request has an operator's key."""
     return bool(getattr(request.state, "is_operator", False))
 
 
@@ -60,7 +59,6 @@ def _check_is_local(request: Request) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address is a loopback address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -74,6 +72,16 @@ NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": 
 """Headers that set a field of the body: header → field."""
 SESSION_HEADER: Final = "x-session-id"
 """Sets session_id."""
+
+
+def page_limit(query: QueryParams, maximum: int) -> int:
+    """Return the `limit` of a request for a page of a list; raise InvalidRequestError."""
+    text = query.get("limit", "20")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= maximum:
+        raise InvalidRequestError(f"limit must be 1 to {maximum}", "limit")
+    return int(text)
+
+
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Sets request_id, if its value is a valid one."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
@@ -107,13 +115,21 @@ def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: Ignored
         fields[name] = int(text)
     session_id = headers.get(SESSION_HEADER)
     if session_id is not None and fields.get("session_id") is None:
-        fields["session_id"] = session_id
+        fields["session_id"] = _as_utf8(session_id)
     request_id = headers.get(REQUEST_ID_HEADER)
     if request_id is not None and fields.get("request_id") is None:
         if re.fullmatch(REQUEST_ID, request_id):
             fields["request_id"] = request_id
         else:
             ignored.add(REQUEST_ID_HEADER)
+
+
+def _as_utf8(value: str) -> str:
+    """Return the text of a header in UTF-8, as in a body; otherwise in Latin-1, as HTTP has it."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
 
 
 async def read_json(request: Request) -> Any:

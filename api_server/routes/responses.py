@@ -46,7 +46,7 @@ from api_server.routes.chat import (
     count_tokens,
     with_merged_roles_fallback,
 )
-from api_server.routes.common import app_state_of, read_fields
+from api_server.routes.common import app_state_of, page_limit, read_fields
 from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
@@ -54,7 +54,7 @@ from proto.peer_io import ResponseOperation
 
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
-MAX_PAGE_ITEMS: Final = 100
+MAX_PAGE: Final = 100
 
 
 @router.post("/v1/responses")
@@ -282,11 +282,10 @@ async def list_input_items(request: Request, response_id: str) -> dict[str, Any]
 
 def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
     """Return the items that a query selects, as a list of OpenAI's API."""
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
+    order, after = query.get("order", "desc"), query.get("after")
+    limit = page_limit(query, MAX_PAGE)
     if order not in ("asc", "desc"):
         raise InvalidRequestError("order must be 'asc' or 'desc'", "order")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_PAGE_ITEMS):
-        raise InvalidRequestError(f"limit must be 1 to {MAX_PAGE_ITEMS}", "limit")
     items = items if order == "asc" else items[::-1]
     start = 0
     if after is not None:
@@ -294,14 +293,13 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
         if after not in ids:
             raise InvalidRequestError(f"after: there is no item {shown(after)}", "after")
         start = ids.index(after) + 1
-    end = start + int(limit)
-    page = [listed_item(item) for item in items[start:end]]
+    page = [listed_item(item) for item in items[start : start + limit]]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": end < len(items),
+        "has_more": start + limit < len(items),
     }
 
 

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket
 
 from api_server.errors import MODELS_PATH, error_response, expects_anthropic
-from api_server.routes.common import app_state_of
-from proto.errors import InvalidRequestError, UnknownPathError, shown
+from api_server.routes.common import app_state_of, page_limit
+from proto.errors import UnknownPathError, shown
 
 MAX_PAGE: Final = 1000
 """Largest `limit` of Anthropic's lists."""
@@ -115,9 +115,7 @@ def _is_on_page(request: Request) -> bool:
     Raises InvalidRequestError.
     """
     query = request.query_params
-    limit = query.get("limit", "20")
-    if not (limit.isdecimal() and 1 <= int(limit[:5]) <= MAX_PAGE):
-        raise InvalidRequestError(f"limit must be between 1 and {MAX_PAGE}", "limit")
+    page_limit(query, MAX_PAGE)
     return not {"after_id", "before_id"} & query.keys()  # else before or after the only model
 
 

@@ -50,7 +50,6 @@ class Truncation:
         return value[len(value) - length :] if self.side == "left" else value[:length]
 
     def cut_ids(self, token_ids: list[int]) -> list[int]:
-        """Return the token ids that are kept."""
         return token_ids if self.max_tokens is None else self.cut(token_ids, self.max_tokens)
 
     def encode(

@@ -4,7 +4,7 @@ All servers run all the time (--restart: only during their turn), and one is loa
 round sends the same loads to every server, in changing order. A machine that is slower for a minute
 is slower for all servers, so the ratio within a round is more reliable than the absolute figures.
 
-  tokend bench compare --server tokend=http://127.0.0.1:8000 \
+  tokend bench compare --server tokend=http://127.0.0.1:8000 \\
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
 """
@@ -143,7 +143,6 @@ class Comparison:
         return statistics.median(values) if values else math.nan
 
     def ratios(self, figure: ComparedFigure, other: str) -> RoundRatios:
-        """Return the ratios of the first server to another one."""
         return RoundRatios.of(self.values(self._names[0], figure), self.values(other, figure))
 
     def show(self, console: Console, title: str) -> None:
@@ -163,7 +162,6 @@ class Comparison:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def to_dict(self) -> Mapping[str, object]:
-        """Return a dict for JSON."""
         first, *others = self._names
         return {
             "servers": {name: self._totals_dict(self._totals[name]) for name in self._names},
@@ -223,7 +221,6 @@ class ClosedLoad:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the comparison, print the table and write the figures."""
     CompareBench(parse(words)).run()
 
 
@@ -242,7 +239,6 @@ class CompareBench:
         """Measure what a turn is compared with; all servers are idle."""
 
     def after_turn(self, spec: ServerSpec, turn: TurnFigures) -> TurnFigures:
-        """Return the figures of the turn with those of `extra_figures`."""
         return turn
 
     def notes(self) -> Sequence[str]:
@@ -250,7 +246,6 @@ class CompareBench:
         return ()
 
     def run(self) -> None:
-        """Run all rounds, print the table and write the figures."""
         options = self.options
         with writable("--json", options.json) as rows:
             comparison = Comparison([spec.name for spec in self.specs], self.figures())
@@ -392,11 +387,7 @@ def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, 
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench compare", description=__doc__)
     parser.add_argument(
         "--server",
         action="append",

@@ -220,7 +220,6 @@ MILLISECONDS: Final = 1e-3
 
 
 def add_sizes(parser: argparse.ArgumentParser, input_tokens: int, output_tokens: int) -> None:
-    """Add flags for the lengths of prompts and answers, and for random prompts."""
     parser.add_argument(
         "--input-tokens", type=at_least_one, default=input_tokens, help=f"({input_tokens})"
     )
@@ -237,7 +236,6 @@ def add_sizes(parser: argparse.ArgumentParser, input_tokens: int, output_tokens:
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add flags for random prompts."""
     parser.add_argument(
         "--prompts",
         choices=("ids", "text"),
@@ -255,7 +253,6 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Add flags that select the data set."""
     group = parser.add_argument_group("requests")
     group.add_argument("--dataset", choices=_NAMES, default="random", help="(random)")
     group.add_argument("--file", help="for --dataset file: JSON lines with prompt or messages")

@@ -94,8 +94,6 @@ class BenchSession(Protocol):
 
 
 class SingleRequest:
-    """A session of a single request."""
-
     needs_answers = False
 
     def __init__(self, request: BenchRequest) -> None:
@@ -142,7 +140,6 @@ class RequestSizes:
     spread: float = 0.0
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Return random numbers of input and output tokens."""
         return self._draw_one(rng, self.input_tokens), self._draw_one(rng, self.output_tokens)
 
     def _draw_one(self, rng: random.Random, mean: int) -> int:

@@ -156,7 +156,6 @@ class RunFigures:
 
 
 def figures_of(name: str, load_result: LoadResult, goodput: Goodput) -> RunFigures:
-    """Return the figures of one run."""
     done = [result for result in load_result.results if not result.error]
     return RunFigures(
         name=name,
@@ -324,7 +323,6 @@ def html_page(
 
 
 def _rows(runs: Sequence[RunFigures]) -> PlotTable:
-    """Return the figures of the tables with one row per run."""
     head = ["load", "done", "failed", "output tokens/s", "requests/s"]
     head += [f"{metric.upper()} p50 / p99, ms" for metric in METRICS]
     return PlotTable(

@@ -43,7 +43,6 @@ class Limit:
 
     @property
     def met(self) -> bool:
-        """Whether the value is within the bound; False for NaN."""
         return self.value <= self.bound if self.kind == "at most" else self.value >= self.bound
 
     def describe(self) -> str:
@@ -65,7 +64,6 @@ class Limit:
 
 
 def limits_table(limits: Sequence[Limit]) -> Table:
-    """Return a table with a row per limit."""
     table = Table(title="limits")
     for name in ("limit", "value", "bound", "verdict"):
         table.add_column(name, justify="right" if name in ("value", "bound") else "left")

@@ -3,13 +3,19 @@
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from proto.errors import ConfigError
 
 
 class BenchParser(argparse.ArgumentParser):
-    """Raises ConfigError for invalid arguments, like the rest of the command line."""
+    """Raises ConfigError for invalid arguments, like the rest of the command line.
+
+    The help shows the description as it is written.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}")
@@ -35,14 +41,6 @@ def positive(text: str) -> float:
     """Parse a number above 0; for `type=`."""
     number = float(text)
     if not 0 < number < float("inf"):
-        raise ValueError
-    return number
-
-
-def from_zero_number(text: str) -> float:
-    """Parse a number of at least 0; for `type=`."""
-    number = float(text)
-    if not 0 <= number < float("inf"):
         raise ValueError
     return number
 

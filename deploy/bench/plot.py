@@ -57,8 +57,8 @@ class LogScale:
     def including(cls, values: Sequence[float]) -> "LogScale":
         """Return a scale that includes all values above 0."""
         above = [value for value in values if value > 0] or [1.0]
-        low = max(each for each in _nice(min(above)) if each <= min(above) * (1 + 1e-9))
-        high = min(each for each in _nice(max(above)) if each >= max(above) * (1 - 1e-9))
+        low = max(value for value in _nice(min(above)) if value <= min(above) * (1 + 1e-9))
+        high = min(value for value in _nice(max(above)) if value >= max(above) * (1 - 1e-9))
         return cls(low, high if high > low else 10 * low)
 
     @property
@@ -67,15 +67,14 @@ class LogScale:
         found, value = [], self.low
         while value < self.high * (1 - 1e-9):
             found.append(value)
-            value = min(each for each in _nice(value) if each > value * (1 + 1e-9))
+            value = min(tick for tick in _nice(value) if tick > value * (1 + 1e-9))
         found.append(self.high)
         if len(found) <= _MOST_TICKS:
             return found
-        inner = [each for each in found[1:-1] if math.log10(each).is_integer()]
+        inner = [tick for tick in found[1:-1] if math.log10(tick).is_integer()]
         return [found[0], *inner, found[-1]]
 
     def position(self, value: float) -> float:
-        """Return the position of a value: 0 at the low end, 1 at the high end."""
         return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
 
@@ -83,7 +82,6 @@ Scale = LinearScale | LogScale
 
 
 def label(value: float) -> str:
-    """Format a value for an axis."""
     return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
 
 
@@ -94,14 +92,16 @@ def percent_label(part: float) -> str:
 def _nice(value: float) -> list[float]:
     """Return 1, 2, 5 and 10 times the power of ten of a value, and of its neighbours."""
     power = math.floor(math.log10(value))
-    return [each * 10.0**near for near in (power - 1, power, power + 1) for each in _OF_A_DECADE]
+    return [
+        factor * 10.0**near for near in (power - 1, power, power + 1) for factor in _OF_A_DECADE
+    ]
 
 
 def _round_end(highest: float) -> float:
     if highest <= 0:
         return 1.0
     scale = 10.0 ** math.floor(math.log10(highest / _STEPS))
-    step = next(each for each in _ROUND if each * scale * _STEPS >= highest * (1 - 1e-9))
+    step = next(size for size in _ROUND if size * scale * _STEPS >= highest * (1 - 1e-9))
     return step * scale * _STEPS
 
 
@@ -199,9 +199,9 @@ def plot_page(
 
 def _table(table: PlotTable) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(each)}</{tag}>' for each in cells)}</tr>"
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
-    rows = "".join(row(each, "td") for each in table.rows)
+    rows = "".join(row(cells, "td") for cells in table.rows)
     return f'<div class="table"><table>{row(table.head, "th")}{rows}</table></div>'
 
 

@@ -113,7 +113,6 @@ class MemoryLog:
         self.sizes: defaultdict[str, list[float]] = defaultdict(list)
 
     def sample(self) -> None:
-        """Record the present size of each process."""
         for title, usage in usage_by_title(self._pid).items():
             self.sizes[title].append(usage.resident_mib)
 

@@ -60,11 +60,7 @@ _GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 
 def parse(words: Sequence[str], description: str) -> argparse.Namespace:
     """Parse the command line; raises ConfigError for invalid or conflicting flags."""
-    parser = BenchParser(
-        prog="tokend bench serve",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench serve", description=description)
     parser.add_argument(
         "--url", required=True, help="URL of the server, such as http://127.0.0.1:8000"
     )

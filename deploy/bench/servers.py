@@ -122,7 +122,6 @@ class StartedServer(BenchProcess):
 
     @property
     def pid(self) -> int:
-        """Process id of the command."""
         return self._process.pid
 
     def __exit__(self, *how: object) -> None:
@@ -227,7 +226,6 @@ class MeasuredDaemon(BenchProcess):
 
     @property
     def text(self) -> str:
-        """The last lines that it has printed."""
         return "\n".join(self.lines)
 
     def metric(self, name: str) -> float:
@@ -235,7 +233,6 @@ class MeasuredDaemon(BenchProcess):
         return metrics_of(self.url, name)[0]
 
     def num_steps(self) -> float:
-        """Return the steps since the start."""
         return self.metric("vllm:iteration_tokens_total_count")
 
     def _read(self) -> None:
@@ -256,4 +253,4 @@ def metrics_of(url: str, *names: str) -> list[float]:
     found = (
         re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names
     )
-    return [sum(map(float, each)) for each in found]
+    return [sum(map(float, samples)) for samples in found]

@@ -49,7 +49,6 @@ class StartTimes:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure all servers, print the table and write the figures."""
     options = _parse(words)
     specs = _specs(options)
     with writable("--json", options.json) as files:
@@ -125,11 +124,7 @@ def _specs(options: argparse.Namespace) -> list[ServerSpec]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench startup", description=__doc__)
     parser.add_argument(
         "--server",
         action="append",

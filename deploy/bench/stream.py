@@ -18,8 +18,6 @@ from proto.errors import ProtocolError, TokendError
 
 
 class StreamDelta(msgspec.Struct):
-    """New content of a chat message."""
-
     content: str | None = None
 
 
@@ -42,8 +40,6 @@ class StreamPromptDetails(msgspec.Struct):
 
 
 class StreamUsage(msgspec.Struct):
-    """Token counts of the whole request."""
-
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: StreamPromptDetails | None = None

@@ -91,7 +91,6 @@ def get(name: str) -> PackagedModel:
 
 
 def names() -> str:
-    """Return all names, for messages."""
     return ", ".join(model.name for model in MODELS)
 
 
@@ -101,7 +100,6 @@ def models_root(cache: str) -> str:
 
 
 def prepared_root(cache: str) -> str:
-    """Return the folder of prepared models."""
     return os.path.join(cache, "prepared")
 
 

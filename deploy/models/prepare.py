@@ -1,4 +1,4 @@
-"""The process that prepares a model, and its messages to the process that has started it.
+"""The process that prepares a model, and its messages to its parent process.
 
 Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`. It prints lines of
 JSON, each a list [kind, text, fraction].
@@ -8,8 +8,6 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from typing import Final, NamedTuple
 
 from deploy.models import gguf_file, hf_folder, prepared_folder
@@ -23,35 +21,13 @@ QUIET_LIBRARIES: Final = {
     "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables that keep libraries from printing, and from asking a hub about a model."""
+"""Environment variables that keep libraries from printing, and from requests to a model hub."""
 _PROGRESS_SECONDS: Final = 0.1
 """Minimum time between two lines about the same operation."""
 
 
-@dataclass(frozen=True)
-class PrepareJob:
-    """A model to prepare.
-
-    name, source, kind: as in `store.ModelSource`. target: folder to fill. final: its later path.
-    """
-
-    name: str
-    source: str
-    kind: str
-    target: str
-    final: str
-
-    def to_arguments(self) -> list[str]:
-        """Return the arguments for the command line of this module."""
-        return list(astuple(self))
-
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str]) -> "PrepareJob":
-        return cls(*arguments)
-
-
 class PrepareMessage(NamedTuple):
-    """kind: "progress", "error", or "other" for a line that some library has printed."""
+    """A line of the process. kind: "progress", "error", or "other" for output of a library."""
 
     kind: str
     text: str
@@ -84,17 +60,22 @@ class _ProgressPrinter:
         print(PrepareMessage("progress", what, fraction).to_line(), flush=True)
 
 
-def prepare(job: PrepareJob, report: prepared_folder.ProgressCallback) -> None:
-    """Fill the target folder of a job; raises ModelError or OSError."""
-    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[job.kind]
-    contents = read(job.source, report)
+def prepare(
+    name: str,
+    source: str,
+    kind: str,
+    target: str,
+    final: str,
+    report: prepared_folder.ProgressCallback,
+) -> None:
+    """Fill the folder `target`, which will be moved to `final`; raises ModelError or OSError.
+
+    name, source, kind: as in `store.ModelSource`.
+    """
+    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[kind]
+    contents = read(source, report)
     prepared_folder.write(
-        contents,
-        name=job.name,
-        source=job.source,
-        target=job.target,
-        final=job.final,
-        report=report,
+        contents, name=name, source=source, target=target, final=final, report=report
     )
 
 
@@ -102,7 +83,8 @@ def main() -> int:
     """Prepare a model; return the exit status: 0 done, 2 the model cannot be used."""
     warnings.simplefilter("ignore")  # libraries warn about models in general
     try:
-        prepare(PrepareJob.from_arguments(sys.argv[1:]), _ProgressPrinter())
+        name, source, kind, target, final = sys.argv[1:]
+        prepare(name, source, kind, target, final, _ProgressPrinter())
     except (ModelError, OSError) as error:
         message = PrepareMessage("error", " ".join(str(error).split()))
         print(message.to_line(), flush=True)

@@ -21,7 +21,7 @@ from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch
 from deploy.models.fetch import exclusive
-from deploy.models.prepare import QUIET_LIBRARIES, PrepareJob, PrepareMessage
+from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
 from proto.codec import from_json
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, PreparedModel
@@ -182,14 +182,12 @@ def _prepare(
 ) -> PreparedModel:
     """Create the folder in a process of its own, which imports large libraries."""
     root, key = os.path.split(folder)
-    for left_over in Path(root).glob(
-        f".{key}.*"
-    ):  # left by a start that was killed; this process holds the lock
+    # left by a start that was killed; this process holds the lock
+    for left_over in Path(root).glob(f".{key}.*"):
         shutil.rmtree(left_over)
     workspace = tempfile.mkdtemp(prefix=f".{key}.", dir=root)
     try:
-        job = PrepareJob(source.name, source.path, source.kind, workspace, folder)
-        _run_job(job, environment, display)
+        _run_preparation(source, workspace, folder, environment, display)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
         os.rename(workspace, folder)
@@ -201,9 +199,12 @@ def _prepare(
     return manifest
 
 
-def _run_job(job: PrepareJob, environment: HostEnvironment, display: Display) -> None:
+def _run_preparation(
+    source: ModelSource, target: str, final: str, environment: HostEnvironment, display: Display
+) -> None:
+    arguments = [source.name, source.path, source.kind, target, final]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "deploy.models.prepare", *job.to_arguments()],
+        [sys.executable, "-P", "-m", "deploy.models.prepare", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**environment.variables, **QUIET_LIBRARIES},
@@ -218,7 +219,7 @@ def _run_job(job: PrepareJob, environment: HostEnvironment, display: Display) ->
             if message.kind == "error":
                 failure = message.text
             elif message.kind == "progress":
-                display.progress(f"preparing {job.name}: {message.text}", message.fraction)
+                display.progress(f"preparing {source.name}: {message.text}", message.fraction)
         status = process.wait()
     finally:
         if process.poll() is None:
@@ -228,4 +229,4 @@ def _run_job(job: PrepareJob, environment: HostEnvironment, display: Display) ->
     if failure:
         raise ModelError(failure)
     if status != 0:
-        raise ModelError(f"preparing {job.source} failed with exit status {status}")
+        raise ModelError(f"preparing {source.path} failed with exit status {status}")

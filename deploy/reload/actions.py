@@ -103,7 +103,6 @@ class ReloadActions:
         return preparation
 
     def end_preparation(self, preparation: PreparationProcess) -> None:
-        """Kill the process if it still runs."""
         self._poller.remove(preparation.fileno())
         self._children.preparing_pids.discard(preparation.pid)
         preparation.close()

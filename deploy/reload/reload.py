@@ -115,7 +115,6 @@ class Reload:
         self._requested = self._allowed
 
     def advance(self) -> None:
-        """Do what is due; called in every turn of the main loop."""
         self._enter(self._phase.advance())
         if self._requested and self._phase.idle and not self._recovery.has_outages:
             self._requested = False
@@ -124,19 +123,15 @@ class Reload:
             self._begin()
 
     def seconds_to_next_step(self) -> float | None:
-        """Return the seconds until something is due without an event; None for never."""
         return self._phase.seconds_to_next_step()
 
     def is_stopping(self, process: Child) -> bool:
-        """Whether the reload has asked this process to exit."""
         return self._phase.is_stopping(process)
 
     def note_message(self, message: Message) -> None:
-        """Handle a message of any process."""
         self._enter(self._phase.note_message(message))
 
     def handles_death_of(self, process: Child) -> bool:
-        """Whether the reload, and not `Recovery`, handles the death of this process."""
         return self._phase.handles_death_of(process)
 
     def disconnect(self, hung: Child) -> bool:

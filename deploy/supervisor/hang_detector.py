@@ -37,7 +37,7 @@ Process = tuple[Role, int]
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """HangLimits in seconds without progress: during the start, in the first steps, and later."""
+    """Limits in seconds without progress: during the start, in the first steps, and later."""
 
     start: float
     first_steps: float
@@ -110,12 +110,10 @@ class HangDetector:
         return self._limits.interval
 
     def watch(self, process: Process) -> None:
-        """Watch a new process."""
         role, _ = process
         self._states[process] = _ProcessState(math.inf if role == "worker" else self._read_clock())
 
     def unwatch(self, process: Process) -> None:
-        """Stop watching a process that has ended."""
         role, _ = process
         del self._states[process]
         if role == "engine_core":
@@ -132,12 +130,10 @@ class HangDetector:
             state.owes_since = self._read_clock()
 
     def note_ready(self, process: Process) -> None:
-        """Note that a process has reported readiness."""
         self._states[process].started = True
         self.note_message(process)
 
     def note_answer(self, process: Process) -> None:
-        """Note the answer to a ping."""
         state = self._states[process]
         state.started = True
         state.owes_since = math.inf
@@ -227,7 +223,6 @@ class HangDetector:
 
     @property
     def _step_limit(self) -> float:
-        """Limit of the current step."""
         if self._report.ready and self._report.num_steps >= FIRST_STEPS:
             return self._limits.step
         return self._limits.first_steps

@@ -98,7 +98,6 @@ class Launch:
     faults: tuple[Fault, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
-        """Return role and index of every process."""
         found: list[tuple[Role, int]] = [
             ("worker", rank) for rank in range(self.config.parallel.tensor_parallel_size)
         ]
@@ -112,7 +111,6 @@ class Launch:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in the API."""
         return self.config.model.served_model_name or self.model.name
 
 
@@ -149,7 +147,6 @@ class Readiness:
 
     @property
     def starts(self) -> tuple[ProcessStart, ...]:
-        """Start phases of workers, engine and API servers."""
         return (*self.engine.starts, *self._front_end_starts.values())
 
     @property

@@ -145,7 +145,6 @@ class Child:
         self.link.send(message)
 
     def request_shutdown(self) -> None:
-        """Ask the process to exit."""
         self.send(Shutdown())
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -201,7 +200,6 @@ class ChildProcesses:
         return child
 
     def remove(self, child: Child) -> None:
-        """Forget a process that has exited."""
         self._poller.remove(child.link)
         self._poller.remove(child.pidfd)
         self.running.remove(child)
@@ -225,7 +223,6 @@ class ChildProcesses:
         return {child.pid for child in self.running} | self.preparing_pids
 
     def kill_all(self) -> None:
-        """Kill every process and wait for its exit."""
         for child in self.running:
             child.send_signal(signal.SIGKILL)
             child.wait()

@@ -70,7 +70,6 @@ class RestartBudget:
         return float(min(_MAX_DELAY, _FIRST_DELAY * 2 ** (self._num_restarts - _NUM_IMMEDIATE - 1)))
 
     def reset(self) -> None:
-        """Reset the count, because a step was completed."""
         self._num_restarts = 0
 
     def _forget_old(self) -> None:

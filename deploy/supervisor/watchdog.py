@@ -43,7 +43,7 @@ _STUCK_SECONDS: Final = 10.0
 
 
 class HungProcessRemoval:
-    """The signals to one hung process. since: when the others were told to disconnect."""
+    """The signals to one hung process. since: when the other processes were asked to disconnect."""
 
     def __init__(self, process: Child, clock: Callable[[], float] = time.monotonic) -> None:
         self._process = process
@@ -54,7 +54,6 @@ class HungProcessRemoval:
 
     @property
     def done(self) -> bool:
-        """Whether the process has ended."""
         return self._process.has_ended()
 
     @property
@@ -153,7 +152,7 @@ class Watchdog:
         return found
 
     def begin_removal(self, hung: Child) -> None:
-        """Begin to remove a hung process, after the others were told to disconnect from it."""
+        """Begin to remove a hung process; the other processes disconnect from it first."""
         self._removals[hung] = HungProcessRemoval(hung, self._clock)
 
     def continue_removals(self) -> None:

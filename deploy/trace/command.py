@@ -20,7 +20,6 @@ Make a web page of a scheduler trace (tokend serve --sched-trace FILE).
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status; raises ConfigError."""
     if list(arguments) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
@@ -30,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _view(arguments: Sequence[str]) -> int:
-    """Write the page and print its path."""
     parser = BenchParser(
         prog="tokend trace view", description="Make a web page of a scheduler trace."
     )

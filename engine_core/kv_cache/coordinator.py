@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup, group_class
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
+from proto.scheduler_output import BlockIds
 
 
 def max_blocks_of_request(
@@ -109,7 +110,6 @@ class KVCacheCoordinator:
         return ComputedBlocks(tuple(shared), num_tokens, tuple(tails))
 
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
-        """Free the blocks that tokens from position `num_computed` on do not need."""
         for group in self._skipping:
             group.remove_skipped_blocks(seq_id, num_computed)
 
@@ -128,12 +128,10 @@ class KVCacheCoordinator:
         return num_new
 
     def attach_blocks(self, seq_id: int, computed: ComputedBlocks) -> None:
-        """Start the block tables of a sequence with blocks of its prefix, and reference them."""
         for number, group in enumerate(self.groups):
             group.attach_blocks(seq_id, computed.block_ids[number] if computed.num_tokens else ())
 
     def allocate_blocks(self, seq_id: int, num_slots: int) -> BlockIds:
-        """Append new blocks until every table has room; return the new ones per group."""
         return [group.allocate_blocks(seq_id, num_slots) for group in self.groups]
 
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
@@ -144,12 +142,10 @@ class KVCacheCoordinator:
         return min([group.cache_full_blocks(seq_id, content, num_tokens) for group in self.groups])
 
     def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
-        """Give the block tables of a sequence to another seq_id."""
         for group in self.groups:
             group.rename_sequence(seq_id, new_seq_id)
 
     def free_sequence(self, seq_id: int) -> None:
-        """Free all blocks of a sequence, group by group, last block first."""
         for group in self.groups:
             group.free_sequence(seq_id)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -120,7 +120,6 @@ class KVEventLog(PoolObserver):
         self._events: list[KVEvent] = []
 
     def pop_events(self) -> list[KVEvent]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

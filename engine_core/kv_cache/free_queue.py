@@ -1,5 +1,10 @@
 """The free queue: unreferenced blocks in the order in which they are evicted.
 
+A block is an int, its index in the worker's KV buffer. What is known about blocks lies in parallel
+lists indexed by this int: links and reference counts here, hashes in the pool. So a block table has
+the form in which it is sent to workers, and a pool of a million blocks adds no objects for the
+garbage collector.
+
 A free queue owns the reference counts and the order of the free blocks, which are one fact: a block
 is in the queue exactly while its count is 0. It does not know hashes.
 
@@ -11,7 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK
+NULL_BLOCK: Final = 0
+"""A block that is never given away, counted, cached or freed.
+
+It fills entries of block tables whose KV is not kept, and closes the ring of the free queue.
+"""
 
 
 class FreeBlockQueue(ABC):
@@ -125,7 +134,6 @@ class LRUFreeQueue(FreeBlockQueue):
         return popped
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; blocks without any go to the end, in this order."""
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         last = prev_of[NULL_BLOCK]
         num_staying = 0

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec

@@ -1,13 +1,13 @@
 """Block hashes: names for the content of full blocks, the same in every process.
 
-    hash of block i = SHA-256(parent ‖ tokens of block i ‖ extra keys of block i)
+    hash of block 0 = SHA-256(a constant ‖ the model fingerprint ‖ its tokens ‖ the salt)
+    hash of block i = SHA-256(hash of block i - 1 ‖ its tokens)
 
-parent is the hash of block i - 1; for block 0 a fixed constant ‖ the model fingerprint. Tokens are
-little-endian uint32. An extra key is its length as little-endian uint32 ‖ its bytes, which begin
-with its kind. Nothing is random per process, so restarts, ranks and stores on disk agree. It is
-SHA-256 because a collision would show one client the KV of another.
+Tokens are little-endian uint32. The salt of a client, if there is one, is "cache_salt:" and its
+text, with the length in front as little-endian uint32. Nothing is random per process, so restarts,
+ranks and stores on disk agree. It is SHA-256 because a collision would show one client the KV of
+another.
 
-    ExtraKeys      what the KV of a block depends on besides tokens
     GroupKeys      names of blocks in the prefix index, per KV cache group
     HashChain      hashes runs of blocks, by hashlib or in one call of C
     BlockHasher    extends the block hashes of a request
@@ -17,7 +17,6 @@ import ctypes
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_char_p, c_int, c_int64
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -26,61 +25,6 @@ from typing import Final, Protocol
 from engine_core import build_native
 
 _SALT_TAG: Final = b"cache_salt:"
-_ADAPTER_TAG: Final = b"adapter:"
-_MEDIA_TAG: Final = b"media:"
-
-
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """An image or the like, at the positions [start, end) of a request.
-
-    content_hash: of its content, the same in every process.
-    """
-
-    content_hash: bytes
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExtraKeys:
-    """What the KV of a request depends on besides its tokens.
-
-    cache_salt: separates clients from each other. adapter: name of the adapter that the request is
-    computed with. media: in the order of their positions; their placeholder tokens all look alike.
-    Salt and adapter enter the hash of the first block and through the chain all others; a medium
-    enters those of the blocks that it overlaps.
-    """
-
-    cache_salt: str | None = None
-    adapter: str | None = None
-    media: tuple[MediaItem, ...] = ()
-
-    def of_block(self, start: int, end: int) -> bytes:
-        """Return the bytes that enter the hash of the block with the positions [start, end).
-
-        Each key is tagged with its kind, so that a salt never equals an adapter. A medium comes
-        with its offset in the block, because the same image one token later has different KV.
-        """
-        keys = b""
-        if start == 0 and self.cache_salt is not None:
-            keys += _with_length(_SALT_TAG + self.cache_salt.encode())
-        if start == 0 and self.adapter is not None:
-            keys += _with_length(_ADAPTER_TAG + self.adapter.encode())
-        for item in self.media:
-            if item.start < end and start < item.end:
-                offset = struct.pack("<q", item.start - start)
-                keys += _with_length(_MEDIA_TAG + offset + item.content_hash)
-        return keys
-
-
-NO_EXTRA_KEYS: Final = ExtraKeys()
-
-
-def _with_length(key: bytes) -> bytes:
-    return struct.pack("<I", len(key)) + key
-
-
 HASH_BYTES: Final = 32
 
 
@@ -123,7 +67,6 @@ class GroupKeys:
         return list(block_hashes[(first + 1) * stride - 1 : end * stride : stride])
 
     def count(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks that have a hash."""
         return len(block_hashes) // self._stride
 
 
@@ -210,18 +153,6 @@ ROOT: Final = b"tokend kv block hash, version 1\n"
 _TOKEN_BYTES: Final = 4
 
 
-class Hasher(Protocol):
-    """Extends the block hashes of a request."""
-
-    def extend(
-        self,
-        block_hashes: list[bytes],
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
-    ) -> None:
-        """Append to `block_hashes` until it covers every full block of `token_ids`."""
-
-
 class BlockHasher:
     """Hashes full blocks of `block_size` tokens for the model with this fingerprint (see above)."""
 
@@ -232,15 +163,12 @@ class BlockHasher:
         self._digests = load_hash_chain(self._block_bytes).digests
 
     def extend(
-        self,
-        block_hashes: list[bytes],
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
     ) -> None:
         """Append the hashes of the full blocks that `block_hashes` does not cover yet.
 
         token_ids: [num_tokens], each in [0, 2^32).
-        extra_keys: the same for all calls of a request.
+        cache_salt: the same for all calls of a request.
         """
         size = self.block_size
         start = len(block_hashes) * size
@@ -250,31 +178,13 @@ class BlockHasher:
         blocks = struct.pack(f"<{end - start}I", *token_ids[start:end])
         if start == 0:
             first, blocks = blocks[: self._block_bytes], blocks[self._block_bytes :]
-            content = self.root + first + extra_keys.of_block(0, size)
+            content = self.root + first + _salt_key(cache_salt)
             block_hashes.append(sha256(content).digest())
-        if extra_keys.media:
-            self._extend_with_media(block_hashes, blocks, extra_keys)
-        else:
-            block_hashes.extend(self._digests(block_hashes[-1], blocks))
-
-    def _extend_with_media(
-        self, block_hashes: list[bytes], blocks: bytes, extra_keys: ExtraKeys
-    ) -> None:
-        """Hash block by block, because each has keys of its own."""
-        for start in range(0, len(blocks), self._block_bytes):
-            at = len(block_hashes) * self.block_size
-            content = block_hashes[-1] + blocks[start : start + self._block_bytes]
-            content += extra_keys.of_block(at, at + self.block_size)
-            block_hashes.append(sha256(content).digest())
+        block_hashes.extend(self._digests(block_hashes[-1], blocks))
 
 
-class NoHashing:
-    """The hasher without prefix caching: no block ever has a hash."""
-
-    def extend(
-        self,
-        block_hashes: list[bytes],
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
-    ) -> None:
-        """Append nothing."""
+def _salt_key(cache_salt: str | None) -> bytes:
+    if cache_salt is None:
+        return b""
+    key = _SALT_TAG + cache_salt.encode()
+    return struct.pack("<I", len(key)) + key

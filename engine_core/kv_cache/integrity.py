@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import FreeBlockQueue
+from engine_core.kv_cache.free_queue import NULL_BLOCK, FreeBlockQueue
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 
@@ -52,7 +51,6 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[st
 
 
 def _slices(num_blocks: int) -> Iterator[range]:
-    """Yield ranges of blocks, without the null block."""
     for first in range(1, num_blocks, SLICE):
         yield range(first, min(first + SLICE, num_blocks))
 

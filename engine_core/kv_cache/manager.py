@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Final, Protocol
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.coordinator import (
     NOTHING_COMPUTED,
     ComputedBlocks,
@@ -24,10 +23,11 @@ from engine_core.kv_cache.events import (
     ResidencyMeter,
 )
 from engine_core.kv_cache.groups import CacheGroup
-from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
+from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
 from proto.lifecycle import KVGroup as KVGroupSpec
+from proto.scheduler_output import BlockIds
 from proto.stats import KVEviction
 
 __all__ = ["NOTHING_COMPUTED", "NO_NEW_BLOCKS", "ComputedBlocks", "KVCacheManager"]
@@ -48,9 +48,9 @@ class KVCacheManager:
     """Block tables of all requests of one engine.
 
     num_blocks counts the null block. fingerprint: covers everything that changes KV values; the
-    root of the block hashes. hasher: to be given to each Request. groups: of the model's layers.
-    longest_chunk: maximum tokens of a request in one step; None: all of them.
-    reclaimable: retained prefixes, if there are any.
+    root of the block hashes. hasher: to be given to each Request; None without prefix caching.
+    groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
+    None: all of them. reclaimable: retained prefixes, if there are any.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self.hasher: Hasher = (
-            BlockHasher(block_size, fingerprint) if enable_caching else NoHashing()
-        )
+        self.hasher = BlockHasher(block_size, fingerprint) if enable_caching else None
         if residency.one_in:
             observers = (*observers, residency)
         self.pool = (
@@ -315,7 +313,6 @@ class KVCacheManager:
         return [group.block_table(seq_id) for group in self.groups]
 
     def is_cached(self, block_hash: bytes) -> bool:
-        """Return whether a block with this content can be found."""
         return self.pool.index.get(block_hash) is not None
 
     def pop_prefix_cache_stats(self) -> tuple[int, int]:

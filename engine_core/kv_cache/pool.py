@@ -16,8 +16,7 @@ of three states:
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.free_queue import EVICTION_POLICIES, FreeBlockQueue
+from engine_core.kv_cache.free_queue import EVICTION_POLICIES, NULL_BLOCK, FreeBlockQueue
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.prefix_index import PrefixIndex
 
@@ -81,7 +80,6 @@ class PinnedBlocks:
         return self._ref_counts[block] == self.counts.get(block, 0)
 
     def reference_tables(self) -> list[list[int]]:
-        """Return all pins in the form of block tables: each block at most once in a list."""
         return reference_tables(self.counts)
 
     def violations(self) -> list[str]:
@@ -152,7 +150,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks in the free queue."""
         return self.free_queue.num_free
 
     @property
@@ -162,7 +159,6 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Fraction of the usable blocks that are in use, 0 to 1."""
         return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
 
     def get_new_blocks(self, count: int) -> list[int]:
@@ -284,7 +280,6 @@ class TransferRefs:
         self._counts: dict[int, int] = {}
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Reference each block once more."""
         self._pool.touch(block_ids)
         counts = self._counts
         for block in block_ids:
@@ -313,12 +308,10 @@ class TransferRefs:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks with such a reference."""
         return len(self._counts)
 
     @property
     def blocks(self) -> Collection[int]:
-        """Blocks with such a reference, each once."""
         return self._counts.keys()
 
     @property
@@ -332,5 +325,4 @@ class TransferRefs:
         )
 
     def reference_tables(self) -> list[list[int]]:
-        """Return all references in the form of block tables: each block at most once in a list."""
         return reference_tables(self._counts)

@@ -21,7 +21,6 @@ class PrefixIndex:
         self._duplicates: dict[bytes, dict[int, None]] = {}
 
     def insert(self, block_hash: bytes, block: int) -> None:
-        """Add a block with this content."""
         if block_hash in self._first:
             self._duplicates.setdefault(block_hash, {})[block] = None
         else:
@@ -65,7 +64,6 @@ class PrefixIndex:
         return chain(self._first.values(), *self._duplicates.values())
 
     def clear(self) -> None:
-        """Remove all entries."""
         self._first.clear()
         self._duplicates.clear()
 

@@ -3,21 +3,22 @@
 A connector knows KV that is not in this engine's block pool: in host memory, on a disk, in a Redis
 server. This half decides in the engine what to load and to store, without ever blocking; the other
 half (`worker/kv_connector`) copies. Method names are those of vLLM's KVConnectorBase_V1. Start with
-`SchedulerConnector`.
+`SchedulerConnector`; `create_scheduler_connector` creates the configured one.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.config import ServeConfig
-from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
+from proto.errors import ConfigError
+from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload, find_class, load_class
 from proto.kv_events import KVEvent
+from proto.kv_transfer_config import FIELD, KVTransferConfig
 from proto.lifecycle import KVCacheGeometry
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import BlockIds, SchedulerOutput
 from proto.sockets import NO_DESCRIPTOR
 from proto.stats import KVMediumStats
 
@@ -158,3 +159,38 @@ class SchedulerConnector:
 
 
 NO_CONNECTOR: Final = SchedulerConnector()
+
+
+CONNECTORS: Final = {
+    "OffloadingConnector": "engine_core.kv_connector.offload.connector:OffloadingScheduler",
+    "MultiConnector": "engine_core.kv_connector.multi:MultiScheduler",
+    "SharedStorageConnector": "engine_core.kv_connector.shared_storage:SharedStorageScheduler",
+}
+"""Classes by name; their modules are imported on demand."""
+
+
+def create_scheduler_connector(
+    config: KVTransferConfig, context: SchedulerContext
+) -> SchedulerConnector:
+    """Create the scheduler's half; NO_CONNECTOR if none is configured.
+
+    Raises ConfigError for an unknown name, and for a connector that does not support the model's
+    KV cache groups.
+    """
+    name, module_path = config.kv_connector, config.kv_connector_module_path
+    if not name:
+        return NO_CONNECTOR
+    if module_path:
+        connector_class = load_class(f"{module_path}:{name}Scheduler", FIELD)
+    else:
+        connector_class = find_class(CONNECTORS, name, FIELD)
+    connector: SchedulerConnector = connector_class(config, context)
+    num_groups = len(context.geometry.groups)
+    if num_groups > 1 and not connector.supports_groups:
+        connector.close()
+        raise ConfigError(
+            f"{FIELD}: {name} does not support models with several KV cache groups, "
+            f"and this one has {num_groups}",
+            FIELD,
+        )
+    return connector

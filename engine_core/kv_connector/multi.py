@@ -9,15 +9,14 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_connector.base import (
     NO_MATCH,
     NOT_KNOWN_YET,
     Match,
     SchedulerConnector,
     SchedulerContext,
+    create_scheduler_connector,
 )
-from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.request import Request
 from proto.kv_connector import (
     NO_PAYLOAD,
@@ -30,7 +29,7 @@ from proto.kv_connector import (
 )
 from proto.kv_events import KVEvent
 from proto.kv_transfer_config import KVTransferConfig, child_configs
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import BlockIds, SchedulerOutput
 from proto.stats import KVMediumStats
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
 from engine_core.request import Request
 from proto.errors import ConfigError
@@ -23,7 +23,7 @@ from proto.kv_connector import (
 )
 from proto.kv_media import shared_storage_file, shared_storage_folder, shared_storage_hash
 from proto.kv_transfer_config import FIELD, KVTransferConfig
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import BlockIds, SchedulerOutput
 
 
 class SharedStorageScheduler(SchedulerConnector):

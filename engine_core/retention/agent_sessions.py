@@ -116,10 +116,10 @@ class AgentSessions:
             self._forget_old(now)
         request.job_arrival = session.arrival
         request.continues_job = session.num_turns > 1 and not request.agent.is_last_step
-        pin = self._retained_prefixes.prefix_of(name)
-        if pin is not None:
+        prefix = self._retained_prefixes.prefix_of(name)
+        if prefix is not None:
             request.finds_retained_prefix = True
-            self._retained_prefixes.hold_for_turn(pin)
+            self._retained_prefixes.hold_for_turn(prefix)
 
     def update_leads(self) -> list[Request]:
         """Return waiting turns whose session has gained or lost its retained prefix.
@@ -183,9 +183,9 @@ class AgentSessions:
 
     def drop_corrupt_prefix(self, request: Request) -> None:
         """Release the prefix of a turn whose KV is not finite."""
-        pin = self._retained_prefixes.prefix_of(request.agent.job) if request.agent.job else None
-        if pin is not None and pin.request_id == request.request_id:
-            self._retained_prefixes.release_prefix(pin.job, "corrupt")
+        prefix = self._retained_prefixes.prefix_of(request.agent.job) if request.agent.job else None
+        if prefix is not None and prefix.request_id == request.request_id:
+            self._retained_prefixes.release_prefix(prefix.job, "corrupt")
 
     def pop_durations(self) -> tuple[list[float], list[float]]:
         """Return the seconds of sessions that have ended, and of tools, since the last call."""
@@ -201,9 +201,9 @@ class AgentSessions:
         if not request.agent.job:
             return
         self._sessions[request.agent.job].waiting.pop(request.seq_id, None)
-        pin = self._retained_prefixes.prefix_of(request.agent.job)
-        if pin is not None and pin.request_id != request.request_id:
-            self._retained_prefixes.consume(pin, found=request.num_cached_tokens > 0)
+        prefix = self._retained_prefixes.prefix_of(request.agent.job)
+        if prefix is not None and prefix.request_id != request.request_id:
+            self._retained_prefixes.consume(prefix, found=request.num_cached_tokens > 0)
         elif (
             request.continues_job
             and not request.finds_retained_prefix
@@ -227,11 +227,11 @@ class AgentSessions:
                 return
             session.last_seen = now
             self._sessions[name] = self._sessions.pop(name)
-        pin = self._retained_prefixes.prefix_of(name)
-        if pin is not None and pin.is_awaited and not session.waiting:
-            self._retained_prefixes.end_hold(pin, now + PROVISIONAL_SECONDS)
+        prefix = self._retained_prefixes.prefix_of(name)
+        if prefix is not None and prefix.is_awaited and not session.waiting:
+            self._retained_prefixes.end_hold(prefix, now + PROVISIONAL_SECONDS)
 
-    # Parts of the above
+    # Internals
 
     def _count_own_tokens(self, request: Request) -> None:
         """Mark a found prefix of another session as shared; the prompt is now the session's own."""
@@ -261,14 +261,16 @@ class AgentSessions:
         session.ended = session.tool = None
 
     def _set_expiry(self, request_id: int, name: str, tool: str) -> None:
-        pin = self._retained_prefixes.prefix_of(name)
-        if pin is None or pin.request_id != request_id or pin.is_awaited:
+        prefix = self._retained_prefixes.prefix_of(name)
+        if prefix is None or prefix.request_id != request_id or prefix.is_awaited:
             return
-        decision = self._rule.decide(tool, pin.num_tokens)
-        if pin.by_client:
-            self._retained_prefixes.set_value(pin, decision.value)
+        decision = self._rule.decide(tool, prefix.num_tokens)
+        if prefix.by_client:
+            self._retained_prefixes.set_value(prefix, decision.value)
         else:
-            self._retained_prefixes.set_expiry(pin, decision.seconds, decision.value, self._clock())
+            self._retained_prefixes.set_expiry(
+                prefix, decision.seconds, decision.value, self._clock()
+            )
 
     def _retain(self, request: Request, now: float) -> None:
         decision = self._rule.provisional(request.num_tokens)

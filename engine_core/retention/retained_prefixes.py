@@ -80,19 +80,19 @@ class RetainedPrefixHeap:
         self._keys: dict[int, float] = {}
         self._heap: list[tuple[float, int, RetainedPrefix]] = []
 
-    def set_key(self, pin: RetainedPrefix, key: float) -> None:
+    def set_key(self, prefix: RetainedPrefix, key: float) -> None:
         """Add a prefix, or change its key."""
-        if self._keys.get(pin.number) == key:
+        if self._keys.get(prefix.number) == key:
             return
-        self._keys[pin.number] = key
-        heappush(self._heap, (key, pin.number, pin))
+        self._keys[prefix.number] = key
+        heappush(self._heap, (key, prefix.number, prefix))
         if len(self._heap) > 2 * len(self._keys) + _SLACK:
-            self._heap = [each for each in self._heap if self._is_valid(each)]
+            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapify(self._heap)
 
-    def remove_prefix(self, pin: RetainedPrefix) -> None:
+    def remove_prefix(self, prefix: RetainedPrefix) -> None:
         """Remove a prefix; does nothing if it is not in the heap."""
-        self._keys.pop(pin.number, None)
+        self._keys.pop(prefix.number, None)
         if not self._keys:
             self._heap.clear()
 
@@ -106,14 +106,13 @@ class RetainedPrefixHeap:
         return None
 
     def lowest_key(self) -> float | None:
-        """Return the lowest key; None if the heap is empty."""
-        pin = self.first()
-        return None if pin is None else self._keys[pin.number]
+        prefix = self.first()
+        return None if prefix is None else self._keys[prefix.number]
 
     def first_up_to(self, key: float) -> RetainedPrefix | None:
         """Return the first prefix if its key is at most `key`; otherwise None."""
-        pin = self.first()
-        return pin if pin is not None and self._keys[pin.number] <= key else None
+        prefix = self.first()
+        return prefix if prefix is not None and self._keys[prefix.number] <= key else None
 
     def _is_valid(self, entry: tuple[float, int, RetainedPrefix]) -> bool:
         return self._keys.get(entry[1]) == entry[0]
@@ -121,19 +120,6 @@ class RetainedPrefixHeap:
 
 EXPIRED: Final = "expired"
 """Reason for the release of a prefix whose TTL has passed."""
-
-
-class RetentionLimits:
-    """Maximum retained blocks, of all tenants and of one; a shared block counts once."""
-
-    def __init__(self, num_usable: int, share: float, share_of_tenant: float) -> None:
-        self.num_blocks = int(num_usable * share)
-        self.num_of_tenant = min(self.num_blocks, int(num_usable * share_of_tenant))
-
-    @property
-    def limits_tenants(self) -> bool:
-        """Whether a single tenant has a lower limit than all together."""
-        return self.num_of_tenant < self.num_blocks
 
 
 class _TenantPrefixes:
@@ -149,17 +135,24 @@ class _TenantPrefixes:
 class RetainedPrefixes:
     """Retained prefixes by session; the reclaimable blocks of a KV cache.
 
+    max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
     Counters since `pop_counts`: num_taken, num_hit (the next turn found a cached prefix),
     num_expired, num_given_up (evicted for room, or over a limit).
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, limits: RetentionLimits, observer: SchedulerObserver
+        self,
+        kv_cache: KVCacheManager,
+        max_share: float,
+        max_share_of_tenant: float,
+        observer: SchedulerObserver,
     ) -> None:
         self._pool = kv_cache.pool
         self._whole = not kv_cache.is_downward_closed
         self._block_size = kv_cache.block_size
-        self._limits = limits
+        num_usable = kv_cache.num_usable_blocks
+        self._max_blocks = int(num_usable * max_share)
+        self._max_of_tenant = min(self._max_blocks, int(num_usable * max_share_of_tenant))
         self._observer = observer
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
         self._deadlines = RetainedPrefixHeap()
@@ -171,7 +164,6 @@ class RetainedPrefixes:
         kv_cache.reclaimable = self
 
     def pop_changed(self) -> list[str]:
-        """Return the sessions that gained or lost a retained prefix since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
@@ -190,11 +182,9 @@ class RetainedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Number of retained blocks; a shared one counts once."""
         return len(self._pool.pinned.counts)
 
     def prefix_of(self, job: str) -> RetainedPrefix | None:
-        """Return the retained prefix of a session; None if it has none."""
         return self._retained_prefixes.get(job)
 
     def retain(
@@ -221,7 +211,7 @@ class RetainedPrefixes:
             return
         self._num_retained += 1
         num_computed = min(request.num_computed_tokens, request.num_tokens)
-        pin = RetainedPrefix(
+        prefix = RetainedPrefix(
             self._num_retained,
             job,
             request.tenant,
@@ -231,61 +221,59 @@ class RetainedPrefixes:
             num_computed - num_computed % self._block_size,
             now,
         )
-        pin.by_client = by_client
-        self._retained_prefixes[job] = pin
-        if self._limits.limits_tenants:
-            counts = self._tenants.setdefault(pin.tenant, _TenantPrefixes()).counts
+        prefix.by_client = by_client
+        self._retained_prefixes[job] = prefix
+        if self._max_of_tenant < self._max_blocks:
+            counts = self._tenants.setdefault(prefix.tenant, _TenantPrefixes()).counts
             for block in blocks:
                 counts[block] = counts.get(block, 0) + 1
         self.num_taken += 1
         self._changed[job] = None
-        self._deadlines.set_key(pin, now + ttl)
-        self.set_value(pin, value)
-        self._observer.on_prefix_retained(pin, ttl)
-        self._keep_limits(pin)
+        self._deadlines.set_key(prefix, now + ttl)
+        self.set_value(prefix, value)
+        self._observer.on_prefix_retained(prefix, ttl)
+        self._keep_limits(prefix)
 
-    def set_expiry(self, pin: RetainedPrefix, ttl: float, value: float, now: float) -> None:
+    def set_expiry(self, prefix: RetainedPrefix, ttl: float, value: float, now: float) -> None:
         """Retain a prefix until `ttl` seconds after its turn; release it if they have passed."""
-        if pin.ended + ttl <= now:
-            self._release(pin, "not worth it")
+        if prefix.ended + ttl <= now:
+            self._release(prefix, "not worth it")
             return
-        self._deadlines.set_key(pin, pin.ended + ttl)
-        self.set_value(pin, value)
-        self._observer.on_prefix_retained(pin, ttl)
+        self._deadlines.set_key(prefix, prefix.ended + ttl)
+        self.set_value(prefix, value)
+        self._observer.on_prefix_retained(prefix, ttl)
 
-    def set_value(self, pin: RetainedPrefix, value: float) -> None:
+    def set_value(self, prefix: RetainedPrefix, value: float) -> None:
         """Set the value of a prefix; while its next turn waits, it counts as infinite."""
-        pin.value = value
-        if not pin.is_awaited:
-            self._update_value(pin, value)
+        prefix.value = value
+        if not prefix.is_awaited:
+            self._update_value(prefix, value)
 
-    def hold_for_turn(self, pin: RetainedPrefix) -> None:
+    def hold_for_turn(self, prefix: RetainedPrefix) -> None:
         """Retain a prefix, as the last one to be evicted, until its next turn runs."""
-        pin.is_awaited = True
-        self._deadlines.remove_prefix(pin)
-        self._update_value(pin, math.inf)
+        prefix.is_awaited = True
+        self._deadlines.remove_prefix(prefix)
+        self._update_value(prefix, math.inf)
 
-    def end_hold(self, pin: RetainedPrefix, deadline: float) -> None:
+    def end_hold(self, prefix: RetainedPrefix, deadline: float) -> None:
         """Let a prefix expire at `deadline`, because its next turn has ended without running."""
-        pin.is_awaited = False
-        self._deadlines.set_key(pin, deadline)
-        self._update_value(pin, pin.value)
+        prefix.is_awaited = False
+        self._deadlines.set_key(prefix, deadline)
+        self._update_value(prefix, prefix.value)
 
-    def consume(self, pin: RetainedPrefix, *, found: bool) -> None:
+    def consume(self, prefix: RetainedPrefix, *, found: bool) -> None:
         """Release a prefix whose next turn runs; found: the turn began with a cached prefix."""
         self.num_hit += found
-        self._release(pin, "next turn")
+        self._release(prefix, "next turn")
 
     def release_prefix(self, job: str, reason: str) -> None:
-        """Release the prefix of a session, if it has one."""
-        pin = self._retained_prefixes.get(job)
-        if pin is not None:
-            self._release(pin, reason)
+        prefix = self._retained_prefixes.get(job)
+        if prefix is not None:
+            self._release(prefix, reason)
 
     def release_all(self, reason: str) -> None:
-        """Release all prefixes."""
-        for pin in list(self._retained_prefixes.values()):
-            self._release(pin, reason)
+        for prefix in list(self._retained_prefixes.values()):
+            self._release(prefix, reason)
 
     @property
     def next_deadline(self) -> float | None:
@@ -293,10 +281,9 @@ class RetainedPrefixes:
         return self._deadlines.lowest_key()
 
     def release_expired(self, now: float) -> None:
-        """Release the prefixes that have expired."""
-        while (pin := self._deadlines.first_up_to(now)) is not None:
+        while (prefix := self._deadlines.first_up_to(now)) is not None:
             self.num_expired += 1
-            self._release(pin, EXPIRED)
+            self._release(prefix, EXPIRED)
 
     def reclaim_blocks(self, num_blocks: int) -> None:
         """Free `num_blocks` more blocks, of the least valuable prefixes."""
@@ -304,23 +291,23 @@ class RetainedPrefixes:
         wanted = pool.num_free + num_blocks
         assert wanted <= pool.num_available, "more blocks are reclaimed than are retained"
         while pool.num_free < wanted:
-            pin = self._values.first()
-            assert pin is not None, "blocks are pinned by no prefix"
-            self._cut(pin, wanted - pool.num_free, pool.pinned.counts)
+            prefix = self._values.first()
+            assert prefix is not None, "blocks are pinned by no prefix"
+            self._cut(prefix, wanted - pool.num_free, pool.pinned.counts)
 
-    def _keep_limits(self, pin: RetainedPrefix) -> None:
-        limits, counts = self._limits, self._pool.pinned.counts
-        tenant = self._tenants.get(pin.tenant)
-        while tenant is not None and len(tenant.counts) > limits.num_of_tenant:
+    def _keep_limits(self, prefix: RetainedPrefix) -> None:
+        counts = self._pool.pinned.counts
+        tenant = self._tenants.get(prefix.tenant)
+        while tenant is not None and len(tenant.counts) > self._max_of_tenant:
             least = tenant.order.first()
             assert least is not None, "blocks of a tenant are pinned by no prefix"
-            self._cut(least, len(tenant.counts) - limits.num_of_tenant, tenant.counts)
-        while len(counts) > limits.num_blocks:
+            self._cut(least, len(tenant.counts) - self._max_of_tenant, tenant.counts)
+        while len(counts) > self._max_blocks:
             least = self._values.first()
             assert least is not None, "blocks are pinned by no prefix"
-            self._cut(least, len(counts) - limits.num_blocks, counts)
+            self._cut(least, len(counts) - self._max_blocks, counts)
 
-    def _cut(self, pin: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
+    def _cut(self, prefix: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
         """Release blocks from the end of a prefix, at most `num_blocks` that only it retains.
 
             |-- kept --|-- shared, its own … --|        blocks with a count of 1 are its own
@@ -328,38 +315,38 @@ class RetainedPrefixes:
         Shared blocks behind them are released too: this frees nothing, but otherwise the blocks in
         front of them could not be reached.
         """
-        blocks = pin.blocks
+        blocks = prefix.blocks
         first = len(blocks)
         while first and num_blocks and not self._whole:
             first -= 1
             num_blocks -= counts[blocks[first]] == 1
         if self._whole or not first:
             self.num_given_up += 1
-            self._release(pin, "room")
+            self._release(prefix, "room")
             return
         cut = blocks[first:][::-1]
-        value = pin.value * first / len(blocks)
-        pin.num_tokens = pin.num_tokens * first // len(blocks)
+        value = prefix.value * first / len(blocks)
+        prefix.num_tokens = prefix.num_tokens * first // len(blocks)
         del blocks[first:]
-        self._unpin(pin, cut)
-        self.set_value(pin, value)
+        self._unpin(prefix, cut)
+        self.set_value(prefix, value)
 
-    def _release(self, pin: RetainedPrefix, reason: str) -> None:
-        self._changed[pin.job] = None
-        del self._retained_prefixes[pin.job]
-        self._deadlines.remove_prefix(pin)
-        self._values.remove_prefix(pin)
-        self._unpin(pin, pin.blocks[::-1])
-        tenant = self._tenants.get(pin.tenant)
+    def _release(self, prefix: RetainedPrefix, reason: str) -> None:
+        self._changed[prefix.job] = None
+        del self._retained_prefixes[prefix.job]
+        self._deadlines.remove_prefix(prefix)
+        self._values.remove_prefix(prefix)
+        self._unpin(prefix, prefix.blocks[::-1])
+        tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
-            tenant.order.remove_prefix(pin)
+            tenant.order.remove_prefix(prefix)
             if not tenant.counts:
-                del self._tenants[pin.tenant]
-        self._observer.on_prefix_released(pin, reason)
+                del self._tenants[prefix.tenant]
+        self._observer.on_prefix_released(prefix, reason)
 
-    def _unpin(self, pin: RetainedPrefix, blocks: list[int]) -> None:
+    def _unpin(self, prefix: RetainedPrefix, blocks: list[int]) -> None:
         self._pool.unpin(blocks)
-        tenant = self._tenants.get(pin.tenant)
+        tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
             counts = tenant.counts
             for block in blocks:
@@ -367,9 +354,9 @@ class RetainedPrefixes:
                 if not counts[block]:
                     del counts[block]
 
-    def _update_value(self, pin: RetainedPrefix, value: float) -> None:
-        key = value / len(pin.blocks)
-        self._values.set_key(pin, key)
-        tenant = self._tenants.get(pin.tenant)
+    def _update_value(self, prefix: RetainedPrefix, value: float) -> None:
+        key = value / len(prefix.blocks)
+        self._values.set_key(prefix, key)
+        tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
-            tenant.order.set_key(pin, key)
+            tenant.order.set_key(prefix, key)

@@ -114,7 +114,6 @@ class ToolDurations:
             self._forget_one(max(self._tenants, key=self._num_tools_of))
 
     def best_ttl(self, tool: str, benefit: float) -> tuple[float, float]:
-        """Return (τ, gain) for a tool, in seconds."""
         durations = self._known(tool)
         if durations is not None:
             return durations.best_ttl(benefit)
@@ -167,7 +166,6 @@ class TurnCounts:
         self._sums = [0.0] * 6
 
     def add_session(self, num_turns: int) -> None:
-        """Add a session that has ended after `num_turns` turns."""
         n = float(num_turns)
         total = n * (n + 1) / 2  # of k
         squares = n * (n + 1) * (2 * n + 1) / 6
@@ -177,7 +175,7 @@ class TurnCounts:
         for index, each in enumerate((n, total, rest, squares, rest_squares, n * total - squares)):
             sums[index] += each
         if sums[0] > _MEMORY:
-            self._sums = [each / 2 for each in sums]
+            self._sums = [total / 2 for total in sums]
 
     @property
     def eta(self) -> float:

@@ -45,7 +45,6 @@ class Pause:
 
     @property
     def mode(self) -> PauseMode | None:
-        """Mode of the pause; None without one."""
         return self._mode
 
     @property
@@ -54,7 +53,6 @@ class Pause:
         return self._mode == "freeze"
 
     def begin_pause(self, mode: PauseMode) -> None:
-        """Pause, or change the mode of the pause."""
         self._mode = mode
 
     def end_pause(self) -> None:
@@ -136,10 +134,10 @@ class WholeSequence:
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
         num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         needed = self._needed(request, num_missing, computed)
-        for each in self._running:
-            if each.is_prefilling:
-                num_missing = each.num_tokens - each.num_computed_tokens
-                needed += self._needed(each, num_missing, NOTHING_COMPUTED)
+        for other in self._running:
+            if other.is_prefilling:
+                num_missing = other.num_tokens - other.num_computed_tokens
+                needed += self._needed(other, num_missing, NOTHING_COMPUTED)
         return needed <= self._kv_cache.num_free_blocks
 
     def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
@@ -240,7 +238,6 @@ class AdmissionPass:
 
     @property
     def num_free_seqs(self) -> int:
-        """Number of requests that may run in addition."""
         return max(0, self._max_running - len(self._running))
 
     def admit_waiting(self, plan: StepPlan) -> None:

@@ -60,7 +60,9 @@ class BeamGroup:
 
     def results(self) -> Iterator[tuple[Request, list[int]]]:
         """Return (row, tokens of a finished hypothesis), best first."""
-        return zip(self.rows, [each.token_ids for each in self.search.finished], strict=True)
+        return zip(
+            self.rows, [hypothesis.token_ids for hypothesis in self.search.finished], strict=True
+        )
 
     def advance(self) -> "list[Branch]":
         """Return the next hypothesis of each slot, from the candidates of all rows."""
@@ -69,8 +71,8 @@ class BeamGroup:
         arrays = [self.reported[slot] for slot in range(self.search.num_slots)]
         self.reported.clear()
         return self.search.advance(
-            np.stack([np.frombuffer(each.token_ids, dtype="<i4") for each in arrays]),
-            np.stack([np.frombuffer(each.logprobs, dtype="<f4") for each in arrays]),
+            np.stack([np.frombuffer(row.token_ids, dtype="<i4") for row in arrays]),
+            np.stack([np.frombuffer(row.logprobs, dtype="<f4") for row in arrays]),
         )
 
 
@@ -140,8 +142,8 @@ class BeamGroups:
         for group in self._reporting.values():
             reported = group.reported
             if any(
-                each.status is not RequestStatus.RUNNING
-                for slot, each in enumerate(group.living)
+                row.status is not RequestStatus.RUNNING
+                for slot, row in enumerate(group.living)
                 if slot not in reported
             ):
                 for slot in sorted(reported, reverse=True):
@@ -163,7 +165,7 @@ class BeamGroups:
         self._reporting.pop(request.request_id, None)
         self._forced_tokens.forget_sequence(request.seq_id)
 
-    # Parts of the above
+    # Internals
 
     def _advance_group(self, group: BeamGroup) -> bool:
         branches = group.advance()

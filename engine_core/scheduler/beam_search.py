@@ -93,7 +93,7 @@ class BeamSearch:
     def _finish(self, branch: Branch, total: np.float32) -> None:
         token_ids = [*self._outputs[branch.parent], branch.token_id]
         self.finished.append(Finished(self._weighted(total, self._length), token_ids))
-        self.finished.sort(key=lambda each: -each.score)
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self._width :]
 
     def _is_over(self, best: np.float32) -> bool:
@@ -118,5 +118,5 @@ class BeamSearch:
             taken[slot] = branch, total
         branches = [taken[slot][0] for slot in range(len(taken))]
         self._scores = np.array([taken[slot][1] for slot in range(len(taken))], dtype=np.float32)
-        self._outputs = [[*self._outputs[each.parent], each.token_id] for each in branches]
+        self._outputs = [[*self._outputs[branch.parent], branch.token_id] for branch in branches]
         return branches

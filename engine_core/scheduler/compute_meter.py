@@ -68,7 +68,6 @@ class ComputeMeter:
         self._steps[step] = flops, read_bytes + write_bytes
 
     def record_time(self, step: int, seconds: float) -> None:
-        """Note how long a step took on the worker."""
         flops, num_bytes = self._steps.pop(step, (0, 0))
         if seconds > 0.0 and flops:
             if self._peak_flops:

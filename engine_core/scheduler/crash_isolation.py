@@ -149,7 +149,6 @@ class CrashIsolation:
         return crashing
 
     def report_to(self, sink: CrashProgressSink) -> None:
-        """Report requests that begin to this sink from now on."""
         self._sink = sink
 
     def isolate_suspect(self) -> None:
@@ -162,18 +161,17 @@ class CrashIsolation:
             self._release_held()
         if not self._suspects or not self._waiting.num_ready:
             return
-        ready = [each for each in self._waiting if not each.status.is_blocked]
+        ready = [request for request in self._waiting if not request.status.is_blocked]
         tried = next(filter(self._may_be_tried, self._running or ready), None)
         if tried is None:
             return
-        for each in ready:
-            if each.request_id != tried.request_id:
-                self._hold_request(each)
-                self._waiting.park_request(each)
+        for request in ready:
+            if request.request_id != tried.request_id:
+                self._hold_request(request)
+                self._waiting.park_request(request)
         self._report_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
-        """Return running requests that may have crashed an engine, and their computed tokens."""
         if not self._records:
             return []
         return [
@@ -229,7 +227,7 @@ class CrashIsolation:
     @property
     def _has_pending_trials(self) -> bool:
         """Whether a suspect may begin; until it has, no other request does."""
-        return any(not self._pause.holds(each) for each in self._suspects.values())
+        return any(not self._pause.holds(suspect) for suspect in self._suspects.values())
 
     def _may_be_tried(self, request: Request) -> bool:
         return self._is_suspected(request) and not self._pause.holds(request)
@@ -256,11 +254,11 @@ class CrashIsolation:
         """Return whether any choice of the same request is a suspect."""
         suspects = self._suspects
         return request.seq_id in suspects or any(
-            each.request_id == request.request_id for each in suspects.values()
+            suspect.request_id == request.request_id for suspect in suspects.values()
         )
 
     def _is_alone(self, request: Request) -> bool:
-        return all(each.request_id == request.request_id for each in self._running)
+        return all(other.request_id == request.request_id for other in self._running)
 
     def _clear_suspect(self, request: Request) -> None:
         """Remove a suspect and unblock all held requests."""
@@ -269,8 +267,8 @@ class CrashIsolation:
 
     def _release_held(self) -> None:
         held, self._held = self._held, {}
-        for each in held.values():
-            self._unblock(each)
+        for request in held.values():
+            self._unblock(request)
 
 
 def is_repeated_crash(crash_count: int, crashes_until_isolated: int) -> bool:

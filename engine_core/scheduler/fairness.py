@@ -113,7 +113,7 @@ class TenantFairness:
             self._preemption_order.remove_running(request)
         self._usage.unregister_request(request)
 
-    # Parts of the above
+    # Internals
 
     def _threshold(self, request: Request) -> float:
         """Return the service above which tenants defer to this waiting request."""
@@ -127,16 +127,18 @@ class TenantFairness:
         head = self._waiting.peek_request() if self._waiting.num_ready else None
         if head is not None:
             deferred = [
-                each for each in prompts if each.tenant != head.tenant and rank(each) > rank(head)
+                prompt
+                for prompt in prompts
+                if prompt.tenant != head.tenant and rank(prompt) > rank(head)
             ]
-        in_time = [each for each in prompts if each not in deferred]
+        in_time = [prompt for prompt in prompts if prompt not in deferred]
         if head is not None and (first is None or rank(head) < rank(first)):
             deferred = [*self._deferring_decodes(head, self._threshold(head)), *deferred]
         elif first is not None:
             decodes = self._deferring_decodes(first, self._usage.served(first.tenant))
             if decodes:
-                its = [each for each in in_time if each.tenant == first.tenant]
-                others = [each for each in in_time if each.tenant != first.tenant]
+                its = [prompt for prompt in in_time if prompt.tenant == first.tenant]
+                others = [prompt for prompt in in_time if prompt.tenant != first.tenant]
                 in_time = [*its, *decodes, *others]
         self._move_to_end([*in_time, *deferred])
         return deferred
@@ -157,18 +159,18 @@ class TenantFairness:
             return []
         priority_key = self._policy.priority_key(request)
         return [
-            each
-            for each in running
-            if each.seq_id not in usage.prefills
-            and usage.served(each.tenant) > served_above
-            and self._policy.priority_key(each) >= priority_key
+            other
+            for other in running
+            if other.seq_id not in usage.prefills
+            and usage.served(other.tenant) > served_above
+            and self._policy.priority_key(other) >= priority_key
         ]
 
     def _move_to_end(self, requests: list[Request]) -> None:
         running = self._running
         if requests and running[-len(requests) :] != requests:
-            seq_ids = {each.seq_id for each in requests}
-            running[:] = [each for each in running if each.seq_id not in seq_ids] + requests
+            seq_ids = {other.seq_id for other in requests}
+            running[:] = [other for other in running if other.seq_id not in seq_ids] + requests
             self._preemption_order.move_to_end(requests)
 
 

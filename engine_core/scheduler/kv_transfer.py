@@ -61,7 +61,6 @@ class UnconfirmedLoads:
         self._unconfirmed: dict[int, _UnconfirmedLoad] = {}
 
     def add_admitted(self, request: Request) -> None:
-        """Add a request that loads KV in the step that is being planned."""
         self._beginning.append(request)
 
     def set_step(self, step: int) -> None:
@@ -89,11 +88,9 @@ class UnconfirmedLoads:
         )
 
     def forget_request(self, seq_id: int) -> None:
-        """Forget a request that has ended or was rewound."""
         self._unconfirmed.pop(seq_id, None)
 
     def clear(self) -> None:
-        """Forget all: no step is in flight any more."""
         self._beginning.clear()
         self._unconfirmed.clear()
 
@@ -232,9 +229,9 @@ class KVTransferManager:
         )
         for load in self._loads.values():
             needed += self._blocks_to_come(load.request)
-        for each in self._loaded.values():
-            if each.num_computed_tokens:  # it has not lost its blocks
-                needed += self._blocks_to_come(each)
+        for other in self._loaded.values():
+            if other.num_computed_tokens:  # it has not lost its blocks
+                needed += self._blocks_to_come(other)
         return needed <= kv_cache.num_free_blocks
 
     def begin_load(self, candidate: Candidate) -> None:
@@ -321,7 +318,6 @@ class KVTransferManager:
                 del self._rewound[seq_id]
 
     def confirm_loads(self, step: int) -> None:
-        """Make the KV findable that a step has loaded, after its result has arrived."""
         self._unconfirmed.confirm_loads(step)
         for seq_id, last in list(self.discard_until_step.items()):
             if last < step:
@@ -374,7 +370,6 @@ class KVTransferManager:
         return stats
 
     def pop_events(self) -> Iterable[KVEvent]:
-        """Return the connector's events since the last call."""
         return self.connector.take_events()
 
     # Ends
@@ -397,7 +392,6 @@ class KVTransferManager:
             self._left_loading[seq_id] = blocks
 
     def is_loaded(self, request: Request) -> bool:
-        """Return whether a waiting request was given KV from the connector."""
         return request.seq_id in self._loaded
 
     def note_not_transferred(self, request: Request) -> None:
@@ -452,10 +446,9 @@ class KVTransferManager:
         return self.connector.reset_cache()
 
     def close(self) -> None:
-        """Close the connector."""
         self.connector.close()
 
-    # Parts of the above
+    # Internals
 
     def _may_load(self, candidate: Candidate) -> bool:
         """Return whether the connector is asked: not for requests with blocks or a failed load."""
@@ -502,7 +495,6 @@ class KVTransferManager:
             request.num_external_tokens = num_external
 
     def _unblock_looked_up(self, request: Request) -> None:
-        """Unblock a request whose lookup the connector has completed."""
         if self._looked_up.pop(request.seq_id, None) is not None:
             self._unblock(request)
 

@@ -110,7 +110,6 @@ class RequestLifecycle:
         self._listeners = listeners
 
     def add_request(self, request: Request) -> None:
-        """Put a request into the queue, where it waits until a step has room for it."""
         choices = self.choices.setdefault(request.request_id, {})
         assert request.choice not in choices, f"{request!r} is here already"
         choices[request.choice] = request
@@ -163,7 +162,7 @@ class RequestLifecycle:
 
     def clear_running(self) -> None:
         """Remove requests that have ended from the running list."""
-        self._running[:] = [each for each in self._running if not each.is_finished]
+        self._running[:] = [request for request in self._running if not request.is_finished]
 
     def forget_ended(self, step: int) -> None:
         """Forget ended requests that no step after this one computes."""

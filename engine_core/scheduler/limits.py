@@ -96,31 +96,19 @@ class WaitingCounts:
         self.num_tokens += num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _QueueDemand:
-    """`num_new` requests or tokens in addition to `num_waiting`; `num_own`: of the same tenant.
+def _fits(limit: int, num_waiting: int, num_own: int, num_new: int, num_tenants: int) -> bool:
+    """Return whether a message is within the limit of the queue, or the share of its tenant.
 
-    limit: 0: none.
+        |<----------- limit ----------->|<- others up to their share ->|  at most 2 · limit
+
+    A tenant that has little in a full queue is accepted, so that one tenant cannot fill the queue
+    for all others. Numbers of requests or of tokens; num_own: waiting ones of the tenant.
     """
-
-    limit: int
-    num_waiting: int
-    num_own: int
-    num_new: int
-
-    def fits(self, num_tenants: int) -> bool:
-        """Return whether the demand is within the limit, or within the share of its tenant.
-
-            |<----------- limit ----------->|<- others up to their share ->|  at most 2 · limit
-
-        A tenant that has little in a full queue is accepted, so that one tenant cannot fill the
-        queue for all others.
-        """
-        if not self.limit or self.num_waiting + self.num_new <= self.limit:
-            return True
-        if self.num_own == self.num_waiting or self.num_waiting >= 2 * self.limit:
-            return False
-        return not self.num_own or self.num_own + self.num_new <= self.limit // num_tenants
+    if not limit or num_waiting + num_new <= limit:
+        return True
+    if num_own == num_waiting or num_waiting >= 2 * limit:
+        return False
+    return not num_own or num_own + num_new <= limit // num_tenants
 
 
 class QueueDrainRate:
@@ -133,16 +121,13 @@ class QueueDrainRate:
         self._num_left = 0.0
 
     def on_first_waiting(self) -> None:
-        """Begin to count time: the queue is not empty any more."""
         self._since = self._clock()
 
     def on_empty(self) -> None:
-        """Stop to count time: the queue is empty."""
         self._seconds += self._clock() - self._since
         self._since = math.inf
 
     def on_request_left(self) -> None:
-        """Count a request that leaves the queue."""
         self._num_left += 1
         now = self._clock()
         self._seconds += now - self._since
@@ -183,7 +168,6 @@ class QueueLimits:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the prompts of waiting choices."""
         return self._all.num_tokens
 
     def check_message(self, message: EngineCoreRequest) -> None:
@@ -195,18 +179,19 @@ class QueueLimits:
             return
         limits, total = self.limits, self._all
         own = self._by_tenant.get(message.tenant, WaitingCounts())
-        reqs = _QueueDemand(limits.num_requests, total.num_requests, own.num_requests, message.n)
         num_tokens = len(message.prompt_token_ids)
-        tokens = _QueueDemand(limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
         num_tenants = len(self._by_tenant.keys() | {message.tenant})
-        for demand, unit, field in (
+        reqs = (limits.num_requests, total.num_requests, own.num_requests, message.n)
+        tokens = (limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
+        for numbers, unit, field in (
             (reqs, "requests", "max_num_queued_reqs"),
             (tokens, "prompt tokens", "max_num_queued_tokens"),
         ):
-            if not demand.fits(num_tenants):
+            limit, num_waiting, num_own, num_new = numbers
+            if not _fits(limit, num_waiting, num_own, num_new, num_tenants):
                 error = QueueFullError(
-                    f"the queue is full: {demand.num_waiting} {unit} wait, this would add "
-                    f"{demand.num_new}, and {flag_name(field)} is {demand.limit}",
+                    f"the queue is full: {num_waiting} {unit} wait, this would add {num_new}, "
+                    f"and {flag_name(field)} is {limit}",
                     field,
                 )
                 error.retry_after_seconds = self.seconds_to_empty
@@ -333,7 +318,7 @@ class Deadlines:
     def _clean_up(self) -> None:
         """Rebuild the heap, in which a request has at most two entries."""
         if len(self._heap) > 4 * len(self._limited) + _SLACK:
-            self._heap = [each for each in self._heap if each[1] in self._limited]
+            self._heap = [entry for entry in self._heap if entry[1] in self._limited]
             heapify(self._heap)
 
 
@@ -341,12 +326,12 @@ def _error(limited: _Limited, now: float) -> ErrorInfo:
     if limited.deadline <= now:
         seconds = limited.deadline - limited.arrival
         return ErrorInfo(
-            "time_limit", f"the request was not over within {seconds:g} s", "timeout_ms"
+            "time_limit", f"the request did not finish within {seconds:g} s", "timeout_ms"
         )
     seconds = limited.queue_deadline - limited.arrival
     return ErrorInfo(
         "queue_timeout",
-        f"the request had not begun within {seconds:g} s, the longest that it was to wait",
+        f"the request was still queued after {seconds:g} s, its limit",
         "queue_timeout_ms",
     )
 
@@ -413,8 +398,8 @@ class PrefillThrottle:
         known = self._decode_seconds
         if num_decoding in known:
             return known[num_decoding]
-        fewer = max((each for each in known if each < num_decoding), default=min(known))
-        more = min((each for each in known if each > num_decoding), default=max(known))
+        fewer = max((number for number in known if number < num_decoding), default=min(known))
+        more = min((number for number in known if number > num_decoding), default=max(known))
         if fewer >= more:  # nothing is known on one side
             return known[fewer]
         part = (num_decoding - fewer) / (more - fewer)

@@ -31,7 +31,6 @@ class ForcedTokens:
         self._replaced.add(request.seq_id)
 
     def forget_sequence(self, seq_id: int) -> None:
-        """Forget a sequence that has ended."""
         self._tokens.pop(seq_id, None)
         self._replaced.discard(seq_id)
 
@@ -43,11 +42,11 @@ class ForcedTokens:
         """
         if not self._tokens and not self._replaced:
             return [], []
-        for request in [each for each in plan.continued if each.seq_id in self._replaced]:
+        for request in [planned for planned in plan.continued if planned.seq_id in self._replaced]:
             plan.resend_full(request)
         for request in plan.admitted:
             self.forget_sequence(request.seq_id)
-        seq_ids = [each.seq_id for each in plan.continued if each.seq_id in self._tokens]
+        seq_ids = [request.seq_id for request in plan.continued if request.seq_id in self._tokens]
         return seq_ids, [self._tokens.pop(seq_id) for seq_id in seq_ids]
 
 
@@ -77,11 +76,11 @@ class OutputBuilder:
 
     @property
     def has_finished_seq_ids(self) -> bool:
-        """Whether workers have yet to be told of ended sequences."""
+        """Whether sequences have ended that no step has named to the workers yet."""
         return bool(self._finished)
 
     def finish_sequence(self, seq_id: int) -> None:
-        """Tell the workers with the next step that a sequence has ended."""
+        """Name an ended sequence to the workers in the next step."""
         if seq_id in self._known:
             self._known.remove(seq_id)
             self._finished.append(seq_id)

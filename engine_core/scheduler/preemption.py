@@ -41,7 +41,6 @@ class PreemptionOrder:
         self._last_index = 0
 
     def add_running(self, request: Request) -> None:
-        """Add a request that was appended to the running list."""
         self._last_index += 1
         request.running_index = self._last_index
         order = self._tenants.get(request.tenant)
@@ -50,7 +49,6 @@ class PreemptionOrder:
         order.add_running(request)
 
     def remove_running(self, request: Request) -> None:
-        """Remove a request that does not run any more."""
         order = self._tenants[request.tenant]
         order.remove_running(request)
         if not len(order):
@@ -152,11 +150,9 @@ class NonRunningBlocks:
 
     @property
     def any_resting(self) -> bool:
-        """Whether any resting request has blocks."""
         return bool(self._resting)
 
     def add_resting(self, request: Request) -> None:
-        """Add a request that waits for input, if it has blocks."""
         if request.num_computed_tokens:
             self._resting[request.seq_id] = request
 
@@ -166,7 +162,6 @@ class NonRunningBlocks:
             self._queued[request.seq_id] = request
 
     def forget_request(self, request: Request) -> None:
-        """Forget a request that runs or has ended."""
         self._resting.pop(request.seq_id, None)
         self._queued.pop(request.seq_id, None)
 
@@ -186,7 +181,6 @@ class NonRunningBlocks:
         return False
 
     def free_all(self) -> None:
-        """Free the blocks of all these requests."""
         for request in [*self._resting.values(), *self._queued.values()]:
             self._free(request)
 

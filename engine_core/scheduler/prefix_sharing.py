@@ -266,7 +266,9 @@ class SiblingForks:
         self._just_admitted.add(request)
         # What one of them computed is shared, but it was not cached.
         request.num_cached_tokens = min(
-            each.num_cached_tokens for each in siblings.values() if each.scheduled_at is not None
+            sibling.num_cached_tokens
+            for sibling in siblings.values()
+            if sibling.scheduled_at is not None
         )
 
     def on_released(self, request: Request) -> None:
@@ -297,7 +299,7 @@ class SiblingForks:
         if request.num_prompt_tokens == 1 or request.request_id in self._with_ended_choice:
             return None
         siblings = self._choices[request.request_id].values()
-        return next((each for each in siblings if self._is_computing(each)), None)
+        return next((sibling for sibling in siblings if self._is_computing(sibling)), None)
 
     def _is_computing(self, source: Request) -> bool:
         """Return whether a choice runs and has not computed the prompt yet."""

@@ -62,7 +62,7 @@ class ImpossibleResultError(ProtocolError):
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
     """Raise ImpossibleResultError unless there is a row for each sequence, with real tokens."""
-    expected = [each.seq_id for each in output.new_requests] + output.cached_requests.seq_ids
+    expected = [new.seq_id for new in output.new_requests] + output.cached_requests.seq_ids
     if result.step != output.step:
         raise ImpossibleResultError(
             f"step {result.step} was answered instead of step {output.step}"
@@ -89,7 +89,10 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
 def ends_of_rows(output: SchedulerOutput) -> list[int]:
     """Return the number of computed tokens after a step, per row in the order of the result."""
     cached = output.cached_requests
-    new = [each.num_computed_tokens + each.num_scheduled_tokens for each in output.new_requests]
+    new = [
+        request.num_computed_tokens + request.num_scheduled_tokens
+        for request in output.new_requests
+    ]
     return new + list(map(add, cached.num_computed_tokens, cached.num_scheduled_tokens))
 
 
@@ -227,7 +230,6 @@ class ResultPass:
         outputs.setdefault(request.client_index, []).append(error)
 
     def pop_num_corrupted(self) -> int:
-        """Return how many requests failed with non-finite logits since the last call."""
         number, self._num_corrupted = self._num_corrupted, 0
         return number
 

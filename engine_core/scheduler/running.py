@@ -44,7 +44,7 @@ class RunningPass:
         They preempt no request if one was admitted, because it may be the one that they deferred
         to.
         """
-        deferred = [each for each in deferred if each.status is RequestStatus.RUNNING]
+        deferred = [request for request in deferred if request.status is RequestStatus.RUNNING]
         if deferred and plan.admitted:
             self._plan_without_preemption(plan, deferred)
         elif deferred:

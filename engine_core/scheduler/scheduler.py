@@ -144,7 +144,7 @@ class Scheduler:
 
     def abort_client_requests(self, client_index: int) -> int:
         """End all requests of one front end; return the number of choices that ended."""
-        ended = [each for each in self.requests if each.client_index == client_index]
+        ended = [request for request in self.requests if request.client_index == client_index]
         self._lifecycle.abort_requests(ended)
         return len(ended)
 
@@ -152,7 +152,7 @@ class Scheduler:
         """End all requests; return the final outputs of all choices."""
         requests = list(self.requests)
         outputs: ClientOutputs = {}
-        for request in {each.request_id: each for each in requests}.values():
+        for request in {request.request_id: request for request in requests}.values():
             choices = list(self._lifecycle.choices[request.request_id])
             if self._beams.owns_request(request.request_id):
                 choices = list(range(request.sampling_params.beam_width))
@@ -177,7 +177,6 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of waiting and running requests."""
         return len(self._lifecycle.requests)
 
     @property
@@ -209,12 +208,10 @@ class Scheduler:
 
     @property
     def worker_epoch(self) -> int:
-        """Epoch of the workers that compute the steps."""
         return self._output_builder.epoch
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """Mode of the pause; None without one."""
         return self._pause.mode
 
     def begin_worker_epoch(self, epoch: int) -> ClientOutputs:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.retention.agent_sessions import AgentSessions
-from engine_core.retention.retained_prefixes import RetainedPrefixes, RetentionLimits
+from engine_core.retention.retained_prefixes import RetainedPrefixes
 from engine_core.retention.ttl_rule import NoRetention, make_ttl_rule
 from engine_core.scheduler.admission import AdmissionPass, Pause, make_kv_watermarks, rules_of
 from engine_core.scheduler.beam_groups import BeamGroups
@@ -126,10 +126,9 @@ class SchedulerParts:
             timeout=config.session_timeout,
             clock=clock,
         )
-        retention_limits = RetentionLimits(
-            kv_cache.num_usable_blocks, config.max_pinned_share, config.max_pinned_share_per_tenant
+        self.retained_prefixes = RetainedPrefixes(
+            kv_cache, config.max_pinned_share, config.max_pinned_share_per_tenant, observer
         )
-        self.retained_prefixes = RetainedPrefixes(kv_cache, retention_limits, observer)
         retains = config.scheduling_policy == "continuum" and kv_cache.enable_caching
         ttl_rule = make_ttl_rule(config.pin_policy, self.swap_rule) if retains else NoRetention()
         self.agent_sessions = AgentSessions(

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.request import Request
+from proto.scheduler_output import BlockIds
 
 
 def num_sampled_positions(num_known_tokens: int, num_computed_tokens: int) -> int:

@@ -80,7 +80,9 @@ class TenantUsage:
     def most_served(self) -> float:
         """Return the maximum over tenants with running requests; minus infinity without any."""
         step = self._step
-        return max((each.served_by(step) for each in self._running.values()), default=-math.inf)
+        return max(
+            (account.served_by(step) for account in self._running.values()), default=-math.inf
+        )
 
     def begin_step(self) -> None:
         """Count a step; requests whose prompt is computed begin to decode."""
@@ -92,7 +94,6 @@ class TenantUsage:
                     self._begin_decoding(request)
 
     def register_request(self, request: Request) -> None:
-        """Count a new request of its tenant."""
         account = self._accounts.get(request.tenant)
         if account is None:
             served = self._absent.pop(request.tenant, self._clock - self._credit)
@@ -143,7 +144,6 @@ class TenantUsage:
         return request.seq_id in self._decoding or request.seq_id in self.prefills
 
     def unregister_request(self, request: Request) -> None:
-        """Forget a request that has ended."""
         if self.is_running(request):
             self.end_running(request)
         account = self._accounts[request.tenant]

@@ -164,7 +164,6 @@ class SchedulerTrace:
         )
 
     def close(self) -> None:
-        """End the trace and close its file."""
         self._file.close()
 
 

@@ -192,22 +192,22 @@ class TraceRecorder:
     def on_turn_ended(self, request_id: int, job: str, tool: str) -> None:
         self._write_line(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
 
-    def on_prefix_retained(self, pin: RetainedPrefix, ttl: float) -> None:
-        self._retained_prefixes.pop(pin.job, None)
-        self._retained_prefixes[pin.job] = pin  # the newest is last
+    def on_prefix_retained(self, prefix: RetainedPrefix, ttl: float) -> None:
+        self._retained_prefixes.pop(prefix.job, None)
+        self._retained_prefixes[prefix.job] = prefix  # the newest is last
         self._write_line(
             PinBegin(
                 time_us=self._now(),
-                job=pin.job,
-                seq_id=pin.seq_id,
-                num_blocks=len(pin.blocks),
+                job=prefix.job,
+                seq_id=prefix.seq_id,
+                num_blocks=len(prefix.blocks),
                 ttl_us=round(ttl * 1e6),
             )
         )
 
-    def on_prefix_released(self, pin: RetainedPrefix, reason: str) -> None:
-        self._retained_prefixes.pop(pin.job, None)
-        self._write_line(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
+    def on_prefix_released(self, prefix: RetainedPrefix, reason: str) -> None:
+        self._retained_prefixes.pop(prefix.job, None)
+        self._write_line(PinEnd(time_us=self._now(), job=prefix.job, reason=reason))
 
     def on_event(self, what: str, detail: str) -> None:
         self._queue_has_changed = True

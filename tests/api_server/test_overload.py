@@ -21,8 +21,10 @@ FULL = ErrorInfo(
     "max_num_queued_reqs",
     retry_after_seconds=17,
 )
-LATE = ErrorInfo("time_limit", "the request was not over within 1 s", "timeout_ms")
-WAITED = ErrorInfo("queue_timeout", "the request had not begun within 1 s", "queue_timeout_ms")
+LATE = ErrorInfo("time_limit", "the request did not finish within 1 s", "timeout_ms")
+WAITED = ErrorInfo(
+    "queue_timeout", "the request was still queued after 1 s, its limit", "queue_timeout_ms"
+)
 
 
 async def begin(front_end, **fields):
@@ -64,8 +66,8 @@ async def test_a_prompt_refused_by_the_queue_aborts_the_others(start):
         assert (await front_end.engine.aborts.get()).request_id == first.request_id
 
 
-async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start, say):
-    async with start(say("!"), ready=False) as front_end:
+async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start, scripted):
+    async with start(scripted("!"), ready=False) as front_end:
         vocab_size = front_end.engine.vocab_size
         front_end.engine._send(
             boots.engine_ready(

@@ -13,7 +13,7 @@ ROWS = {
     "1 not JSON, an array, empty, another content type": (
         f"{API}test_bad_bodies.py::test_bad_bodies",
         f"{API}test_bad_bodies.py::test_content_types",
-        "tests/e2e/test_bad_input.py::test_bad_completions",
+        "tests/e2e/test_bad_input.py::test_invalid_completions_are_refused",
     ),
     "2 a body of 1 GB, 100,000 headers, headers and bodies that come slowly": (
         f"{API}test_limits.py::test_a_body_of_a_gigabyte_takes_no_memory",
@@ -35,7 +35,7 @@ ROWS = {
         f"{API}test_bad_requests.py::test_bad_fields",
         f"{API}test_chat.py::test_length_errors_name_the_clients_field",
         f"{API}test_chat.py::test_an_oversized_conversation_is_not_rendered",
-        "tests/e2e/test_bad_input.py::test_a_pool_too_small_for_a_request_says_both_numbers",
+        "tests/e2e/test_bad_input.py::test_a_request_beyond_the_pool_is_refused_with_both_lengths",
     ),
     "6 token ids that are none": (f"{API}test_bad_requests.py::test_bad_fields",),
     "7 sampling parameters out of range": (f"{API}test_bad_requests.py::test_bad_fields",),
@@ -53,7 +53,7 @@ ROWS = {
     ),
     "12 tokens outside the vocabulary": (f"{API}test_bad_requests.py::test_bad_fields",),
     "13 schemas that are none, too deep, recursive without an end": (
-        f"{API}test_structured_fields.py::test_what_is_refused",
+        f"{API}test_structured_fields.py::test_invalid_requests_are_refused",
         f"{API}test_structured_fields.py::test_a_schema_a_thousand_levels_deep_is_refused",
         f"{GRAMMARS}test_backend.py::test_what_cannot_be_used_says_why",
         f"{GRAMMARS}test_sandbox.py::test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine",

@@ -39,10 +39,10 @@ import msgspec
 from deploy.bench.agents.bench import add_grid, document, measured_table, show, show_progress
 from deploy.bench.agents.grid import LOAD_OF_WORKING_SET, GridCell, SeedBaseline, compared
 from deploy.bench.agents.load import BASELINE, VARIANTS, AgentLoad, PolicyVariant, agent_load
-from deploy.bench.options import BenchParser, at_least_one, from_zero_number, writable, write
+from deploy.bench.options import BenchParser, at_least_one, writable, write
 from proto.codec import changed, from_json, to_json_line
 from proto.errors import ConfigError, ProtocolError, TokendError
-from tests.benchmarks.command import run
+from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.simulator.messages import (
     HostTier,
@@ -386,11 +386,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.agents", description=__doc__)
     add_grid(parser, {"jobs": "1000", "seeds": "0,1,2", "pools": "25,50,100", "rates": "70,90,110"})
     add = parser.add_argument
     processes = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
@@ -419,7 +415,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--ledger",
         default="",
         metavar="FILE",
-        help="write each replay there when it is over, and take those that are there already",
+        help="append finished replays to this file, and reuse those that it contains",
     )
     add("--finished", action="store_true", help="show what the ledger has, and play nothing")
     add(

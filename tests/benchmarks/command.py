@@ -23,3 +23,11 @@ def run(main: Callable[[Sequence[str]], object], words: Sequence[str] | None = N
     except KeyboardInterrupt:
         return 130
     return status if isinstance(status, int) else 0
+
+
+def from_zero_number(text: str) -> float:
+    """Parse a number of at least 0; for `type=` of a flag."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number

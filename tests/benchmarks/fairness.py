@@ -179,11 +179,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.fairness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.fairness", description=__doc__)
     parser.add_argument(
         "--seats", type=at_least_one, default=8, help="--max-num-seqs of the daemon"
     )

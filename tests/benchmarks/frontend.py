@@ -34,7 +34,6 @@ from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, 
 from deploy.bench.options import (
     BenchParser,
     at_least_one,
-    from_zero_number,
     positive,
     writable,
     write,
@@ -42,7 +41,7 @@ from deploy.bench.options import (
 from deploy.bench.processes import SUPERVISOR, usage_by_title
 from deploy.bench.servers import PORT, MeasuredDaemon, ServerSpec, StartedServer, metrics_of
 from proto.errors import ConfigError, TokendError
-from tests.benchmarks.command import run
+from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.null_daemon import NULL_DAEMON
 from tests.benchmarks.soak import request_bytes
 
@@ -550,11 +549,7 @@ def _title(options: argparse.Namespace) -> str:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.frontend",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.frontend", description=__doc__)
     parser.add_argument("--streams", type=at_least_one, default=1000, help="at once (1000)")
     parser.add_argument("--step-ms", type=from_zero_number, default=250.0, help="(250)")
     parser.add_argument("--seconds", type=positive, default=20.0, help="of each window (20)")

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deploy.bench.options import BenchParser, from_zero_number
+from deploy.bench.options import BenchParser
 from deploy.cli import serve_with
 from deploy.supervisor.processes import Commands, module_commands
-from tests.benchmarks.command import run
+from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.line_program import ROOT
 
 NULL_DAEMON = (sys.executable, "-m", "tests.benchmarks.null_daemon")

@@ -409,11 +409,7 @@ def _cost_document(cost: Cost) -> dict[str, Any]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.offload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.offload", description=__doc__)
     parser.add_argument(
         "--lengths", type=several_counts, default=[256, 512, 1024, 2048], help="(256..2048)"
     )

@@ -10,12 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
-from engine_core.kv_connector.offload.base import (
-    FilterReusedOffloadingManager,
-    OffloadingManager,
-    OffloadKey,
-    ReuseTracker,
-)
+from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
 from engine_core.kv_connector.offload.eviction import ARCPolicy, LRUPolicy
 from proto.codec import from_json, to_json_line
@@ -37,17 +32,20 @@ def main() -> None:
 def play(workload: OffloadWorkload, policy: str) -> OffloadHits:
     """Run one policy over the whole trace; raise ValueError for an unknown one."""
     device = _Device(workload.device_blocks)
-    manager = _manager(policy, workload.medium_blocks)
+    manager, reuse = _manager(policy, workload.medium_blocks)
     num_blocks = num_device = num_medium = num_stored = 0
     for keys, is_scan in requests(workload):
         on_device = device.find(keys)
         manager.touch(keys)
         rest = keys[on_device:]
+        if reuse is not None:
+            for key in rest:
+                reuse.record_lookup(key)
         on_medium = manager.lookup(rest) or 0
         manager.prepare_load(rest[:on_medium])
         manager.complete_load(rest[:on_medium])
         device.keep(keys)
-        num_stored += _store(manager, keys)
+        num_stored += _store(manager, keys, reuse)
         if not is_scan:
             num_blocks += len(keys)
             num_device += on_device
@@ -104,11 +102,19 @@ class _Device:
             self._blocks.popitem(last=False)
 
 
-def _store(manager: OffloadingManager, keys: Sequence[OffloadKey], chunk: int = 16) -> int:
+def _store(
+    manager: OffloadingManager,
+    keys: Sequence[OffloadKey],
+    reuse: ReuseTracker | None,
+    chunk: int = 16,
+) -> int:
     """Store blocks like the connector, chunk by chunk; return how many were stored."""
     num_stored = 0
     for end in range(chunk, len(keys) + chunk, chunk):
-        prepared = manager.prepare_store(keys[end - chunk : end])
+        wanted = [
+            key for key in keys[end - chunk : end] if reuse is None or reuse.reaches_threshold(key)
+        ]
+        prepared = manager.prepare_store(wanted)
         manager.touch(keys[:end], is_new_use=False)
         if prepared is not None:
             manager.complete_store(prepared.keys)
@@ -116,16 +122,14 @@ def _store(manager: OffloadingManager, keys: Sequence[OffloadKey], chunk: int = 
     return num_stored
 
 
-def _manager(policy: str, num_slots: int) -> OffloadingManager:
+def _manager(policy: str, num_slots: int) -> tuple[OffloadingManager, ReuseTracker | None]:
     name, _, threshold = policy.partition("+")
     if name not in (NO_MEDIUM, "lru", "arc"):
         raise ValueError(f"no policy {name}")
     slots = 0 if name == NO_MEDIUM else num_slots
     order = ARCPolicy(slots) if name == "arc" else LRUPolicy()
-    manager = CPUOffloadingManager(slots, order)
-    if not threshold:
-        return manager
-    return FilterReusedOffloadingManager(manager, ReuseTracker(int(threshold), _TRACKED))
+    reuse = ReuseTracker(int(threshold), _TRACKED) if threshold else None
+    return CPUOffloadingManager(slots, order), reuse
 
 
 def _names(what: str, count: int) -> list[OffloadKey]:

@@ -67,11 +67,7 @@ def _rows(timings: LimitsTimings) -> list[tuple[int, float, float]]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.products",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.products", description=__doc__)
     rows = [1, 4, 16, 32, 64, 256, 512]
     parser.add_argument("--rows", type=several_counts, default=rows, help="(1,4,16,32,64,256,512)")
     parser.add_argument("--rounds", type=at_least_one, default=10, help="the best counts (10)")

@@ -193,11 +193,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="python -m tests.benchmarks.tiers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="python -m tests.benchmarks.tiers", description=__doc__)
     parser.add_argument(
         "--media", nargs="+", choices=[DISK, REMOTE], default=[DISK, REMOTE], help="(both)"
     )

@@ -1,4 +1,4 @@
-"""What holds after every fault: the daemon is what it was before."""
+"""Checks after every fault: the daemon's state and outputs are the same as before."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,25 +13,25 @@ ENGINE, WORKER, FRONT_END = "tokend: engine 0", "tokend: worker 0", "tokend: api
 
 
 def control(daemon: Daemon) -> list[int]:
-    """The tokens of a request that anybody may send at any time."""
+    """The tokens of a control request."""
     response = httpx.post(f"{daemon.url}/v1/completions", json=CONTROL, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["token_ids"]
 
 
-def at_rest(daemon: Daemon) -> bool:
-    """Nobody runs or waits, and nobody holds a block."""
+def is_idle(daemon: Daemon) -> bool:
+    """No request runs or waits, and no block is referenced."""
     return not any(daemon.metric(name) for name in GAUGES)
 
 
 @contextmanager
-def unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator[None]:
-    """The same tokens, gauges, blocks, processes and open descriptors as before.
+def assert_unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator[None]:
+    """Assert that tokens, gauges, blocks, processes and open descriptors are as before the block.
 
-    restarted: titles of the processes that others have taken the place of.
+    restarted: titles of the processes that must have been replaced.
     """
     answer = control(daemon)
-    assert eventually(lambda: at_rest(daemon))
+    assert eventually(lambda: is_idle(daemon))
     before, pids = IdleState.of(daemon), pids_by_title(daemon.pid)
     yield
     assert httpx.get(f"{daemon.url}/health").status_code == 200

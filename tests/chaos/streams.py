@@ -1,4 +1,4 @@
-"""A mix of streams that are under way when something dies."""
+"""A mix of streams that run while a process dies."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def requests() -> list[dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """What came of one request. choices: token ids by number. gaps: of greedy tokens."""
+    """A request and its output. choices: token ids by index. gaps: of greedy tokens."""
 
     body: dict[str, Any]
     choices: dict[int, list[int]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Stream:
         return sum(map(len, self.choices.values()))
 
     async def run(self, client: httpx.AsyncClient) -> "Stream":
-        """Until its end; fails on an error event, a status, or an end without [DONE]."""
+        """Stream to the end; fails on an error event, an error status, or an end without [DONE]."""
         body = self.body | {"stream": True, "stream_options": {"include_usage": True}}
         done = False
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -77,7 +77,7 @@ class Stream:
         return self
 
     async def reach(self, num_tokens: int) -> None:
-        """Wait until it has so many tokens."""
+        """Wait until the stream has `num_tokens` tokens."""
         async with self.moved:
             await self.moved.wait_for(lambda: self.num_tokens >= num_tokens)
 
@@ -97,7 +97,7 @@ class Stream:
 
 
 def assert_same(expected: Stream, got: Stream) -> None:
-    """The same tokens, unless a greedy choice was a tie; none missing, none twice."""
+    """The tokens are the same except after ties of greedy choices; none is missing or repeated."""
     assert got.reasons == expected.reasons
     assert got.choices.keys() == expected.choices.keys()
     for number, tokens in expected.choices.items():
@@ -113,7 +113,7 @@ def assert_same(expected: Stream, got: Stream) -> None:
         assert got.usage[name] == expected.usage[name]
 
 
-async def undisturbed(url: str, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
-    """All at once."""
+async def run_undisturbed(url: str, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
+    """Run all requests concurrently, without faults."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         return await asyncio.gather(*(Stream(body).run(client) for body in bodies))

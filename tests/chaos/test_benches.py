@@ -1,4 +1,4 @@
-"""The random chaos and the soak, shortened: they run, and find nothing."""
+"""Short runs of the chaos benchmark and the soak test."""
 
 import json
 import subprocess
@@ -21,8 +21,8 @@ def bench(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_little_chaos(tmp_path: Path) -> None:
-    """What is counted must be right on any machine; how long it took depends on who else runs."""
+def test_a_short_chaos_run_finds_nothing(tmp_path: Path) -> None:
+    """Counts must be right on any machine; durations depend on its load."""
     file = tmp_path / "chaos.json"
     words = ("--minutes", "0.3", "--kills", "4", "--tokens", "32", "--json", str(file))
     done = bench(*TOKEND, "bench", "chaos", *words)
@@ -34,7 +34,7 @@ def test_a_little_chaos(tmp_path: Path) -> None:
     assert found["tokens"] > 1_000
 
 
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     plot = tmp_path / "soak.html"
     done = bench(*SOAK, "--requests", "20000", "--every", "1", "--plot", str(plot))
     assert done.returncode == 0, done.stdout + done.stderr

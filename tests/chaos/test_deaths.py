@@ -1,6 +1,6 @@
-"""A process dies in the middle of everything, and no client notices.
+"""A process is killed under load, and no client is affected.
 
-Each test uses the daemon that the one before has left, so the second death is not the first.
+The tests share a daemon, so later deaths happen to a daemon with earlier ones.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from deploy.bench.processes import pids_by_title
-from tests.chaos.aftermath import FRONT_END, control, unharmed
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.aftermath import FRONT_END, assert_unharmed, control
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import ROLES, Daemon
 
 pytestmark = pytest.mark.suite("chaos")
 
 OTHER_FRONT_END = "tokend: api 1"
 SEATS = 9
-"""Fewer than the streams have choices: the last ones wait in the queue when it happens."""
+"""Fewer than the choices of all streams: the last ones wait in the queue at the death."""
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +32,19 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def expected(daemon: Daemon) -> list[Stream]:
-    """What an undisturbed daemon answers. Once before, so that prefixes are in the cache."""
-    return asyncio.run(undisturbed(daemon.url, requests()))
+    """Outputs without faults; this run also fills the prefix cache."""
+    return asyncio.run(run_undisturbed(daemon.url, requests()))
 
 
-async def with_deaths(
+async def run_with_deaths(
     daemon: Daemon, victims: list[psutil.Process], number: signal.Signals = signal.SIGKILL
 ) -> tuple[list[Stream], float]:
-    """The streams, and the seconds from the deaths to the next token of any.
+    """Run the streams; returns them, and the seconds from the deaths to the next token.
 
-    One more client goes away in the gap, and one more request comes.
+    During the gap one more client disconnects, and one more request arrives.
     """
     streams = [Stream(body) for body in requests()]
-    leaving = Stream(requests()[0] | {"prompt": "Somebody who leaves", "max_tokens": 4000})
+    leaving = Stream(requests()[0] | {"prompt": "A client that disconnects", "max_tokens": 4000})
     late = Stream(requests()[0])
     async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
         left = asyncio.create_task(leaving.run(client))
@@ -57,7 +57,8 @@ async def with_deaths(
         left.cancel()
         before = sum(each.num_tokens for each in streams)
         running.append(asyncio.create_task(late.run(client)))
-        while sum(each.num_tokens for each in streams) <= before + SEATS:  # some were on the way
+        # Some tokens were in transit at the death.
+        while sum(each.num_tokens for each in streams) <= before + SEATS:
             assert not any(each.done() and each.exception() for each in running)
             await asyncio.sleep(0.01)
         gap = time.monotonic() - died
@@ -74,11 +75,13 @@ async def with_deaths(
     ],
     ids=lambda killed: " and ".join(sorted(killed)),
 )
-def test_no_stream_notices(daemon: Daemon, expected: list[Stream], roles: set[str]) -> None:
+def test_streams_survive_the_death_of_worker_and_engine(
+    daemon: Daemon, expected: list[Stream], roles: set[str]
+) -> None:
     before = daemon.processes()
     restarts = daemon.metric("tokend:restarts_total")
-    with unharmed(daemon, {f"tokend: {ROLES[role]} 0" for role in roles}):
-        streams, gap = asyncio.run(with_deaths(daemon, [before[role] for role in roles]))
+    with assert_unharmed(daemon, {f"tokend: {ROLES[role]} 0" for role in roles}):
+        streams, gap = asyncio.run(run_with_deaths(daemon, [before[role] for role in roles]))
     for was, now in zip([*expected, expected[0]], streams, strict=True):
         assert_same(was, now)
     print(f"{roles}: {gap:.2f} s from death to the next token")
@@ -87,11 +90,11 @@ def test_no_stream_notices(daemon: Daemon, expected: list[Stream], roles: set[st
     assert daemon.text.count("Traceback") == 0
 
 
-def test_with_a_front_end_only_its_own_streams_end(daemon: Daemon) -> None:
-    """Whoever connects in the gap waits for the next one; the engine drops what nobody reads."""
+def test_the_death_of_a_front_end_ends_only_its_own_streams(daemon: Daemon) -> None:
+    """New connections wait for the next front end; the engine drops outputs of the dead one."""
     body = requests()[0] | {"max_tokens": 4000, "stream": True}
     url = f"{daemon.url}/v1/completions"
-    with unharmed(daemon, {FRONT_END}):
+    with assert_unharmed(daemon, {FRONT_END}):
         with httpx.stream("POST", url, json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -103,17 +106,17 @@ def test_with_a_front_end_only_its_own_streams_end(daemon: Daemon) -> None:
 
 LONG = requests()[0] | {"max_tokens": 200}
 MOST = 24
-"""Connections that it may take until each front end has one."""
+"""The most connections until every front end has one."""
 
 
 def num_connections(front_end: psutil.Process) -> int:
-    """Of clients."""
+    """Established connections of clients."""
     found = front_end.net_connections("tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
 
 
-async def with_one_of_two_killed(daemon: Daemon) -> tuple[list[Stream], int]:
-    """The streams of the other one, to their end, and how many there must be."""
+async def kill_one_of_two_front_ends(daemon: Daemon) -> tuple[list[Stream], int]:
+    """Kill one front end; returns the other's complete streams and their expected number."""
     pids = pids_by_title(daemon.pid)
     dead, other = psutil.Process(pids[FRONT_END]), psutil.Process(pids[OTHER_FRONT_END])
     running: list[asyncio.Task[Stream]] = []
@@ -133,11 +136,11 @@ async def with_one_of_two_killed(daemon: Daemon) -> tuple[list[Stream], int]:
     return [each for each in ends if isinstance(each, Stream)], len(ends) - num_lost
 
 
-def test_the_streams_of_the_other_front_end_go_on() -> None:
+def test_streams_of_the_other_front_end_continue() -> None:
     with Daemon("--dtype", "float32", "--api-server-count", "2") as daemon:
-        (expected,) = asyncio.run(undisturbed(daemon.url, [LONG]))
-        with unharmed(daemon, {FRONT_END}):
-            streams, number = asyncio.run(with_one_of_two_killed(daemon))
+        (expected,) = asyncio.run(run_undisturbed(daemon.url, [LONG]))
+        with assert_unharmed(daemon, {FRONT_END}):
+            streams, number = asyncio.run(kill_one_of_two_front_ends(daemon))
         assert len(streams) == number
         for stream in streams:
             assert_same(expected, stream)

@@ -1,4 +1,4 @@
-"""Clients go away, in every state that a request can be in; nothing of it stays."""
+"""Clients disconnect in every state of a request; its resources are freed."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chaos.aftermath import unharmed
+from tests.chaos.aftermath import assert_unharmed
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("chaos")
@@ -27,15 +27,15 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-def aborted(daemon: Daemon) -> float:
-    """Choices that were accepted and that nobody waited for."""
+def num_aborted(daemon: Daemon) -> float:
+    """The number of choices that ended by a disconnect."""
     text = httpx.get(f"{daemon.url}/metrics").text
     (value,) = re.findall(r'^vllm:request_success_total{.*"abort".*} (\S+)$', text, re.MULTILINE)
     return float(value)
 
 
-async def until(daemon: Daemon, **gauges: int) -> None:
-    """Until so many requests run or wait."""
+async def wait_for_gauges(daemon: Daemon, **gauges: int) -> None:
+    """Wait until this many requests run or wait."""
     async with httpx.AsyncClient(base_url=daemon.url) as client, asyncio.timeout(30):
         for name, number in gauges.items():
             wanted = re.compile(rf"^vllm:num_requests_{name}{{.*}} {number}\.0$", re.MULTILINE)
@@ -44,7 +44,7 @@ async def until(daemon: Daemon, **gauges: int) -> None:
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], num_events: int) -> None:
-    """Hear so many events and go away."""
+    """Read this many events and disconnect."""
     async with client.stream("POST", PATH, json=body | {"stream": True}) as response:
         async for line in response.aiter_lines():
             num_events -= line.startswith("data: ")
@@ -52,47 +52,47 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], num_events: in
                 return
 
 
-async def leave(task: "asyncio.Task[Any]") -> None:
+async def cancel(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def leave_in_queue(daemon: Daemon, client: httpx.AsyncClient) -> int:
-    """Behind two that have all seats, who leave in the middle of their decoding."""
+async def disconnect_in_queue(daemon: Daemon, client: httpx.AsyncClient) -> int:
+    """Wait in the queue behind two requests that take all slots and are cancelled in decode."""
     running = [asyncio.create_task(client.post(PATH, json=ENDLESS)) for _ in range(SEATS)]
-    await until(daemon, running=SEATS)
+    await wait_for_gauges(daemon, running=SEATS)
     waiting = asyncio.create_task(client.post(PATH, json=ENDLESS | {"n": 2}))
-    await until(daemon, waiting=2)
-    await leave(waiting)
-    await until(daemon, waiting=0)
+    await wait_for_gauges(daemon, waiting=2)
+    await cancel(waiting)
+    await wait_for_gauges(daemon, waiting=0)
     for task in running:
-        await leave(task)
+        await cancel(task)
     return SEATS + 2
 
 
-async def leave_in_prefill(daemon: Daemon, client: httpx.AsyncClient) -> int:
+async def disconnect_in_prefill(daemon: Daemon, client: httpx.AsyncClient) -> int:
     prompt = [number % 30_000 + 1000 for number in range(6000)]
     task = asyncio.create_task(client.post(PATH, json={"prompt": prompt, "max_tokens": 5}))
-    await until(daemon, running=1)
-    await leave(task)
+    await wait_for_gauges(daemon, running=1)
+    await cancel(task)
     return 1
 
 
-async def leave_in_decode(daemon: Daemon, client: httpx.AsyncClient) -> int:
+async def disconnect_in_decode(daemon: Daemon, client: httpx.AsyncClient) -> int:
     await stream(client, ENDLESS | {"n": 2}, 5)
     return 2
 
 
-async def leave_after_the_last_token(daemon: Daemon, client: httpx.AsyncClient) -> int:
-    """All is sent, and the end of the connection is all that the server hears of it."""
+async def disconnect_after_the_last_token(daemon: Daemon, client: httpx.AsyncClient) -> int:
+    """The output is complete; the server only sees the end of the connection."""
     await stream(client, ENDLESS | {"max_tokens": 3}, 3)
-    await until(daemon, running=0)
+    await wait_for_gauges(daemon, running=0)
     return 0
 
 
-async def leave_before_the_answer(daemon: Daemon, client: httpx.AsyncClient) -> int:
-    """As soon as the request is on its way, whether or not anybody has read it."""
+async def disconnect_before_the_response(daemon: Daemon, client: httpx.AsyncClient) -> int:
+    """Disconnect as soon as the request is sent, whether or not it has been read."""
     address = httpx.URL(daemon.url)
     for _ in range(20):
         _, writer = await asyncio.open_connection(address.host, address.port)
@@ -104,43 +104,43 @@ async def leave_before_the_answer(daemon: Daemon, client: httpx.AsyncClient) -> 
     return -1
 
 
-LEAVING = [
-    leave_in_queue,
-    leave_in_prefill,
-    leave_in_decode,
-    leave_after_the_last_token,
-    leave_before_the_answer,
+DISCONNECTS = [
+    disconnect_in_queue,
+    disconnect_in_prefill,
+    disconnect_in_decode,
+    disconnect_after_the_last_token,
+    disconnect_before_the_response,
 ]
 
 
-@pytest.mark.parametrize("leaving", LEAVING, ids=lambda each: each.__name__)
-def test_nothing_stays_of_whoever_leaves(daemon: Daemon, leaving: Any) -> None:
-    """It is counted once, unless the engine had not heard of it or was done with it."""
+@pytest.mark.parametrize("disconnect", DISCONNECTS, ids=lambda each: each.__name__)
+def test_a_disconnect_frees_everything_and_is_counted_once(daemon: Daemon, disconnect: Any) -> None:
+    """A request that the engine never received or has finished is not counted."""
 
-    async def go() -> int:
+    async def run_disconnect() -> int:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=TIMEOUT) as client:
-            return await leaving(daemon, client)
+            return await disconnect(daemon, client)
 
-    with unharmed(daemon):
-        before = aborted(daemon)
-        number = asyncio.run(go())
+    with assert_unharmed(daemon):
+        before = num_aborted(daemon)
+        number = asyncio.run(run_disconnect())
     if number >= 0:
-        assert aborted(daemon) == before + number
+        assert num_aborted(daemon) == before + number
 
 
-def test_a_crowd_that_leaves_at_any_moment(daemon: Daemon) -> None:
+def test_many_clients_disconnect_at_random_times(daemon: Daemon) -> None:
     rng = random.Random(0)
 
-    async def visitor(client: httpx.AsyncClient) -> None:
+    async def disconnect_at_random(client: httpx.AsyncClient) -> None:
         body = ENDLESS | {"n": rng.randint(1, 2), "prompt": "Once " * rng.randint(1, 200)}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(rng.uniform(0, 3)):
                 await stream(client, body, 1000)
 
-    async def crowd() -> None:
+    async def run_clients() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=daemon.url, timeout=TIMEOUT, limits=limits) as client:
-            await asyncio.gather(*(visitor(client) for _ in range(60)))
+            await asyncio.gather(*(disconnect_at_random(client) for _ in range(60)))
 
-    with unharmed(daemon):
-        asyncio.run(crowd())
+    with assert_unharmed(daemon):
+        asyncio.run(run_clients())

@@ -1,4 +1,4 @@
-"""Faults that are injected: a request that kills everything, and an exception in a worker."""
+"""Injected faults: a request that crashes engines, and an exception in a worker."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.chaos.aftermath import unharmed
+from tests.chaos.aftermath import assert_unharmed
 from tests.e2e.daemon import Daemon, eventually
 
 BODY = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -18,8 +18,8 @@ def complete(daemon: Daemon, prompt: str = "The sea is") -> httpx.Response:
 
 
 @pytest.mark.suite("daemons")
-def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served() -> None:
-    """Three engines die of it with no suspicion, two more while nothing else runs."""
+def test_a_request_that_crashes_every_engine_fails_and_the_next_is_served() -> None:
+    """Three engines crash without a suspect, two more while the request runs alone."""
     faults = {"TOKEND_FAULTS": "engine:raise@1x5"}
     with Daemon("--enable-fault-injection", environment=faults) as daemon:
         poison = complete(daemon)
@@ -31,10 +31,11 @@ def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served()
 
 
 @pytest.mark.suite("daemons")
-def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
-    """It comes while the first of them is dead, waits for all trials, and is no suspect itself.
+def test_a_stream_beside_a_request_that_crashes_five_engines_continues() -> None:
+    """The stream arrives during the first restart, waits for all isolated runs, and is no suspect.
 
-    Exceptions, since a SIGKILL may come before the word of a trial is out, which costs one more.
+    Exceptions are injected, since a SIGKILL may precede the report of an isolated run and cost one
+    more crash.
     """
     faults = {"TOKEND_FAULTS": "engine:raise@1x5"}
     flags = ("--enable-fault-injection", "--dtype", "float32")
@@ -51,7 +52,7 @@ def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
 
 
 @pytest.mark.suite("chaos")
-def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
+def test_an_exception_in_a_worker_is_logged_and_streams_continue() -> None:
     faults = {"TOKEND_FAULTS": "worker:raise@6"}
     flags = ("--enable-fault-injection", "--dtype", "float32")
     with Daemon(*flags, environment=faults) as daemon:
@@ -63,12 +64,13 @@ def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
 
 
 @pytest.mark.suite("chaos")
-def test_numbers_that_are_none_fail_the_requests_of_their_step_and_no_others() -> None:
-    """The answer to the one that fails is an error, never text."""
+def test_nan_logits_fail_only_the_requests_of_their_step() -> None:
+    """The response of a failed request is an error, never text."""
     faults = {"TOKEND_FAULTS": "worker:nan@16"}
     flags = ("--enable-fault-injection", "--dtype", "float32")
     with Daemon(*flags, environment=faults) as daemon:
-        with unharmed(daemon):  # eight steps, so that the broken one is the eighth of the next
+        # The control request takes eight steps, so the fault hits the next request's eighth step.
+        with assert_unharmed(daemon):
             broken = complete(daemon)
             assert broken.status_code == 500
             assert "NaN or infinity" in broken.json()["error"]["message"]

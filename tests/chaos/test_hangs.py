@@ -1,7 +1,7 @@
-"""A process stops in the middle of everything, without dying, and no client notices.
+"""A process hangs under load without dying, and no client is affected.
 
-Each test uses the daemon that the one before has left. In its first life the worker hangs by
-itself, so the streams of the first test are compared with those that come after them.
+The tests share a daemon. Its first worker hangs by an injected fault, so the streams of the first
+test are compared with later ones.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
 pytestmark = pytest.mark.suite("chaos")
@@ -35,17 +35,17 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def first(daemon: Daemon) -> tuple[list[Stream], set[str], float]:
-    """The worker hangs among these."""
-    return asyncio.run(with_a_hang(daemon, lambda: None))
+    """Streams during which the worker hangs."""
+    return asyncio.run(run_with_a_hang(daemon, lambda: None))
 
 
 @pytest.fixture(scope="module")
 def expected(daemon: Daemon, first: object) -> list[Stream]:
-    return asyncio.run(undisturbed(daemon.url, requests()))
+    return asyncio.run(run_undisturbed(daemon.url, requests()))
 
 
-async def watch(client: httpx.AsyncClient, reasons: set[str]) -> None:
-    """Collect why requests should not come, numbers left out."""
+async def collect_not_ready_reasons(client: httpx.AsyncClient, reasons: set[str]) -> None:
+    """Collect the reasons why the daemon is not ready, without durations."""
     while True:
         response = await client.get("/health/ready")
         found = response.json()["reasons"]
@@ -55,13 +55,13 @@ async def watch(client: httpx.AsyncClient, reasons: set[str]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def with_a_hang(
+async def run_with_a_hang(
     daemon: Daemon, stop: Callable[[], object]
 ) -> tuple[list[Stream], set[str], float]:
-    """The streams, why the daemon was not ready meanwhile, and the longest wait for a token."""
+    """Run the streams; returns them, the reasons of not being ready, and the longest token gap."""
     streams, reasons, longest = [Stream(body) for body in requests()], set[str](), 0.0
     async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
-        watching = asyncio.create_task(watch(client, reasons))
+        watching = asyncio.create_task(collect_not_ready_reasons(client, reasons))
         running = [asyncio.create_task(each.run(client)) for each in streams]
         await asyncio.gather(*(each.reach(4) for each in streams))
         stop()
@@ -77,10 +77,10 @@ async def with_a_hang(
     return streams, reasons, longest
 
 
-def assert_nobody_noticed(
-    daemon: Daemon, expected: list[Stream], happened: tuple[list[Stream], set[str], float]
+def assert_streams_unaffected(
+    daemon: Daemon, expected: list[Stream], outcome: tuple[list[Stream], set[str], float]
 ) -> None:
-    streams, _, longest = happened
+    streams, _, longest = outcome
     assert len(streams) >= 8
     for was, now in zip(expected, streams, strict=True):
         assert_same(was, now)
@@ -91,11 +91,11 @@ def assert_nobody_noticed(
     assert daemon.text.count("Traceback") == 0
 
 
-def test_a_worker_that_hangs_in_a_step(
+def test_streams_survive_a_worker_that_hangs_in_a_step(
     daemon: Daemon, first: tuple[list[Stream], set[str], float], expected: list[Stream]
 ) -> None:
-    """A fault, so that the process itself is alive and obeys signals."""
-    assert_nobody_noticed(daemon, expected, first)
+    """By an injected fault: the process itself is alive and handles signals."""
+    assert_streams_unaffected(daemon, expected, first)
     assert first[1] >= {"worker 0: no completed step", "worker 0 is being restarted"}
     assert first[2] > STEP_TIMEOUT
     assert re.search(r"worker 0: \(pid \d+\) hangs, no completed step for 3\.\d s", daemon.text)
@@ -110,15 +110,15 @@ def test_a_worker_that_hangs_in_a_step(
         ("engine_core", "no sign of life", r'engine_core/busy_loop.py", line \d+ in run'),
     ],
 )
-def test_who_is_stopped(
+def test_streams_survive_a_stopped_process(
     daemon: Daemon, expected: list[Stream], role: str, what: str, where: str
 ) -> None:
     before, kills = daemon.processes(), daemon.metric("tokend:watchdog_kills_total")
     printed = len(daemon.text)
     pid, title = before[role].pid, f"{ROLES[role]} 0"
-    happened = asyncio.run(with_a_hang(daemon, psutil.Process(pid).suspend))
-    assert_nobody_noticed(daemon, expected, happened)
-    assert happened[1] >= {f"{title}: {what}", f"{title} is being restarted"}
+    outcome = asyncio.run(run_with_a_hang(daemon, psutil.Process(pid).suspend))
+    assert_streams_unaffected(daemon, expected, outcome)
+    assert outcome[1] >= {f"{title}: {what}", f"{title} is being restarted"}
     text = daemon.text[printed:]
     verdict = re.search(rf"{title}: \(pid {pid}\) hangs, {what} for [34]\.\d s", text)
     stacks = re.search(where, text)
@@ -132,24 +132,24 @@ def test_who_is_stopped(
     assert daemon.metric("tokend:watchdog_kills_total") == kills + 1
 
 
-def test_who_is_stopped_while_nothing_is_to_do_is_noticed_when_requests_come(
+def test_a_process_stopped_while_idle_is_detected_with_the_next_requests(
     daemon: Daemon, expected: list[Stream]
 ) -> None:
     before = daemon.processes()
     before["worker"].suspend()
-    streams = asyncio.run(undisturbed(daemon.url, requests()[:2]))
+    streams = asyncio.run(run_undisturbed(daemon.url, requests()[:2]))
     for was, now in zip(expected, streams, strict=False):
         assert_same(was, now)
     after = daemon.processes()
     assert {each for each in ROLES if before[each].pid != after[each].pid} == {"worker"}
 
 
-def test_a_front_end_that_is_stopped_is_replaced_and_whoever_connects_meanwhile_waits(
+def test_a_stopped_front_end_is_replaced_and_new_connections_wait(
     daemon: Daemon, expected: list[Stream]
 ) -> None:
     before = daemon.processes()
     before["api_server"].suspend()
-    (stream,) = asyncio.run(undisturbed(daemon.url, requests()[:1]))
+    (stream,) = asyncio.run(run_undisturbed(daemon.url, requests()[:1]))
     assert_same(expected[0], stream)
     after = daemon.processes()
     assert {each for each in ROLES if before[each].pid != after[each].pid} == {"api_server"}

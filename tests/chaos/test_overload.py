@@ -1,4 +1,4 @@
-"""A real daemon with more to do than it can: rows of requests refused, and clients that leave."""
+"""A real daemon under overload: refused requests and disconnecting clients."""
 
 import asyncio
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ SEATS, QUEUE = 8, 8
 SECONDS = 20.0
 CONTROL = {"prompt": "The sun rises in the", "max_tokens": 8, "temperature": 0}
 GROWTH_MIB = 64.0
-"""Generous: what grows with the load grows by more in this time."""
+"""Generous: a leak per request would exceed it in this time."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-class Before:
-    """How a daemon was, and whether it is so again."""
+class IdleSnapshot:
+    """The idle state of a daemon, to compare with later."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -44,8 +44,8 @@ class Before:
         self._pids = {each.pid for each in daemon.processes().values()}
         self._sockets = len(self._api.net_connections("tcp"))
 
-    def assert_the_same(self) -> None:
-        """No request, connection or process is left, and answers are what they were."""
+    def assert_unchanged(self) -> None:
+        """Assert that no request, connection or process is left, and that outputs are unchanged."""
         assert nonzero_gauges(self._daemon.url) == []
         assert eventually(lambda: self._daemon.metric("vllm:kv_cache_usage_perc") == 0)
         assert eventually(lambda: len(self._api.net_connections("tcp")) <= self._sockets + 1)
@@ -63,7 +63,7 @@ class Before:
         return text
 
 
-def tokens_are_all_there(result: PartResult, shape: RequestShape) -> bool:
+def has_all_tokens(result: PartResult, shape: RequestShape) -> bool:
     return all(len(each.token_ids) == shape.output_tokens for each in result.accepted)
 
 
@@ -71,8 +71,8 @@ async def run_of(daemon: Daemon, clients: OverloadClients, shape: RequestShape) 
     return OverloadRun(daemon.url, shape, clients, MemoryLog(daemon.process.pid))
 
 
-async def test_ten_times_the_capacity(daemon: Daemon) -> None:
-    before, shape = Before(daemon), RequestShape()
+async def test_ten_times_the_capacity_is_refused_at_once(daemon: Daemon) -> None:
+    before, shape = IdleSnapshot(daemon), RequestShape()
     lengths: list[float] = []
     watching = asyncio.create_task(watch_queue(daemon, lengths))
     async with overload_clients(daemon.url, shape) as clients:
@@ -81,14 +81,14 @@ async def test_ten_times_the_capacity(daemon: Daemon) -> None:
         result = await run.measure_overload(10 * per_second, SECONDS)
     watching.cancel()
     assert run.report.problems() == []
-    assert tokens_are_all_there(result, shape)
+    assert has_all_tokens(result, shape)
     assert len(result.accepted) > SEATS + QUEUE
     assert len(result.refused) > len(result.accepted)
     assert all(1 <= int(each.retry_after) <= 60 for each in result.refused)
     assert daemon.metric("vllm:admission_rejections_total") >= len(result.refused)
     assert all(run.memory.growth(title) < GROWTH_MIB for title in run.memory.sizes)
     assert max(lengths) <= QUEUE
-    await asyncio.to_thread(before.assert_the_same)
+    await asyncio.to_thread(before.assert_unchanged)
 
 
 async def watch_queue(daemon: Daemon, lengths: list[float]) -> None:
@@ -97,59 +97,61 @@ async def watch_queue(daemon: Daemon, lengths: list[float]) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_a_hundred_a_second_that_do_not_stay(daemon: Daemon) -> None:
-    before, shape = Before(daemon), RequestShape()
+async def test_a_hundred_short_connections_a_second(daemon: Daemon) -> None:
+    before, shape = IdleSnapshot(daemon), RequestShape()
     async with overload_clients(daemon.url, shape) as clients:
         run = await run_of(daemon, clients, shape)
         result = await run.measure_churn(SEATS // 2, 100.0, SECONDS / 2, 0.1)
     assert run.report.problems() == []
-    assert tokens_are_all_there(result, shape)
+    assert has_all_tokens(result, shape)
     assert result.accepted
     assert daemon.metric("tokend:requests_cut_short_total") > 0
-    await asyncio.to_thread(before.assert_the_same)
+    await asyncio.to_thread(before.assert_unchanged)
 
 
 def events(response: httpx.Response) -> list[str]:
     return response.text.strip().split("\n\n")
 
 
-async def ask(daemon: Daemon, **fields: object) -> httpx.Response:
+async def complete(daemon: Daemon, **fields: object) -> httpx.Response:
     body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, **fields}
     async with httpx.AsyncClient(timeout=120) as client:
         return await client.post(f"{daemon.url}/v1/completions", json=body)
 
 
-async def test_whose_time_is_over_stops_at_once(daemon: Daemon) -> None:
-    """In a stream, as a whole answer, and over the death of the engine."""
-    before = Before(daemon)
-    whole = await ask(daemon, timeout_ms=300)
+async def test_a_request_beyond_its_timeout_is_aborted_at_once(daemon: Daemon) -> None:
+    """Streamed, not streamed, and across the death of the engine."""
+    before = IdleSnapshot(daemon)
+    whole = await complete(daemon, timeout_ms=300)
     assert whole.status_code == 504
-    streamed = await ask(daemon, timeout_ms=3000, stream=True)
+    streamed = await complete(daemon, timeout_ms=3000, stream=True)
     assert streamed.status_code == 200
-    assert len(events(streamed)) > 2, "there were tokens before"
+    assert len(events(streamed)) > 2, "no tokens before the timeout"
     assert '"code": 504' in events(streamed)[-2]
     assert events(streamed)[-1] == "data: [DONE]"
-    await asyncio.to_thread(before.assert_the_same)
-    asking = asyncio.create_task(ask(daemon, timeout_ms=6000, stream=True))
+    await asyncio.to_thread(before.assert_unchanged)
+    completion = asyncio.create_task(complete(daemon, timeout_ms=6000, stream=True))
     assert await asyncio.to_thread(
         eventually, lambda: daemon.metric("vllm:num_requests_running") == 1
     )
     daemon.processes()["engine_core"].kill()
-    streamed = await asking
+    streamed = await completion
     assert streamed.status_code == 200
     assert '"code": 504' in events(streamed)[-2]
     assert nonzero_gauges(daemon.url) == []
 
 
-async def test_who_waits_too_long_in_the_queue_is_refused(daemon: Daemon) -> None:
-    before = Before(daemon)
-    running = [asyncio.create_task(ask(daemon, stream=True, timeout_ms=8000)) for _ in range(SEATS)]
+async def test_a_request_beyond_its_queue_timeout_is_refused(daemon: Daemon) -> None:
+    before = IdleSnapshot(daemon)
+    running = [
+        asyncio.create_task(complete(daemon, stream=True, timeout_ms=8000)) for _ in range(SEATS)
+    ]
     assert await asyncio.to_thread(
         eventually, lambda: daemon.metric("vllm:num_requests_running") == SEATS
     )
     for stream in (False, True):
-        late = await ask(daemon, queue_timeout_ms=200, stream=stream)
+        late = await complete(daemon, queue_timeout_ms=200, stream=stream)
         assert late.status_code == 503
         assert late.headers["retry-after"]
     assert [(await each).status_code for each in running] == [200] * SEATS
-    await asyncio.to_thread(before.assert_the_same)
+    await asyncio.to_thread(before.assert_unchanged)

@@ -1,6 +1,6 @@
-"""One of two workers that share a model dies or stops, or their engine does: nobody notices.
+"""One of two tensor-parallel workers, or their engine, dies or hangs; no client is affected.
 
-Each test uses the daemon that the one before has left, so the second death is not the first.
+The tests share a daemon, so later deaths happen to a daemon with earlier ones.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from deploy.bench.processes import pids_by_title
-from tests.chaos.aftermath import ENGINE, WORKER, unharmed
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
-from tests.chaos.test_deaths import SEATS, with_deaths
-from tests.chaos.test_hangs import STEP_TIMEOUT, with_a_hang
+from tests.chaos.aftermath import ENGINE, WORKER, assert_unharmed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
+from tests.chaos.test_deaths import SEATS, run_with_deaths
+from tests.chaos.test_hangs import STEP_TIMEOUT, run_with_a_hang
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("chaos")
@@ -37,23 +37,23 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def first(daemon: Daemon) -> list[Stream]:
-    """The second rank raises an exception among these."""
-    return asyncio.run(undisturbed(daemon.url, requests()))
+    """Streams during which the second rank raises an exception."""
+    return asyncio.run(run_undisturbed(daemon.url, requests()))
 
 
 @pytest.fixture(scope="module")
 def expected(daemon: Daemon, first: object) -> list[Stream]:
-    return asyncio.run(undisturbed(daemon.url, requests()))
+    return asyncio.run(run_undisturbed(daemon.url, requests()))
 
 
 def process(daemon: Daemon, title: str) -> psutil.Process:
     return psutil.Process(pids_by_title(daemon.pid)[title])
 
 
-def test_an_exception_in_one_rank_is_reported_once_and_by_rank(
+def test_an_exception_in_one_rank_is_reported_once_with_its_rank(
     daemon: Daemon, first: list[Stream], expected: list[Stream]
 ) -> None:
-    """The other rank only loses its group, and is started again with it."""
+    """The other rank only loses its group and is restarted with the first."""
     for was, now in zip(expected, first, strict=True):
         assert_same(was, now)
     assert daemon.text.count("Traceback") == 1
@@ -73,18 +73,18 @@ def test_an_exception_in_one_rank_is_reported_once_and_by_rank(
     ],
     ids=["second rank", "first rank", "engine", "engine and second rank"],
 )
-def test_no_stream_notices_a_death(
+def test_streams_survive_the_death_of_a_rank_or_engine(
     daemon: Daemon,
     expected: list[Stream],
     titles: set[str],
     number: signal.Signals,
     restarted: set[str],
 ) -> None:
-    """Ranks are started again together; when their engine dies they stay, and meet anew."""
+    """Ranks are restarted together; if only their engine dies they stay and rejoin."""
     victims = [process(daemon, title) for title in titles]
     tracebacks = daemon.text.count("Traceback")
-    with unharmed(daemon, restarted):
-        streams, gap = asyncio.run(with_deaths(daemon, victims, number))
+    with assert_unharmed(daemon, restarted):
+        streams, gap = asyncio.run(run_with_deaths(daemon, victims, number))
     for was, now in zip([*expected, expected[0]], streams, strict=True):
         assert_same(was, now)
     print(f"{titles}: {gap:.2f} s from death to the next token")
@@ -94,12 +94,10 @@ def test_no_stream_notices_a_death(
 
 
 @pytest.mark.parametrize("title", [OTHER_WORKER, WORKER])
-def test_no_stream_notices_a_rank_that_stops(
-    daemon: Daemon, expected: list[Stream], title: str
-) -> None:
+def test_streams_survive_a_stopped_rank(daemon: Daemon, expected: list[Stream], title: str) -> None:
     victim, printed = process(daemon, title), len(daemon.text)
-    with unharmed(daemon, WORKERS):
-        streams, reasons, longest = asyncio.run(with_a_hang(daemon, victim.suspend))
+    with assert_unharmed(daemon, WORKERS):
+        streams, reasons, longest = asyncio.run(run_with_a_hang(daemon, victim.suspend))
     for was, now in zip(expected, streams, strict=True):
         assert_same(was, now)
     name = title.removeprefix("tokend: ")

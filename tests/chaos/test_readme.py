@@ -1,4 +1,4 @@
-"""The table of faults names tests that exist."""
+"""All tests named in the table of faults exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A daemon that cannot start: exit status, one line that says why, and nothing left behind."""
+"""A daemon that cannot start: exit status, a one-line reason, and no processes left."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ def assert_ends(daemon: Daemon, status: int, *, timeout: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("title", [WORKER, ENGINE, FRONT_END])
-def test_who_is_killed_while_it_starts_ends_all_and_is_named(title: str) -> None:
+def test_a_process_killed_during_the_start_ends_the_daemon_and_is_named(title: str) -> None:
     daemon = Daemon()
     assert eventually(lambda: title in pids_by_title(daemon.pid), 60)
     children = psutil.Process(daemon.pid).children(recursive=True)
@@ -34,7 +34,7 @@ def test_who_is_killed_while_it_starts_ends_all_and_is_named(title: str) -> None
     assert not any(child.is_running() for child in children)
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_truncated_model_file_is_named(tmp_path: Path) -> None:
     source = Path(packaged_model().source)
     half = tmp_path / "half.gguf"
     half.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
@@ -43,7 +43,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     assert str(half) in daemon.text.splitlines()[-1]
 
 
-def test_weights_that_were_cut_off_after_they_were_prepared(tmp_path: Path) -> None:
+def test_prepared_weights_that_were_truncated_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "cut"
     save_qwen3(folder)
     with Daemon(str(folder)):
@@ -60,7 +60,7 @@ def test_weights_that_were_cut_off_after_they_were_prepared(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flag", "value"), [("--kv-cache-memory", "100000G"), ("--max-num-seqs", "1000000000")]
 )
-def test_more_memory_than_there_is_is_refused(flag: str, value: str) -> None:
+def test_more_memory_than_available_is_refused(flag: str, value: str) -> None:
     daemon = Daemon(flag, value)
     assert_ends(daemon, 2)
     assert flag in daemon.text.splitlines()[-1]

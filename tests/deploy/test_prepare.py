@@ -41,6 +41,10 @@ def silent(what: str, fraction: float | None) -> None:
     """A reporter that ignores its calls."""
 
 
+def prepare_silently(source: store.ModelSource, target: str, final: str, *_: object) -> None:
+    preparing_process.prepare(source.name, source.path, source.kind, target, final, silent)
+
+
 @pytest.fixture
 def around(tmp_path: Path) -> HostEnvironment:
     return HostEnvironment.of({**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
@@ -67,7 +71,7 @@ def test_a_gguf_file(
     tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prepared in this process, which shares the import of transformers with other tests."""
-    monkeypatch.setattr(store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent))
+    monkeypatch.setattr(store, "_run_preparation", prepare_silently)
     path = tmp_path / "tiny.gguf"
     weights = write_gguf(
         path, extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
@@ -252,7 +256,9 @@ def test_errors_of_the_preparing_process_are_raised_in_the_parent(
     (tmp_path / "text.gguf").write_text("Once upon a time")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf", around)
     (tmp_path / "empty").mkdir()
-    assert "empty has no config.json" in refusal(tmp_path / "empty", around)
+    assert "empty has no config.json (a Hugging Face model) and no .gguf file" in refusal(
+        tmp_path / "empty", around
+    )
 
 
 def gguf_refusal(path: Path) -> str:
@@ -443,7 +449,7 @@ def test_the_cache_folder_equals_that_of_huggingface_hub(
 def test_a_full_disk_is_reported_with_the_numbers(
     tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_run_job", lambda job, *_: preparing_process.prepare(job, silent))
+    monkeypatch.setattr(store, "_run_preparation", prepare_silently)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1_000))
     write_folder(tmp_path / "mine")
     numbers = r"[\d.,]+ MB are needed and 0\.0 MB are free"

@@ -10,7 +10,7 @@ from tests.e2e.reference import Reference
 
 @pytest.fixture(scope="session")
 def daemons() -> Iterator[DaemonPool]:
-    """`with daemons.borrow(*flags) as daemon`: a running one, empty, that other tests use too."""
+    """`with daemons.borrow(*flags) as daemon`: a running, idle daemon shared with other tests."""
     pool = DaemonPool()
     yield pool
     pool.stop_all()
@@ -18,12 +18,12 @@ def daemons() -> Iterator[DaemonPool]:
 
 @pytest.fixture
 def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    """The packaged model in float32, default settings otherwise."""
+    """A shared daemon of the packaged model in float32 with default settings."""
     with daemons.borrow("--dtype", "float32") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """transformers on the same GGUF, float32."""
+    """transformers on the same GGUF file in float32."""
     return Reference.load()

@@ -34,8 +34,8 @@ def _flags_for_all() -> list[str]:
 class Daemon:
     """`tokend serve` with a run directory of its own, on a free port.
 
-    The flags in the variable TOKEND_TEST_FLAGS come first: the same tests of another setting.
-    environment: variables beside those of the tests.
+    Flags of the variable TOKEND_TEST_FLAGS come first, to run the same tests with other settings.
+    environment: variables in addition to those of the tests.
     """
 
     def __init__(self, *flags: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -75,7 +75,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """The process id of the supervisor."""
         return self.process.pid
 
     @property
@@ -87,7 +87,7 @@ class Daemon:
         return "\n".join(self.output)
 
     def wait_ready(self) -> None:
-        """Wait for the ready line; fails with everything the daemon printed."""
+        """Wait for the ready line; a failure shows all output of the daemon."""
         deadline = time.monotonic() + READY_LIMIT_SECONDS
         with self._changed:
             while not self._port:
@@ -96,10 +96,10 @@ class Daemon:
                 self._changed.wait(0.2)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The children by role."""
+        """Child processes by role."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have just ended
                 title = " ".join(child.cmdline())
                 for role, word in ROLES.items():
                     if f"tokend: {word} " in title or f"-m {role}" in title:
@@ -107,18 +107,18 @@ class Daemon:
         return found
 
     def process_ids(self) -> set[int]:
-        """Of the front ends, engines and workers; an engine's compiler of grammars comes later."""
+        """Process ids of front ends, engines and workers, without grammar compilers."""
         return {child.pid for child in psutil.Process(self.pid).children()}
 
     def stop(self) -> None:
-        """End the daemon in order and wait for it."""
+        """End the daemon gracefully and wait for it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.wait_exit()
         self._runtime.cleanup()
 
     def wait_exit(self, timeout: float = 15.0) -> int:
-        """Exit status of the command; everything it printed is in `text` afterwards."""
+        """Wait for the exit status; all output is in `text` afterwards."""
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -130,7 +130,7 @@ class Daemon:
         return status
 
     def metric(self, name: str) -> float:
-        """Sum over the samples of a metric."""
+        """Sum of the samples of a metric."""
         return metric_value(httpx.get(f"{self.url}/metrics").text, name)
 
     def _read(self) -> None:
@@ -147,9 +147,9 @@ class Daemon:
 class DaemonPool:
     """Running daemons that tests share by their flags.
 
-    A daemon is reset after each use, and the reset is checked: a test that leaves a request, a
-    pause or a block behind, or after which a process is another one, fails, and the next test
-    gets a new daemon. At most `max_idle` daemons stay up unused; the least recently used one ends.
+    A daemon is reset after every use. A test that leaves a request, a pause, a referenced block or
+    a restarted process fails, and the next test starts a new daemon. At most `max_idle` daemons
+    stay up unused; the least recently used one is ended.
     """
 
     def __init__(self, max_idle: int = 2) -> None:
@@ -158,7 +158,7 @@ class DaemonPool:
 
     @contextlib.contextmanager
     def borrow(self, *flags: str) -> Iterator[Daemon]:
-        """A daemon of these flags with an empty prefix cache, for as long as the block runs."""
+        """Lend a daemon with these flags and an empty prefix cache to the block."""
         daemon = self._idle.pop(flags, None)
         if daemon is None:
             self._stop_down_to(self._max_idle - 1)
@@ -183,7 +183,7 @@ class DaemonPool:
 
 
 def reset(daemon: Daemon) -> None:
-    """Empty the prefix cache of an idle daemon; fails when anything of a test is left in it."""
+    """Empty the prefix cache of an idle daemon; fails if a test left requests, pauses or blocks."""
     assert eventually(lambda: not any(map(daemon.metric, REQUEST_GAUGES)), SETTLE_SECONDS), (
         f"requests are left: {[(name, daemon.metric(name)) for name in REQUEST_GAUGES]}"
     )
@@ -200,7 +200,7 @@ def reset(daemon: Daemon) -> None:
 
 
 def metric_value(exposition: str, name: str) -> float:
-    """Sum over the samples of one metric in a Prometheus text exposition."""
+    """Sum of the samples of one metric in a Prometheus text exposition."""
     samples = list(_samples(exposition, name))
     assert samples, f"no metric {name}"
     return sum(samples)
@@ -213,7 +213,7 @@ def _samples(exposition: str, name: str) -> Iterator[float]:
 
 
 def eventually(condition: object, seconds: float = 10.0) -> bool:
-    """Poll a callable until it is true; False when it is not within `seconds`."""
+    """Poll a callable until it returns true; return False if it does not within `seconds`."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

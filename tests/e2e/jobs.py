@@ -1,4 +1,4 @@
-"""Agents at a real daemon: jobs whose turns repeat what was said, and load that belongs to none."""
+"""Agent sessions at a real daemon: turns that extend the conversation, and unrelated load."""
 
 import random
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from tests.e2e.daemon import Daemon
 BLOCK_SIZE = 16
 LIMIT_SECONDS = 300.0
 NUM_TOKENS = 8
-"""Of an answer."""
+"""Tokens of every output."""
 
 
 def token_ids(number: int, seed: object) -> list[int]:
-    """A prompt that no other seed's begins like."""
+    """Random token ids that share no prefix with those of other seeds."""
     return random.Random(str(seed)).choices(range(100, 40_000), k=number)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """prompt, tokens: of it and its answer. num_cached: tokens of the prompt whose KV was there."""
+    """A turn's prompt and output tokens. num_cached: prompt tokens found in the prefix cache."""
 
     prompt: list[int]
     tokens: list[int]
@@ -30,7 +30,7 @@ class Turn:
 
 
 def complete(daemon: Daemon, prompt: Sequence[int], **fields: Any) -> Turn:
-    """Greedy and of one length; fails on any status but 200."""
+    """Complete greedily with a fixed length; fails on any status but 200."""
     body = {
         "prompt": list(prompt),
         "max_tokens": NUM_TOKENS,
@@ -48,24 +48,24 @@ def complete(daemon: Daemon, prompt: Sequence[int], **fields: Any) -> Turn:
 
 @dataclass
 class Job:
-    """hint: beside the job's id, of every turn. said: prompt and answers so far."""
+    """An agent session. hint: fields of every turn. context: all tokens so far."""
 
     daemon: Daemon
     name: str
     hint: dict[str, Any] = field(default_factory=dict)
-    said: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
 
     def turn(self, num_new: int, **hint: Any) -> Turn:
-        """The next one, with so many new tokens."""
-        new = token_ids(num_new, f"{self.name} {len(self.said)}")
+        """Send the next turn, with `num_new` new prompt tokens."""
+        new = token_ids(num_new, f"{self.name} {len(self.context)}")
         hints = {"job_id": self.name, **self.hint, **hint}
-        turn = complete(self.daemon, [*self.said, *new], agent_hint=hints)
-        self.said = [*turn.prompt, *turn.tokens]
+        turn = complete(self.daemon, [*self.context, *new], agent_hint=hints)
+        self.context = [*turn.prompt, *turn.tokens]
         return turn
 
 
-def churn(daemon: Daemon, num_blocks: int, seed: object, size: int = 20) -> None:
-    """Requests of nobody's job, one after the other, that use so many blocks together."""
+def fill_cache(daemon: Daemon, num_blocks: int, seed: object, size: int = 20) -> None:
+    """Send requests without a session, one by one, that use at least `num_blocks` blocks."""
     for number in range(num_blocks // size + 1):
         ids = token_ids(size * BLOCK_SIZE - NUM_TOKENS, f"churn {seed} {number}")
         complete(daemon, ids)

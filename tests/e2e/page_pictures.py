@@ -1,6 +1,6 @@
-"""Makes the pictures of the page in docs/: `page_pictures.py FOLDER`, with a daemon of its own.
+"""Make the pictures of the page in docs/: `page_pictures.py FOLDER`.
 
-Light and dark; a chat, a completion, and the live view of a small pool under more load than fits.
+In light and dark: a chat, a completion, and the live view of an overloaded small pool.
 """
 
 import random
@@ -23,7 +23,7 @@ SIZE = {"width": 1280, "height": 860}
 
 
 def load(url: str, ended: threading.Event, seed: int) -> None:
-    """One client after another: half of the prompts begin alike."""
+    """Send completions one after the other until `ended`; half of the prompts share a prefix."""
     draw = random.Random(seed)
     shared = " ".join(f"word{number}" for number in range(120))
     while not ended.is_set():

@@ -1,4 +1,4 @@
-"""24 prompts of 1 to 2,000 tokens from text that every Python installation has."""
+"""24 prompts of 1 to 2,000 tokens from files of the Python installation."""
 
 import argparse
 import inspect
@@ -10,7 +10,7 @@ NUM_OUTPUT_TOKENS = 64
 
 
 def prompts(encode: object) -> list[list[int]]:
-    """Token ids; odd ones start in the middle of the text, so that few share a prefix."""
+    """Token ids of the prompts; odd ones start in the middle of the text, so few share a prefix."""
     assert callable(encode)
     token_ids = list(encode(source_text()))
     assert len(token_ids) > 8000

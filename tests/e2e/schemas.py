@@ -31,13 +31,13 @@ DEEPEST = 3
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """So many; together they use every keyword."""
+    """Random schemas; together they use every keyword."""
     draw = random.Random(seed)
     return [document(draw) for _ in range(count)]
 
 
 def document(draw: random.Random) -> Schema:
-    """A schema of an object, with what it refers to."""
+    """A random schema of an object, with the definitions that it refers to."""
     root = _object(draw, 0)
     definitions: Schema = {"part": _object(draw, DEEPEST - 1)}
     for link in range(CHAIN):
@@ -49,7 +49,7 @@ def document(draw: random.Random) -> Schema:
 
 
 def _link(number: int) -> Schema:
-    """Of a chain; the last one has no next."""
+    """A link of a chain; the last one has no next."""
     following: Schema = {
         "next": {
             "type": "array",

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a 4xx that says why, and nobody else notices."""
+"""Invalid input is answered with a 4xx that names the reason; other requests are unaffected."""
 
 import httpx
 import pytest
@@ -66,7 +66,7 @@ def control(daemon: Daemon) -> str:
     return response.json()["choices"][0]["text"]
 
 
-def test_bad_completions(daemon: Daemon) -> None:
+def test_invalid_completions_are_refused(daemon: Daemon) -> None:
     before = control(daemon)
     for name, (body, status, words) in BAD_COMPLETIONS.items():
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
@@ -81,21 +81,21 @@ def test_bad_completions(daemon: Daemon) -> None:
     assert control(daemon) == before
 
 
-def test_other_content_type(daemon: Daemon) -> None:
+def test_other_content_types_are_refused(daemon: Daemon) -> None:
     response = httpx.post(
         f"{daemon.url}/v1/completions", content=b"prompt=x", headers={"Content-Type": "text/plain"}
     )
     assert response.status_code == 415
 
 
-def test_bad_chats(daemon: Daemon) -> None:
+def test_invalid_chats_are_refused(daemon: Daemon) -> None:
     for messages in ([], [{"role": "user", "content": None}], "hello", [{}]):
         response = httpx.post(f"{daemon.url}/v1/chat/completions", json={"messages": messages})
         assert response.status_code == 400, response.text
     assert control(daemon)
 
 
-def test_a_pool_too_small_for_a_request_says_both_numbers() -> None:
+def test_a_request_beyond_the_pool_is_refused_with_both_lengths() -> None:
     with Daemon("--num-gpu-blocks-override", "9") as daemon:
         assert "128" in daemon.text, "one warning line names the usable length"
         url = f"{daemon.url}/v1/completions"

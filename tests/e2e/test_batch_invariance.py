@@ -1,4 +1,4 @@
-"""Greedy answers alone and beside seven others, for each format of the weights."""
+"""Greedy outputs alone and in a batch of eight, for every weight format."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,7 @@ def first_difference(alone: list[int], together: list[int]) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "most_different"),
+    ("flags", "max_different"),
     [
         pytest.param(("--cpu-weights", "packed"), 0, id="packed"),
         pytest.param(("--cpu-weights", "int8"), 0, id="int8"),
@@ -45,10 +45,10 @@ def first_difference(alone: list[int], together: list[int]) -> int | None:
         pytest.param((), None, id="default"),
     ],
 )
-async def test_answers_alone_and_beside_seven_others(
-    flags: tuple[str, ...], most_different: int | None, reference: Reference
+async def test_greedy_outputs_alone_and_in_a_batch_of_eight(
+    flags: tuple[str, ...], max_different: int | None, reference: Reference
 ) -> None:
-    """The default is measured only: with two formats the rows of a step decide which is used."""
+    """The default is only measured: with two formats the number of rows decides which is used."""
     token_prompts = [each[:120] for each in prompts(reference.tokenizer.encode)]
     differences = []
     with Daemon(*flags, "--no-enable-prefix-caching") as daemon:
@@ -60,5 +60,5 @@ async def test_answers_alone_and_beside_seven_others(
                 differences += map(first_difference, alone[first : first + AT_ONCE], together)
     where = sorted(each for each in differences if each is not None)
     print(f"{len(where)} of {len(differences)} answers differ, first at tokens {where}")
-    if most_different is not None:
-        assert len(where) <= most_different
+    if max_different is not None:
+        assert len(where) <= max_different

@@ -1,4 +1,4 @@
-"""Beam search through the daemon gives the sequences of transformers, in their order."""
+"""Beam search through the daemon returns the sequences of transformers in the same order."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.suite("settings")
 
 MAX_TOKENS = 20
 QUESTIONS = ("What is the capital of France?", "Name a colour.")
-WISHES = [
+REQUEST_PARAMS = [
     {"n": 2},
     {"n": 4},
     {"n": 4, "length_penalty": 2.0, "early_stopping": "never"},
@@ -25,7 +25,7 @@ WISHES = [
 
 @pytest.fixture(scope="module")
 def token_prompts(reference: Reference) -> list[list[int]]:
-    """Questions, whose answers end early, and text, which goes on."""
+    """Questions, whose answers end early, and text, which continues to the limit."""
     chats = [
         f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS
     ]
@@ -34,19 +34,19 @@ def token_prompts(reference: Reference) -> list[list[int]]:
     )[13:14]
 
 
-def body(prompt: list[int], wishes: dict[str, object]) -> dict[str, object]:
+def body(prompt: list[int], params: dict[str, object]) -> dict[str, object]:
     return {
         "prompt": prompt,
         "max_tokens": MAX_TOKENS,
         "use_beam_search": True,
         "return_token_ids": True,
-        **wishes,
+        **params,
     }
 
 
-def complete(daemon: Daemon, prompt: list[int], wishes: dict[str, object]) -> list[list[int]]:
+def complete(daemon: Daemon, prompt: list[int], params: dict[str, object]) -> list[list[int]]:
     url = f"{daemon.url}/v1/completions"
-    response = httpx.post(url, json=body(prompt, wishes), timeout=300)
+    response = httpx.post(url, json=body(prompt, params), timeout=300)
     assert response.status_code == 200, response.text
     choices = response.json()["choices"]
     for choice in choices:
@@ -55,23 +55,23 @@ def complete(daemon: Daemon, prompt: list[int], wishes: dict[str, object]) -> li
     return [choice["token_ids"] for choice in choices]
 
 
-class Searches:
-    """What transformers finds, once for each search."""
+class ReferenceSearches:
+    """Beam searches by transformers, each computed once."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
         self._found: dict[str, list[list[int]]] = {}
 
-    def find(self, prompt: list[int], wishes: dict[str, object]) -> list[list[int]]:
-        key = f"{prompt} {wishes}"
+    def find(self, prompt: list[int], params: dict[str, object]) -> list[list[int]]:
+        key = f"{prompt} {params}"
         if key not in self._found:
-            self._found[key] = self._search(prompt, dict(wishes))
+            self._found[key] = self._search(prompt, dict(params))
         return self._found[key]
 
     @torch.inference_mode()
-    def _search(self, prompt: list[int], wishes: dict[str, object]) -> list[list[int]]:
+    def _search(self, prompt: list[int], params: dict[str, object]) -> list[list[int]]:
         stop_ids = list(packaged_model().eos_token_ids)
-        width = wishes.pop("n")
+        width = params.pop("n")
         sequences = self._reference.model.generate(
             torch.tensor([prompt]),
             num_beams=width,
@@ -80,26 +80,26 @@ class Searches:
             max_new_tokens=MAX_TOKENS,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
-            **wishes,
+            **params,
         )
         outputs = sequences[:, len(prompt) :].tolist()
         return [_until_stop(output, stop_ids) for output in outputs]
 
     @torch.inference_mode()
     def score(self, prompt: list[int], output: list[int]) -> float:
-        """Sum of log-probabilities."""
+        """Sum of the log-probabilities of `output`."""
         logits = self._reference.model(torch.tensor([prompt + output[:-1]])).logits[0]
         logprobs = logits[len(prompt) - 1 :].log_softmax(dim=-1)
         return float(logprobs.gather(1, torch.tensor(output)[:, None]).sum())
 
     def assert_equal(
-        self, prompt: list[int], wishes: dict[str, object], outputs: list[list[int]]
+        self, prompt: list[int], params: dict[str, object], outputs: list[list[int]]
     ) -> None:
-        """The same sequences in the same order, but where two of them are as likely."""
-        for ours, theirs in zip(outputs, self.find(prompt, wishes), strict=True):
+        """The sequences are the same in the same order, except for equally likely ones."""
+        for ours, theirs in zip(outputs, self.find(prompt, params), strict=True):
             if ours != theirs:
                 gap = abs(self.score(prompt, ours) - self.score(prompt, theirs))
-                assert gap < TIE_GAP, f"{wishes}: {ours} instead of {theirs}"
+                assert gap < TIE_GAP, f"{params}: {ours} instead of {theirs}"
                 print(f"a tie: {gap}")
 
 
@@ -109,34 +109,37 @@ def _until_stop(output: list[int], stop_ids: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def searches(reference: Reference) -> Searches:
-    return Searches(reference)
+def searches(reference: Reference) -> ReferenceSearches:
+    return ReferenceSearches(reference)
 
 
-@pytest.mark.parametrize("wishes", WISHES, ids=str)
-def test_alone(
-    daemon: Daemon, searches: Searches, token_prompts: list[list[int]], wishes: dict[str, object]
+@pytest.mark.parametrize("params", REQUEST_PARAMS, ids=str)
+def test_beam_search_alone_equals_transformers(
+    daemon: Daemon,
+    searches: ReferenceSearches,
+    token_prompts: list[list[int]],
+    params: dict[str, object],
 ) -> None:
     for prompt in token_prompts:
-        searches.assert_equal(prompt, wishes, complete(daemon, prompt, wishes))
+        searches.assert_equal(prompt, params, complete(daemon, prompt, params))
 
 
-async def test_all_at_once_in_a_small_pool(
-    searches: Searches, token_prompts: list[list[int]]
+async def test_concurrent_beam_searches_in_a_small_pool(
+    searches: ReferenceSearches, token_prompts: list[list[int]]
 ) -> None:
-    """Rows are preempted, and a client that leaves takes all of its rows along."""
+    """Rows are preempted, and a disconnect aborts all rows of its request."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "28")
     with Daemon("--dtype", "float32", *flags) as daemon:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
-            pairs = [(prompt, wishes) for prompt in token_prompts for wishes in WISHES[:2]]
+            pairs = [(prompt, params) for prompt in token_prompts for params in REQUEST_PARAMS[:2]]
             leaving = asyncio.create_task(
                 client.post(
                     "/v1/completions", json=body(token_prompts[2], {"n": 4, "max_tokens": 200})
                 )
             )
             pending = [
-                client.post("/v1/completions", json=body(prompt, wishes))
-                for prompt, wishes in pairs
+                client.post("/v1/completions", json=body(prompt, params))
+                for prompt, params in pairs
             ]
             gathered = asyncio.gather(*pending)
             await asyncio.to_thread(eventually, lambda: daemon.metric("vllm:num_requests_running"))
@@ -144,6 +147,6 @@ async def test_all_at_once_in_a_small_pool(
             responses = await gathered
         assert daemon.metric("vllm:num_preemptions_total") > 0
         assert eventually(lambda: daemon.metric("vllm:kv_cache_usage_perc") == 0)
-    for (prompt, wishes), response in zip(pairs, responses, strict=True):
+    for (prompt, params), response in zip(pairs, responses, strict=True):
         outputs = [choice["token_ids"] for choice in response.json()["choices"]]
-        searches.assert_equal(prompt, wishes, outputs)
+        searches.assert_equal(prompt, params, outputs)

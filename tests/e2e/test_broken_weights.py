@@ -1,4 +1,4 @@
-"""A model in which one token's embedding is NaN: requests with it fail, all others are served."""
+"""A model with a NaN token embedding: only requests with this token fail."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def body(prompt: list[int], **changes: object) -> dict[str, object]:
     return request | {"ignore_eos": True, "return_token_ids": True} | changes
 
 
-async def test_only_requests_that_read_it_fail(tmp_path: Path) -> None:
+async def test_only_requests_with_the_nan_token_fail(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     model = save_qwen3(folder)
     with torch.no_grad():
@@ -36,7 +36,7 @@ async def test_only_requests_that_read_it_fail(tmp_path: Path) -> None:
             answers = await asyncio.gather(
                 *(client.post("/v1/completions", json=body(each)) for each in good[:3] + bad)
             )
-            # The server ends the connection of a stream that fails: nothing else goes over it.
+            # The server closes the connection of a failed stream, so it has a client of its own.
             stream = await client.post(
                 "/v1/completions", json=body(bad[0], stream=True), headers={"Connection": "close"}
             )

@@ -1,6 +1,6 @@
-"""Several choices of one prompt: the tokens that each would have got alone.
+"""Several choices of one prompt have the tokens of separate requests.
 
-With top_k 1 every choice is the greedy one, so transformers says what it must be.
+With top_k 1 every choice is greedy, so transformers gives the expected tokens.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def token_prompts(reference: Reference) -> list[list[int]]:
 
 
 def complete(daemon: Daemon, prompt: list[int], **changes: object) -> list[list[int]]:
-    """The tokens of each choice."""
+    """Token ids by choice."""
     body = {
         "prompt": prompt,
         "max_tokens": NUM_TOKENS,
@@ -40,13 +40,13 @@ def complete(daemon: Daemon, prompt: list[int], **changes: object) -> list[list[
 
 @pytest.fixture
 def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    """No prefix cache and so few blocks that choices are preempted."""
+    """A daemon without prefix cache and with so few blocks that choices are preempted."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "48")
     with daemons.borrow("--dtype", "float32", *flags) as running:
         yield running
 
 
-def test_every_choice_is_what_transformers_says(
+def test_every_greedy_choice_equals_transformers(
     daemon: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
     pairs = []
@@ -57,14 +57,14 @@ def test_every_choice_is_what_transformers_says(
     reference.assert_greedy(pairs)
 
 
-def test_the_prompt_is_computed_once(small_daemon: Daemon, token_prompts: list[list[int]]) -> None:
+def test_choices_share_one_prefill(small_daemon: Daemon, token_prompts: list[list[int]]) -> None:
     before = small_daemon.metric("vllm:iteration_tokens_total_sum")
     complete(small_daemon, token_prompts[2], n=3)
     computed = small_daemon.metric("vllm:iteration_tokens_total_sum") - before
     assert computed == 99 + 3 + 3 * (NUM_TOKENS - 1)
 
 
-def test_draws_depend_on_seed_and_choice_alone(
+def test_draws_depend_only_on_seed_and_choice(
     daemon: Daemon, small_daemon: Daemon, token_prompts: list[list[int]]
 ) -> None:
     for prompt in token_prompts:
@@ -77,7 +77,7 @@ def test_draws_depend_on_seed_and_choice_alone(
     assert small_daemon.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_prompt_logprobs_come_once_for_all_choices(
+def test_prompt_logprobs_are_computed_once_for_all_choices(
     daemon: Daemon, token_prompts: list[list[int]]
 ) -> None:
     body = {"prompt": token_prompts[2], "max_tokens": 2, "prompt_logprobs": 1, "top_k": 1}

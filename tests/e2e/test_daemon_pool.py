@@ -1,4 +1,4 @@
-"""The reset between tests that share a daemon finds what a test has left."""
+"""The reset of a shared daemon finds requests, pauses and dead processes left by a test."""
 
 import httpx
 import pytest
@@ -16,13 +16,13 @@ def cached_tokens(daemon: Daemon) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def kill_the_worker_of_a_shared(daemons: DaemonPool, flags: tuple[str, ...]) -> None:
+def kill_worker_of_borrowed_daemon(daemons: DaemonPool, flags: tuple[str, ...]) -> None:
     with daemons.borrow(*flags) as daemon:
         daemon.processes()["worker"].kill()
         assert shared.eventually(lambda: "is back after" in daemon.text, 60)
 
 
-def test_what_is_left_is_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_test_are_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "SETTLE_SECONDS", 0.5)
     assert [cached_tokens(daemon), cached_tokens(daemon)] == [0, 96]
     reset(daemon)
@@ -30,7 +30,7 @@ def test_what_is_left_is_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) 
     endless = REQUEST | {"max_tokens": 6000, "stream": True, "ignore_eos": True}
     url = f"{daemon.url}/v1/completions"
     with httpx.stream("POST", url, json=endless, timeout=60) as response:
-        lines = response.iter_lines()  # httpx hangs up when this iterator is collected
+        lines = response.iter_lines()  # httpx closes the connection when this iterator is collected
         next(lines)
         with pytest.raises(AssertionError, match="requests are left"):
             reset(daemon)
@@ -48,6 +48,6 @@ def test_daemons_are_shared_by_flags_and_replaced_after_a_failure(daemons: Daemo
     with daemons.borrow(*flags) as again:
         assert again.process_ids() == before
     with pytest.raises(AssertionError, match="restarted"):
-        kill_the_worker_of_a_shared(daemons, flags)
+        kill_worker_of_borrowed_daemon(daemons, flags)
     with daemons.borrow(*flags) as replaced:
         assert replaced.process_ids().isdisjoint(before)

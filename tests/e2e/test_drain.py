@@ -1,4 +1,4 @@
-"""A real daemon that is told to end while it streams."""
+"""A real daemon that receives SIGTERM while it streams."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("settings")
@@ -22,7 +22,7 @@ async def until_draining(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_sigterm_lets_streams_finish_with_their_tokens_and_refuses_others() -> None:
+def test_sigterm_completes_running_streams_and_refuses_new_requests() -> None:
     async def drained(daemon: Daemon, expected: list[Stream]) -> None:
         streams = [Stream(body) for body in BODIES]
         async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as client:
@@ -43,13 +43,13 @@ def test_sigterm_lets_streams_finish_with_their_tokens_and_refuses_others() -> N
 
     daemon = Daemon("--dtype", "float32")
     daemon.wait_ready()
-    expected = asyncio.run(undisturbed(daemon.url, BODIES))
+    expected = asyncio.run(run_undisturbed(daemon.url, BODIES))
     asyncio.run(drained(daemon, expected))
     assert daemon.wait_exit() == 0, daemon.text
     assert "4 requests in flight may finish" in daemon.text
 
 
-def test_what_takes_too_long_is_aborted_and_never_looks_complete() -> None:
+def test_requests_beyond_the_drain_timeout_are_aborted_without_a_finish_reason() -> None:
     daemon = Daemon("--shutdown-timeout", "1")
     daemon.wait_ready()
     body = ENDLESS | {"stream": True}
@@ -78,7 +78,7 @@ def test_a_second_signal_aborts_at_once() -> None:
         daemon.process.send_signal(signal.SIGINT)
         while httpx.get(f"{daemon.url}/health").status_code != 503:
             pass
-        time.sleep(0.1)  # sooner it may be taken for the first one
+        time.sleep(0.1)  # an earlier signal could merge with the first one
         asked = time.monotonic()
         daemon.process.send_signal(signal.SIGINT)
         assert [line for line in lines if line][-1] == "data: [DONE]"

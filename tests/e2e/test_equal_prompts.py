@@ -1,4 +1,4 @@
-"""Sixteen equal prompts at once compute one prefix, whoever sends them, whatever dies meanwhile."""
+"""Sixteen equal prompts compute their prefix once, across tenants and an engine's death."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ ONE_PREFIX = SIZE + (NUM - 1) * BLOCK_SIZE
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """With room in every step for the prompts of others, beside a chunk of one."""
+    """A daemon whose steps hold chunks of several prompts."""
     flags = ["--dtype", "float32", "--long-prefill-token-threshold", "64"]
     with Daemon(*flags, "--tenant-by", "header") as running:
         yield running
@@ -54,19 +54,19 @@ async def all_at_once(daemon: Daemon, seed: int, num_tenants: int) -> list[Strea
 
 
 async def alone(daemon: Daemon, seed: int) -> Stream:
-    """The same prompt, which finds nothing that others have computed."""
+    """The output of the same prompt with an empty prefix cache."""
     async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
         return await Stream(body(seed, cache_salt="alone")).run(client)
 
 
 def num_computed(daemon: Daemon) -> float:
-    """Tokens of prompts."""
+    """The number of computed prompt tokens."""
     asked = daemon.metric("vllm:prefix_cache_queries_total")
     return asked - daemon.metric("vllm:prefix_cache_hits_total")
 
 
 @pytest.mark.parametrize("num_tenants", [1, 4, NUM])
-async def test_one_prefix_is_computed(daemon: Daemon, num_tenants: int) -> None:
+async def test_equal_prompts_compute_one_prefix(daemon: Daemon, num_tenants: int) -> None:
     before = num_computed(daemon)
     streams = await all_at_once(daemon, num_tenants, num_tenants)
     assert eventually(lambda: num_computed(daemon) - before >= ONE_PREFIX)
@@ -76,7 +76,7 @@ async def test_one_prefix_is_computed(daemon: Daemon, num_tenants: int) -> None:
         assert_same(expected, each)
 
 
-async def test_the_engine_dies_while_they_wait(daemon: Daemon) -> None:
+async def test_equal_prompts_survive_the_death_of_the_engine(daemon: Daemon) -> None:
     seed = 100
     restarts = daemon.metric("tokend:restarts_total")
     running = asyncio.create_task(all_at_once(daemon, seed, 4))
@@ -86,7 +86,7 @@ async def test_the_engine_dies_while_they_wait(daemon: Daemon) -> None:
     before = num_computed(daemon)
     streams = await running
     assert daemon.metric("tokend:restarts_total") == restarts + 1
-    # Nobody had an output before, so the next engine is asked for all of them.
+    # No request had output before, so all are sent to the next engine.
     assert eventually(lambda: num_computed(daemon) - before >= ONE_PREFIX)
     assert num_computed(daemon) - before == ONE_PREFIX
     expected = await alone(daemon, seed)

@@ -1,4 +1,4 @@
-"""Several front ends of one daemon: who gets the connections, and what all of them say."""
+"""Several API servers of one daemon: distribution of connections and common metrics."""
 
 import asyncio
 import contextlib
@@ -51,14 +51,14 @@ def counters(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-async def ask(url: str, path: str) -> httpx.Response:
-    """Over a connection of its own, which any front end may get."""
+async def get(url: str, path: str) -> httpx.Response:
+    """Send over a new connection, which any front end may accept."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         return await client.get(path)
 
 
-async def stream(url: str, begun: asyncio.Queue[None], go_on: asyncio.Event) -> str:
-    """The whole text; stops after the first event until it may go on."""
+async def stream(url: str, started: asyncio.Queue[None], resume: asyncio.Event) -> str:
+    """Read a whole stream; pauses after the first event until `resume` is set."""
     text = ""
     async with (
         httpx.AsyncClient(base_url=url, timeout=120) as client,
@@ -70,38 +70,38 @@ async def stream(url: str, begun: asyncio.Queue[None], go_on: asyncio.Event) -> 
                 continue
             text += line
             if text == line:
-                begun.put_nowait(None)
-                await go_on.wait()
+                started.put_nowait(None)
+                await resume.wait()
     return text
 
 
-async def all_streams(daemon: Daemon) -> tuple[list[int], list[dict[str, int]], list[str]]:
-    """Connections of each front end while all stream, what /load says then, and the texts."""
-    begun: asyncio.Queue[None] = asyncio.Queue()
-    go_on = asyncio.Event()
-    running = [asyncio.create_task(stream(daemon.url, begun, go_on)) for _ in range(STREAMS)]
+async def run_streams(daemon: Daemon) -> tuple[list[int], list[dict[str, int]], list[str]]:
+    """Connections by front end while all streams run, their /load, and the texts."""
+    started: asyncio.Queue[None] = asyncio.Queue()
+    resume = asyncio.Event()
+    running = [asyncio.create_task(stream(daemon.url, started, resume)) for _ in range(STREAMS)]
     for _ in running:
-        await begun.get()
+        await started.get()
     counts = [num_connections(each) for each in front_ends(daemon)]
-    loads = [(await ask(daemon.url, "/load")).json() for _ in range(2 * NUMBER)]
-    go_on.set()
+    loads = [(await get(daemon.url, "/load")).json() for _ in range(2 * NUMBER)]
+    resume.set()
     return counts, loads, await asyncio.gather(*running)
 
 
-def test_connections_are_shared_and_figures_are_of_all(daemon: Daemon) -> None:
-    before = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
-    counts, loads, texts = asyncio.run(all_streams(daemon))
+def test_connections_are_balanced_and_metrics_cover_all_front_ends(daemon: Daemon) -> None:
+    before = counters(asyncio.run(get(daemon.url, "/metrics")).text)
+    counts, loads, texts = asyncio.run(run_streams(daemon))
     assert sum(counts) == STREAMS
-    # How evenly depends on the load of the machine; test_fair_listener.py checks the rule itself.
+    # The balance depends on the load of the machine; test_fair_listener.py checks the rule itself.
     assert min(counts) >= 1
     assert max(counts) <= 2 * STREAMS / NUMBER
-    # Streams end on the server's side whether or not they are read.
+    # Streams end on the server's side even if they are not read.
     assert all(each["server_load"] <= STREAMS for each in loads)
     assert any(each["server_load"] > max(counts) for each in loads)
     assert all(text.endswith("data: [DONE]") for text in texts)
     generated = [name for name in before if name[0] == "vllm:generation_tokens_total"]
     for _ in range(2 * NUMBER):
-        now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+        now = counters(asyncio.run(get(daemon.url, "/metrics")).text)
         assert [now[each] - before[each] for each in generated] == [STREAMS * 120]
 
 
@@ -136,17 +136,17 @@ def test_a_response_is_found_through_every_front_end(daemon: Daemon) -> None:
     asyncio.run(responses_by_client(daemon))
 
 
-def test_no_figure_goes_back_when_one_dies(daemon: Daemon) -> None:
-    before = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+def test_counters_never_decrease_when_a_front_end_dies(daemon: Daemon) -> None:
+    before = counters(asyncio.run(get(daemon.url, "/metrics")).text)
     victim = front_ends(daemon)[1]
     victim.kill()
     psutil.wait_procs([victim], timeout=30)
-    for _ in range(3 * NUMBER):  # while it is away, and when another has its place
-        now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+    for _ in range(3 * NUMBER):  # before and after its replacement
+        now = counters(asyncio.run(get(daemon.url, "/metrics")).text)
         assert {name for name, value in before.items() if now[name] < value} == set()
     assert eventually(
         lambda: pids_by_title(daemon.pid).get("tokend: api 1", victim.pid) != victim.pid
     )
     assert eventually(lambda: httpx.get(f"{daemon.url}/health").status_code == 200)
-    now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+    now = counters(asyncio.run(get(daemon.url, "/metrics")).text)
     assert {name for name, value in before.items() if now[name] < value} == set()

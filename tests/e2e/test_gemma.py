@@ -1,8 +1,8 @@
-"""The packaged hybrid model: windows of 512 tokens in 15 of 18 layers, through the daemon.
+"""The packaged hybrid model, with windows of 512 tokens in 15 of 18 layers, through the daemon.
 
-Its prompts are longer than the window. Greedy tokens equal transformers' on the same
-file, in float32, cold, over prefix hits and preempted; and a long request holds fewer
-blocks than full attention in every layer would.
+Prompts are longer than the window. Greedy tokens in float32 equal transformers' on the same file:
+cold, over prefix hits and preempted. A long request holds fewer blocks than full attention in every
+layer would.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def token_prompts(gemma: Reference) -> Prompts:
-    """Of different places in a text, so that none begins like another."""
+    """Prompts from different places in a text, so that they share no prefix."""
     token_ids = gemma.tokenizer.encode(source_text())
     return [token_ids[331 * i : 331 * i + length] for i, length in enumerate(LENGTHS)]
 
@@ -66,49 +66,49 @@ async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
     return choice["token_ids"]
 
 
-async def all_at_once(daemon: Daemon, prompts: Prompts) -> Prompts:
+async def complete_concurrently(daemon: Daemon, prompts: Prompts) -> Prompts:
     async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
         return await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
 
 
-def check(gemma: Reference, prompts: Prompts, outputs: Prompts) -> None:
+def assert_greedy_tokens(gemma: Reference, prompts: Prompts, outputs: Prompts) -> None:
     assert [len(output) for output in outputs] == [NUM_OUTPUT_TOKENS] * len(prompts)
     gemma.assert_greedy(list(zip(prompts, outputs, strict=True)))
 
 
-async def test_cold_then_over_prefix_hits(
+async def test_tokens_are_the_same_cold_and_over_prefix_hits(
     daemon: Daemon, gemma: Reference, token_prompts: Prompts
 ) -> None:
-    """The second time only what follows the last full block of a prompt is computed."""
+    """The second time only tokens after the last full block of a prompt are computed."""
     async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
         cold = [await complete(client, prompt) for prompt in token_prompts]
     assert daemon.metric("vllm:prefix_cache_hits_total") == 0
-    warm = await all_at_once(daemon, token_prompts)
+    warm = await complete_concurrently(daemon, token_prompts)
     hits = daemon.metric("vllm:prefix_cache_hits_total")
     assert hits == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-    check(gemma, token_prompts, cold)
-    check(gemma, token_prompts, warm)
+    assert_greedy_tokens(gemma, token_prompts, cold)
+    assert_greedy_tokens(gemma, token_prompts, warm)
 
 
-async def test_a_longer_prompt_over_the_prefix_of_another(
+async def test_a_longer_prompt_uses_the_cached_prefix_of_another(
     daemon: Daemon, gemma: Reference, token_prompts: Prompts
 ) -> None:
-    """What follows the hit is a window and more, computed in steps of a few hundred tokens."""
+    """More than a window follows the hit, computed in steps of a few hundred tokens."""
     shared, other = token_prompts[3], token_prompts[1]
-    await all_at_once(daemon, [shared])
+    await complete_concurrently(daemon, [shared])
     hits = daemon.metric("vllm:prefix_cache_hits_total")
-    outputs = await all_at_once(daemon, [shared + other])
+    outputs = await complete_concurrently(daemon, [shared + other])
     found = daemon.metric("vllm:prefix_cache_hits_total") - hits
     assert found == len(shared) // BLOCK * BLOCK
-    check(gemma, [shared + other], outputs)
+    assert_greedy_tokens(gemma, [shared + other], outputs)
 
 
-async def test_with_half_of_them_aborted(
+async def test_aborted_requests_do_not_change_others(
     daemon: Daemon, gemma: Reference, token_prompts: Prompts
 ) -> None:
-    """Every second client goes away in the middle; what the others get is not changed."""
+    """Every second client disconnects; the tokens of the others are unchanged."""
 
-    async def leave_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    async def disconnect_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
         request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
         async with client.stream("POST", "/v1/completions", json=request) as response:
             lines = [line async for line in limited(response.aiter_lines(), 6)]
@@ -116,13 +116,13 @@ async def test_with_half_of_them_aborted(
 
     async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
         pending = [
-            leave_early(client, prompt) if i % 2 else complete(client, prompt)
+            disconnect_early(client, prompt) if i % 2 else complete(client, prompt)
             for i, prompt in enumerate(token_prompts)
         ]
         outputs = (await asyncio.gather(*pending))[::2]
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
-    check(gemma, token_prompts[::2], outputs)
+    assert_greedy_tokens(gemma, token_prompts[::2], outputs)
 
 
 async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
@@ -133,11 +133,13 @@ async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
             return
 
 
-async def test_a_budget_of_64_tokens(gemma: Reference, token_prompts: Prompts) -> None:
-    """So a window is passed in the middle of a prompt, many steps after it began."""
+async def test_a_token_budget_smaller_than_the_window(
+    gemma: Reference, token_prompts: Prompts
+) -> None:
+    """The window fills in the middle of a prompt, many steps after its start."""
     with Daemon(MODEL, "--dtype", "float32", "--max-num-batched-tokens", "64") as narrow:
-        outputs = await all_at_once(narrow, token_prompts[:3])
-    check(gemma, token_prompts[:3], outputs)
+        outputs = await complete_concurrently(narrow, token_prompts[:3])
+    assert_greedy_tokens(gemma, token_prompts[:3], outputs)
 
 
 def test_chat_needs_a_template(daemon: Daemon) -> None:
@@ -150,12 +152,12 @@ def test_chat_needs_a_template(daemon: Daemon) -> None:
 async def test_a_long_request_in_a_pool_too_small_for_full_attention(
     gemma: Reference, token_prompts: Prompts
 ) -> None:
-    """All at once preempt each other; alone, the longest leaves most of its windows' blocks."""
+    """Concurrent requests preempt each other; alone, the longest frees most of its blocks."""
     num_blocks = 600
     longest = token_prompts[-1]
     full_attention = NUM_GROUPS * len(longest) // BLOCK
     assert full_attention > num_blocks
-    # In each group with a window: the window, and a block at each end that it only touches.
+    # Blocks of a group with a window: the window, and a partial block at each end.
     num_tokens = len(longest) + MOST_TOKENS_OF_A_DECODE
     hybrid = num_tokens // BLOCK + 1 + (NUM_GROUPS - 1) * (WINDOW // BLOCK + 2)
     with Daemon(MODEL, "--dtype", "float32", "--num-gpu-blocks-override", str(num_blocks)) as small:
@@ -164,14 +166,14 @@ async def test_a_long_request_in_a_pool_too_small_for_full_attention(
         assert max(used) < full_attention / 2, "while the prompt is computed"
         assert len(longest) // BLOCK < used[-1] <= hybrid
         assert eventually(lambda: small.metric("vllm:kv_cache_usage_perc") == 0)
-        outputs = await all_at_once(small, token_prompts)
+        outputs = await complete_concurrently(small, token_prompts)
         preemptions = small.metric("vllm:num_preemptions_total")
     assert preemptions > 0
-    check(gemma, token_prompts, outputs)
+    assert_greedy_tokens(gemma, token_prompts, outputs)
 
 
 def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
-    """The part of the pool in use after the first tokens of a prompt's continuation."""
+    """KV cache usage after every output token of a prompt."""
     request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
     usages: list[float] = []
     with httpx.stream("POST", f"{daemon.url}/v1/completions", json=request, timeout=600) as lines:
@@ -183,11 +185,11 @@ def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
     return usages
 
 
-async def test_two_workers_that_have_the_one_kv_head_each(
+async def test_two_workers_replicate_a_single_kv_head(
     gemma: Reference, token_prompts: Prompts
 ) -> None:
-    """Query heads are shared out, the KV head is on both: the tokens are transformers'."""
+    """Query heads are split, the KV head is on both workers; tokens equal transformers'."""
     some = token_prompts[:3]
     with Daemon(MODEL, "--dtype", "float32", "--tensor-parallel-size", "2") as two:
-        check(gemma, some, await all_at_once(two, some))
+        assert_greedy_tokens(gemma, some, await complete_concurrently(two, some))
         assert two.text.count("INFO worker 1: weights:") == 1

@@ -1,7 +1,7 @@
-"""Daemons whose KV is also in a shared folder: the same greedy tokens, whoever computed them.
+"""Daemons that share KV through a folder give the same greedy tokens.
 
-SmolLM2 in float32. One daemon fills the folder, another one finds its blocks there; files that
-were altered or have gone are computed again.
+SmolLM2 in float32. One daemon fills the folder, another loads its blocks; altered or missing files
+are recomputed.
 """
 
 import json
@@ -22,15 +22,15 @@ def connector(name: str, **extra: object) -> str:
     return json.dumps({"kv_connector": name, "kv_connector_extra_config": extra})
 
 
-def shared(folder: Path) -> str:
+def shared_storage(folder: Path) -> str:
     return connector("SharedStorageConnector", shared_storage_path=str(folder))
 
 
-def daemon(*flags: str) -> Daemon:
+def start_daemon(*flags: str) -> Daemon:
     return Daemon("--dtype", "float32", "--num-gpu-blocks-override", "100", *flags)
 
 
-def tokens_of(daemon: Daemon) -> list[str]:
+def complete_prompts(daemon: Daemon) -> list[str]:
     """Greedy continuations of PROMPTS."""
     texts = []
     for prompt in PROMPTS:
@@ -51,35 +51,40 @@ def tokens_of(daemon: Daemon) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Iterator[list[str]]:
-    with daemon() as running:
-        yield tokens_of(running)
+def expected() -> Iterator[list[str]]:
+    with start_daemon() as running:
+        yield complete_prompts(running)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_another_daemon_finds_the_blocks_of_the_first(
-    tmp_path: Path, undisturbed: list[str], num_workers: int
+def test_another_daemon_loads_the_blocks_of_the_first(
+    tmp_path: Path, expected: list[str], num_workers: int
 ) -> None:
-    flags = ("--tensor-parallel-size", str(num_workers), "--kv-transfer-config", shared(tmp_path))
-    with daemon(*flags) as first:
-        assert tokens_of(first) == undisturbed
+    flags = (
+        "--tensor-parallel-size",
+        str(num_workers),
+        "--kv-transfer-config",
+        shared_storage(tmp_path),
+    )
+    with start_daemon(*flags) as first:
+        assert complete_prompts(first) == expected
         assert first.metric("vllm:external_prefix_cache_hits_total") == 0
-    with daemon(*flags) as second:
-        assert tokens_of(second) == undisturbed
+    with start_daemon(*flags) as second:
+        assert complete_prompts(second) == expected
         full_blocks = sum((len(prompt) - 1) // 16 * 16 for prompt in PROMPTS)
         assert second.metric("vllm:external_prefix_cache_hits_total") == full_blocks
         assert second.metric("vllm:external_prefix_cache_queries_total") == sum(map(len, PROMPTS))
 
 
-def test_altered_and_missing_files_are_computed_again(
-    tmp_path: Path, undisturbed: list[str]
+def test_blocks_of_altered_and_missing_files_are_recomputed(
+    tmp_path: Path, expected: list[str]
 ) -> None:
-    """Row 40 for a folder: a torn file, a flipped bit, one that is gone."""
-    flags = ("--kv-transfer-config", shared(tmp_path))
-    with daemon(*flags) as first:
-        tokens_of(first)
+    """Truncated files, files with a flipped bit, and missing files."""
+    flags = ("--kv-transfer-config", shared_storage(tmp_path))
+    with start_daemon(*flags) as first:
+        complete_prompts(first)
     files = sorted(tmp_path.rglob("*-of-1"))
-    with daemon(*flags) as second:
+    with start_daemon(*flags) as second:
         for index, file in enumerate(files[:: len(files) // 8]):
             content = bytearray(file.read_bytes())
             content[1000] ^= 4
@@ -89,30 +94,34 @@ def test_altered_and_missing_files_are_computed_again(
                 file.write_bytes(content[:777])
             else:
                 file.unlink()
-        assert tokens_of(second) == undisturbed
+        assert complete_prompts(second) == expected
 
 
-def test_several_connectors_as_one(tmp_path: Path, undisturbed: list[str]) -> None:
-    """KVH-08: both folders get the same files; when the first is emptied, the second is read."""
+def test_multi_connector_stores_to_all_and_loads_from_any(
+    tmp_path: Path, expected: list[str]
+) -> None:
+    """Both folders get the same files; without the files of the first, the second is read."""
     folders = tmp_path / "a", tmp_path / "b"
-    children = [json.loads(shared(each)) for each in folders]
+    children = [json.loads(shared_storage(each)) for each in folders]
     flags = ("--kv-transfer-config", connector("MultiConnector", connectors=children))
-    with daemon(*flags) as first:
-        assert tokens_of(first) == undisturbed
+    with start_daemon(*flags) as first:
+        assert complete_prompts(first) == expected
     names = [{each.name for each in folder.rglob("*-of-1")} for folder in folders]
     assert names[0] == names[1] != set()
     for each in folders[0].rglob("*-of-1"):
         each.unlink()
-    with daemon(*flags) as second:
-        assert tokens_of(second) == undisturbed
+    with start_daemon(*flags) as second:
+        assert complete_prompts(second) == expected
         assert second.metric("vllm:external_prefix_cache_hits_total") > 0
 
 
-def test_kills_of_worker_and_engine_between_loads(tmp_path: Path, undisturbed: list[str]) -> None:
-    flags = ("--kv-transfer-config", shared(tmp_path))
-    with daemon(*flags) as running:
-        assert tokens_of(running) == undisturbed
+def test_tokens_are_the_same_after_kills_of_worker_and_engine(
+    tmp_path: Path, expected: list[str]
+) -> None:
+    flags = ("--kv-transfer-config", shared_storage(tmp_path))
+    with start_daemon(*flags) as running:
+        assert complete_prompts(running) == expected
         for role in ("worker", "engine_core"):
             running.processes()[role].kill()
-            assert tokens_of(running) == undisturbed
+            assert complete_prompts(running) == expected
         assert running.metric("vllm:external_prefix_cache_hits_total") > 0

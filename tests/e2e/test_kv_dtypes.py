@@ -1,6 +1,6 @@
-"""K and V as int8: quantised once when written, so whoever reads them later reads the same.
+"""int8 K and V are quantised once when written, so cache hits read the same values.
 
-In float32, where the products of a row do not depend on its batch beyond rounding.
+In float32, where a row depends on its batch only by rounding.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def complete(client: httpx.AsyncClient, prompt: str) -> str:
     return choice["text"]
 
 
-async def test_cold_found_and_preempted_give_the_same_text() -> None:
+async def test_int8_kv_gives_the_same_text_cold_cached_and_preempted() -> None:
     with Daemon(*FLAGS) as daemon:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             cold = [await complete(client, prompt) for prompt in PROMPTS]

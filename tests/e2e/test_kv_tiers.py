@@ -1,7 +1,7 @@
-"""KV on a disk and in a shared store, through whole daemons: the same greedy tokens, in float32.
+"""KV on disk and in a Redis store, through real daemons: the same greedy tokens in float32.
 
-What a daemon has kept is there for the next one, and for one beside it; a disk or a store that
-does wrong costs time and never a token.
+Stored blocks are loaded by the next daemon and by one beside it; a failing disk or store costs time
+and changes no token.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ def remote(server: RedisServer, **extra: object) -> dict[str, object]:
     return offloading(spec_name="RemoteOffloadingSpec", remote_url=server.url, **extra)
 
 
-def daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
-    """With room for one prompt and a half on the device; finds modules of these tests."""
+def start_daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
+    """A daemon whose device pool holds one and a half prompts; can import modules of the tests."""
     return Daemon(
         *("--dtype", "float32", "--num-gpu-blocks-override", "120"),
         *("--tensor-parallel-size", str(num_workers)),
@@ -74,7 +74,7 @@ async def generate_at_once(running: Daemon) -> Tokens:
 
 
 def generate(running: Daemon) -> Tokens:
-    """One after the other."""
+    """Complete the prompts one after the other."""
     tokens = []
     for number in range(NUM_PROMPTS):
         url = f"{running.url}/v1/completions"
@@ -84,80 +84,80 @@ def generate(running: Daemon) -> Tokens:
     return tokens
 
 
-def blocks(folder: Path) -> list[Path]:
+def block_files(folder: Path) -> list[Path]:
     return [each for each in folder.rglob("*") if each.is_file() and parse_file_name(each.name)]
 
 
-def at_rest(running: Daemon) -> bool:
+def holds_no_blocks(running: Daemon) -> bool:
     return running.metric("vllm:kv_cache_usage_perc") == 0
 
 
 @pytest.fixture(scope="module")
 def expected() -> Tokens:
-    """Without a connector."""
+    """Tokens without a connector."""
     with Daemon("--dtype", "float32") as plain:
         return generate(plain)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory, expected: Tokens) -> Path:
-    """What a daemon has left on its disk."""
+    """The folder that a daemon has stored its blocks in."""
     folder = tmp_path_factory.mktemp("disk") / "kv"
-    with daemon(on_disk(folder)) as first:
+    with start_daemon(on_disk(folder)) as first:
         assert generate(first) == expected
         assert first.metric(FAILURES) == 0
         assert eventually(lambda: first.metric(STORED) > 0)
-    assert blocks(folder)
+    assert block_files(folder)
     return folder
 
 
 @pytest.fixture
 def copy(stored: Path, tmp_path: Path) -> Path:
-    """The same disk, to be damaged."""
-    for path in blocks(stored):
+    """A copy of the stored blocks that may be damaged."""
+    for path in block_files(stored):
         target = tmp_path / "kv" / path.relative_to(stored)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(path, target)
     return tmp_path / "kv"
 
 
-def test_a_restart_finds_its_disk(stored: Path, expected: Tokens) -> None:
-    with daemon(on_disk(stored)) as second:
+def test_a_restarted_daemon_loads_from_its_disk(stored: Path, expected: Tokens) -> None:
+    with start_daemon(on_disk(stored)) as second:
         assert generate(second) == expected
         assert second.metric(LOADS) >= NUM_PROMPTS
         assert second.metric(FAILURES) == 0
-        assert eventually(lambda: at_rest(second))
+        assert eventually(lambda: holds_no_blocks(second))
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[HEADER_BYTES + 1000] ^= 1
-    path.unlink()  # not through the link
+    path.unlink()  # the copy is a hard link
     path.write_bytes(content)
 
 
-def tear(path: Path) -> None:
+def truncate(path: Path) -> None:
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content[: len(content) // 2])
 
 
-def hang(path: Path) -> None:
-    """Whoever opens it waits for ever, as for a network file system that is gone."""
+def replace_with_fifo(path: Path) -> None:
+    """Opening the file blocks for ever, as on an unreachable network file system."""
     path.unlink()
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [flip, tear, hang, os.unlink])
-def test_a_bad_disk_costs_no_token(
+@pytest.mark.parametrize("damage", [flip_bit, truncate, replace_with_fifo, os.unlink])
+def test_a_damaged_disk_changes_no_token(
     copy: Path, expected: Tokens, damage: Callable[[Path], None]
 ) -> None:
-    """Every other file, once the daemon knows them all."""
-    with daemon(on_disk(copy, load_timeout=0.5)) as running:
-        for path in sorted(blocks(copy))[::2]:
+    """Damage every other file after the daemon has indexed them."""
+    with start_daemon(on_disk(copy, load_timeout=0.5)) as running:
+        for path in sorted(block_files(copy))[::2]:
             damage(path)
         assert generate(running) == expected
-        assert eventually(lambda: at_rest(running))
+        assert eventually(lambda: holds_no_blocks(running))
         assert generate(running) == expected
     assert "Traceback" not in running.text
 
@@ -174,39 +174,39 @@ def slow_disk(folder: Path, gates: Path, **extra: object) -> dict[str, object]:
     )
 
 
-def test_nobody_waits_for_a_disk_of_1_mb_a_second_to_store(
+def test_stores_to_a_slow_disk_delay_no_request(
     stored: Path, tmp_path: Path, expected: Tokens
 ) -> None:
-    """All answers are there when a small part of what they computed is; the rest is given up."""
-    wanted = sum(each.stat().st_size for each in blocks(stored))
-    with daemon(slow_disk(tmp_path / "kv", tmp_path / "gates", store_timeout=1.0)) as running:
+    """All outputs are complete before most blocks are stored; the rest is cancelled."""
+    wanted = sum(each.stat().st_size for each in block_files(stored))
+    with start_daemon(slow_disk(tmp_path / "kv", tmp_path / "gates", store_timeout=1.0)) as running:
         assert generate(running) == expected
         assert running.metric(STORED) < wanted / 2
         assert generate(running) == expected
-        assert eventually(lambda: at_rest(running))
+        assert eventually(lambda: holds_no_blocks(running))
         assert running.metric(STORED) < wanted
     assert "Traceback" not in running.text
-    assert {each.stat().st_size for each in blocks(tmp_path / "kv")} <= {
-        each.stat().st_size for each in blocks(stored)
+    assert {each.stat().st_size for each in block_files(tmp_path / "kv")} <= {
+        each.stat().st_size for each in block_files(stored)
     }
 
 
-def test_who_is_loaded_for_from_a_disk_of_1_mb_a_second_computes_in_time(
+def test_loads_from_a_slow_disk_time_out_and_are_recomputed(
     copy: Path, tmp_path: Path, expected: Tokens
 ) -> None:
-    """What has not come by the time limit is computed, and a disk like that is left alone."""
-    with daemon(slow_disk(copy, tmp_path / "gates", load_timeout=0.3)) as running:
+    """Blocks not loaded by the timeout are recomputed, and the disk is paused."""
+    with start_daemon(slow_disk(copy, tmp_path / "gates", load_timeout=0.3)) as running:
         assert generate(running) == expected
         assert running.metric(FAILURES) > 0
         assert running.metric(LOADS) == 0
-        assert eventually(lambda: at_rest(running))
+        assert eventually(lambda: holds_no_blocks(running))
 
 
 @pytest.mark.parametrize("lost", ["disk", "shared"])
-def test_two_kinds_of_connectors_stacked_save_to_both_and_load_from_what_is_left(
+def test_multi_connector_stores_to_disk_and_folder_and_loads_from_the_remaining_one(
     tmp_path: Path, expected: Tokens, lost: str
 ) -> None:
-    """The first that hits loads; without the first's files it is the second."""
+    """The first connector with a hit loads; without its files it is the second."""
     disk, shared = tmp_path / "disk", tmp_path / "shared"
     files = {"kv_connector": "SharedStorageConnector"}
     files_extra = {"kv_connector_extra_config": {"shared_storage_path": str(shared)}}
@@ -214,45 +214,45 @@ def test_two_kinds_of_connectors_stacked_save_to_both_and_load_from_what_is_left
         "kv_connector": "MultiConnector",
         "kv_connector_extra_config": {"connectors": [on_disk(disk), {**files, **files_extra}]},
     }
-    with daemon(stacked) as first:
+    with start_daemon(stacked) as first:
         assert generate(first) == expected
         assert eventually(lambda: first.metric(STORED) > 0)
-        assert eventually(lambda: at_rest(first))
-    assert blocks(disk)
+        assert eventually(lambda: holds_no_blocks(first))
+    assert block_files(disk)
     assert list(shared.rglob("*-of-1"))
-    for each in blocks(disk) if lost == "disk" else shared.rglob("*-of-1"):
+    for each in block_files(disk) if lost == "disk" else shared.rglob("*-of-1"):
         each.unlink()
-    with daemon(stacked) as second:
+    with start_daemon(stacked) as second:
         assert generate(second) == expected
         assert second.metric("vllm:external_prefix_cache_hits_total") > 0
         assert (second.metric(LOADS) > 0) is (lost == "shared")
         assert second.metric(FAILURES) == 0
-        assert eventually(lambda: at_rest(second))
+        assert eventually(lambda: holds_no_blocks(second))
 
 
 def test_two_workers_share_a_disk(tmp_path: Path, expected: Tokens) -> None:
     for _ in range(2):
-        with daemon(on_disk(tmp_path / "kv"), num_workers=2) as running:
+        with start_daemon(on_disk(tmp_path / "kv"), num_workers=2) as running:
             assert generate(running) == expected
             assert running.metric(FAILURES) == 0
             loads = running.metric(LOADS)
     assert loads >= NUM_PROMPTS
 
 
-def test_a_folder_that_cannot_be_written_costs_no_token(expected: Tokens) -> None:
-    with daemon(on_disk(Path("/proc/no/such"))) as running:
+def test_an_unwritable_folder_changes_no_token(expected: Tokens) -> None:
+    with start_daemon(on_disk(Path("/proc/no/such"))) as running:
         assert generate(running) == expected
         assert running.metric(STORED) == 0
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])
-async def test_who_dies_while_blocks_are_copied_leaves_no_torn_file(
+async def test_a_death_during_copies_leaves_no_truncated_file(
     copy: Path, expected: Tokens, victim: str
 ) -> None:
-    size = blocks(copy)[0].stat().st_size
-    with daemon(on_disk(copy)) as running:
-        for path in sorted(blocks(copy))[1::2]:
-            path.unlink()  # so that there is something to store again, too
+    size = block_files(copy)[0].stat().st_size
+    with start_daemon(on_disk(copy)) as running:
+        for path in sorted(block_files(copy))[1::2]:
+            path.unlink()  # so that blocks are stored again, too
         for num_answers in range(2):
             answers = asyncio.create_task(generate_at_once(running))
             await asyncio.to_thread(
@@ -261,15 +261,15 @@ async def test_who_dies_while_blocks_are_copied_leaves_no_torn_file(
             os.kill(running.processes()[victim].pid, signal.SIGKILL)
             assert await answers == expected, f"after death {num_answers}"
         assert generate(running) == expected
-        assert eventually(lambda: at_rest(running))
-    assert {each.stat().st_size for each in blocks(copy)} == {size}
+        assert eventually(lambda: holds_no_blocks(running))
+    assert {each.stat().st_size for each in block_files(copy)} == {size}
 
 
 @pytest.mark.parametrize("direction", [gated_disk.LOAD, gated_disk.STORE])
-async def test_a_worker_that_dies_in_the_middle_of_a_copy(
+async def test_a_worker_that_dies_during_a_copy_loses_no_token(
     tmp_path: Path, expected: Tokens, direction: str
 ) -> None:
-    """The copy is known to be under way: it waits at a gate when its process is killed."""
+    """The copy is in progress for certain: it waits at a gate when its process is killed."""
     gates, folder = tmp_path / "gates", tmp_path / "kv"
     gates.mkdir()
     connector = on_disk(
@@ -280,10 +280,10 @@ async def test_a_worker_that_dies_in_the_middle_of_a_copy(
         load_timeout=LIMIT_SECONDS,
         store_timeout=LIMIT_SECONDS,
     )
-    with daemon(connector) as running:
+    with start_daemon(connector) as running:
         if direction == gated_disk.LOAD:
             assert generate(running) == expected
-            assert eventually(lambda: at_rest(running))
+            assert eventually(lambda: holds_no_blocks(running))
         gated_disk.close_gate(gates, direction)
         answers = asyncio.create_task(generate_at_once(running))
         assert await asyncio.to_thread(eventually, lambda: gated_disk.waiting(gates, direction))
@@ -294,9 +294,9 @@ async def test_a_worker_that_dies_in_the_middle_of_a_copy(
         assert await answers == expected
         assert generate(running) == expected
         assert running.metric(LOADS) > 0, "the next worker loads what the disk has"
-        assert eventually(lambda: at_rest(running))
-    sizes = {each.stat().st_size for each in blocks(folder)}
-    assert len(sizes) == 1, "no torn file has the name of a block"
+        assert eventually(lambda: holds_no_blocks(running))
+    sizes = {each.stat().st_size for each in block_files(folder)}
+    assert len(sizes) == 1, "a truncated file has the name of a block"
 
 
 @pytest.fixture
@@ -307,24 +307,24 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @needs_redis
 def test_daemons_share_prefixes_through_a_store(server: RedisServer, expected: Tokens) -> None:
-    with daemon(remote(server)) as first:
+    with start_daemon(remote(server)) as first:
         assert generate(first) == expected
         assert eventually(lambda: first.metric(STORED) > 0)
-        with daemon(remote(server)) as second:
+        with start_daemon(remote(server)) as second:
             assert generate(second) == expected
             assert second.metric(LOADS) >= NUM_PROMPTS
             assert second.metric(FAILURES) == 0
 
 
 @needs_redis
-def test_a_store_that_stops_dies_and_comes_back_costs_no_token(
+def test_a_store_that_stops_and_restarts_changes_no_token(
     server: RedisServer, expected: Tokens
 ) -> None:
-    with daemon(remote(server, remote_timeout=0.3, remote_retry_seconds=0.3)) as running:
+    with start_daemon(remote(server, remote_timeout=0.3, remote_retry_seconds=0.3)) as running:
         assert generate(running) == expected
         server.stop()
         assert generate(running) == expected
-        assert eventually(lambda: at_rest(running))
+        assert eventually(lambda: holds_no_blocks(running))
         server.go_on()
         server.kill()
         assert generate(running) == expected
@@ -344,8 +344,10 @@ def test_a_store_that_stops_dies_and_comes_back_costs_no_token(
 
 
 @needs_redis
-def test_a_store_of_nonsense_costs_no_token(server: RedisServer, expected: Tokens) -> None:
-    with daemon(remote(server)) as running:
+def test_a_store_with_corrupted_values_changes_no_token(
+    server: RedisServer, expected: Tokens
+) -> None:
+    with start_daemon(remote(server)) as running:
         assert generate(running) == expected
         address = remote_address(remote_settings({"remote_url": server.url}))
         connection = RedisConnection(address, 5.0)
@@ -355,4 +357,4 @@ def test_a_store_of_nonsense_costs_no_token(server: RedisServer, expected: Token
             assert isinstance(name, bytes)
             connection.call(5.0, b"SETRANGE", name, b"%d" % (HEADER_BYTES + 99), b"xyz")
         assert generate(running) == expected
-        assert eventually(lambda: at_rest(running))
+        assert eventually(lambda: holds_no_blocks(running))

@@ -1,4 +1,4 @@
-"""Starting and ending a real daemon, in order and by force; nothing stays behind."""
+"""Start and end of a real daemon, graceful and forced; no process or file is left."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ ENDLESS = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": T
 
 @contextlib.contextmanager
 def generating(url: str) -> Iterator[Iterator[str]]:
-    """A request that runs for as long as the block does; yields the lines after its first."""
+    """Run a request during the block; yields the lines after its first."""
     with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
@@ -39,7 +39,7 @@ def assert_nothing_left(daemon: Daemon, processes: dict[str, psutil.Process]) ->
         httpx.get(f"{daemon.url}/health")
 
 
-def test_every_process_has_its_title_and_group(daemon: Daemon) -> None:
+def test_processes_have_titles_and_process_groups(daemon: Daemon) -> None:
     processes = daemon.processes()
     assert set(processes) == set(ROLES)
     groups = {os.getpgid(process.pid) for process in processes.values()}
@@ -50,31 +50,31 @@ def test_every_process_has_its_title_and_group(daemon: Daemon) -> None:
     assert (run_dir.stat().st_mode & 0o777) == 0o700
 
 
-def test_the_start_is_told_phase_by_phase() -> None:
-    """Each process begins within the time that is told of all, and ends in it."""
+def test_the_start_is_reported_by_phase() -> None:
+    """The phases of a process add up to no more than the reported total."""
     with Daemon("--log-level", "debug") as daemon:
         assert eventually(lambda: "Ctrl-C stops" in daemon.text)
-    told = re.search(r"start +([\d.]+) s: (.+)", daemon.text)
-    assert told is not None
-    found = phases([PrintedLine(0.0, told[0])])
-    who = {name.partition(": ")[0] for name in found if ": " in name}
-    assert who == {"worker 0", "engine 0", "api 0"}
+    reported = re.search(r"start +([\d.]+) s: (.+)", daemon.text)
+    assert reported is not None
+    found = phases([PrintedLine(0.0, reported[0])])
+    names = {name.partition(": ")[0] for name in found if ": " in name}
+    assert names == {"worker 0", "engine 0", "api 0"}
     before = found["command"] + found["model"]
-    for each in who:
+    for each in names:
         taken = sum(seconds for name, seconds in found.items() if name.startswith(f"{each}: "))
-        assert 0 < taken <= float(told[1]) - before + 0.05, told[0]
+        assert 0 < taken <= float(reported[1]) - before + 0.05, reported[0]
     assert min(found["worker 0: imports"], found["worker 0: weights"]) > 0
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_in_order(ending: signal.Signals) -> None:
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_daemon_gracefully(stop_signal: signal.Signals) -> None:
     daemon = Daemon()
     daemon.wait_ready()
     processes = daemon.processes()
     with generating(daemon.url):
-        pass  # a request that is aborted delays nothing
+        pass  # an aborted request delays nothing
     started = time.monotonic()
-    daemon.process.send_signal(ending)
+    daemon.process.send_signal(stop_signal)
     assert daemon.wait_exit() == 0, daemon.text
     assert time.monotonic() - started < 5
     assert_nothing_left(daemon, processes)
@@ -92,8 +92,8 @@ def test_a_second_signal_ends_at_once_even_a_stopped_worker() -> None:
     assert_nothing_left(daemon, processes)
 
 
-def test_a_death_beyond_the_budget_ends_the_daemon_and_is_named() -> None:
-    """Without a budget, the first one. A stream ends with the daemon and never looks complete."""
+def test_a_death_beyond_max_restarts_ends_the_daemon_and_is_named() -> None:
+    """With --max-restarts 0, the first death. The stream ends without a finish reason."""
     daemon = Daemon("--max-restarts", "0")
     daemon.wait_ready()
     processes = daemon.processes()
@@ -111,7 +111,7 @@ def test_a_death_beyond_the_budget_ends_the_daemon_and_is_named() -> None:
     assert_nothing_left(daemon, processes)
 
 
-def test_killing_the_supervisor_leaves_nothing() -> None:
+def test_killing_the_supervisor_ends_all_processes() -> None:
     daemon = Daemon()
     daemon.wait_ready()
     processes = daemon.processes()
@@ -121,7 +121,7 @@ def test_killing_the_supervisor_leaves_nothing() -> None:
         assert_nothing_left(daemon, processes)
 
 
-def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
+def test_sigabrt_shows_the_stack_of_the_supervisor() -> None:
     daemon = Daemon()
     daemon.wait_ready()
     processes = daemon.processes()
@@ -131,11 +131,11 @@ def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
     assert_nothing_left(daemon, processes)
 
 
-def test_two_daemons_side_by_side_and_a_third_whose_port_is_taken(daemon: Daemon) -> None:
+def test_two_daemons_run_side_by_side_and_a_used_port_is_refused(daemon: Daemon) -> None:
     request = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
 
-    def choices(asked: Daemon) -> object:
-        answer = httpx.post(f"{asked.url}/v1/completions", json=request, timeout=60)
+    def choices(server: Daemon) -> object:
+        answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60)
         return answer.json()["choices"]
 
     with Daemon("--dtype", "float32") as other:

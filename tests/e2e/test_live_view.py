@@ -1,4 +1,4 @@
-"""The live view of a real daemon: two front ends, an engine that dies, requests of everybody."""
+"""The live view of a real daemon with two front ends and an engine that dies."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,8 @@ LIMIT_SECONDS = 60.0
 SMALL = ("--api-server-count", "2", "--kv-cache-memory", "64M", "--max-num-seqs", "8")
 
 
-class Watcher:
-    """Events of one stream; what was seen of each kind."""
+class EventStream:
+    """Events of one stream, by kind."""
 
     def __init__(self, lines: AsyncIterator[str]) -> None:
         self._lines = lines
@@ -27,11 +27,11 @@ class Watcher:
         self.views: list[dict[str, Any]] = []
         self.notices: list[dict[str, Any]] = []
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Read on until that is so."""
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Read events until `condition` holds."""
         seen = {"hello": self.hellos, "view": self.views, "notice": self.notices}
         async with asyncio.timeout(LIMIT_SECONDS):
-            while not holds():
+            while not condition():
                 line = await anext(self._lines)
                 if line.startswith("event: "):
                     data = await anext(self._lines)
@@ -46,19 +46,19 @@ class Watcher:
         return self.views[-1] if self.views else {}
 
     def num_blocks(self, *states: int) -> int:
-        """In the last view."""
+        """The number of blocks in the last view."""
         return sum(length for length, state, _ in self.last["cells"] if state in states)
 
 
 @contextlib.asynccontextmanager
-async def watching(client: httpx.AsyncClient) -> AsyncIterator[Watcher]:
+async def watching(client: httpx.AsyncClient) -> AsyncIterator[EventStream]:
     async with client.stream("GET", "/view/events") as response:
         assert response.status_code == 200
-        yield Watcher(response.aiter_lines())
+        yield EventStream(response.aiter_lines())
 
 
 async def complete(url: str, seed: int) -> str:
-    """Over a connection of its own, which either front end may get; returns the id."""
+    """Complete over a new connection, which either front end may accept; returns the request id."""
     body = {"prompt": [seed] * 40, "max_tokens": 60, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_SECONDS) as client:
         response = await client.post("/v1/completions", json=body)
@@ -66,7 +66,7 @@ async def complete(url: str, seed: int) -> str:
         return str(response.json()["id"])
 
 
-def test_everybodys_requests_and_an_engine_that_dies() -> None:
+def test_the_live_view_shows_all_requests_and_survives_the_engines_death() -> None:
     async def run(daemon: Daemon) -> None:
         async with (
             httpx.AsyncClient(base_url=daemon.url, timeout=LIMIT_SECONDS) as client,
@@ -97,7 +97,7 @@ def test_everybodys_requests_and_an_engine_that_dies() -> None:
             await watcher.until(lambda: any(each["running"] for each in watcher.views[num_views:]))
             assert await late in watcher.ids
             assert watcher.num_blocks(0) > hello["num_blocks"] // 2
-            assert len(watcher.hellos) == 1, "the shape is the same"
+            assert len(watcher.hellos) == 1, "the layout is the same"
 
             daemon.process.send_signal(signal.SIGTERM)
             await watcher.until(lambda: watcher.notices[-1]["kind"] == "drain")

@@ -1,4 +1,4 @@
-"""The public Anthropic client holds conversations over /v1/messages with the running daemon."""
+"""The public Anthropic client against /v1/messages of the running daemon."""
 
 import anthropic
 import pytest
@@ -30,7 +30,9 @@ def client(daemon: Daemon) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=daemon.url, api_key="none", max_retries=0)
 
 
-def test_streamed_equals_whole_and_is_counted(client: anthropic.Anthropic) -> None:
+def test_a_streamed_message_equals_the_whole_one_and_counts_tokens(
+    client: anthropic.Anthropic,
+) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ask = {"model": MODEL, "max_tokens": 40, "extra_body": GREEDY, "messages": messages}
     whole = client.messages.create(**ask)
@@ -48,7 +50,7 @@ def test_streamed_equals_whole_and_is_counted(client: anthropic.Anthropic) -> No
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_a_conversation_with_a_tool_finds_its_prefix(client: anthropic.Anthropic) -> None:
+def test_a_conversation_with_a_tool_hits_the_prefix_cache(client: anthropic.Anthropic) -> None:
     ask = {"model": MODEL, "max_tokens": 100, "extra_body": GREEDY, "tools": [WEATHER]}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     choice = {"type": "any", "disable_parallel_tool_use": True}
@@ -67,7 +69,7 @@ def test_a_conversation_with_a_tool_finds_its_prefix(client: anthropic.Anthropic
     assert said.usage.cache_read_input_tokens > 0
 
 
-def test_leaving_a_stream_ends_it(client: anthropic.Anthropic, daemon: Daemon) -> None:
+def test_a_disconnect_ends_the_request(client: anthropic.Anthropic, daemon: Daemon) -> None:
     stream = client.messages.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Tell a long story."}],
@@ -82,7 +84,7 @@ def test_leaving_a_stream_ends_it(client: anthropic.Anthropic, daemon: Daemon) -
     eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
 
 
-def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+def test_errors_have_anthropics_shape(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(
             model="gpt", max_tokens=5, messages=[{"role": "user", "content": "x"}]

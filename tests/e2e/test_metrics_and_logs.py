@@ -1,4 +1,4 @@
-"""A daemon with a key whose processes are killed: its figures, and what its log says."""
+"""Metrics and logs of a daemon with an API key whose processes are killed."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,9 @@ def counters(daemon: Daemon) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         if family.type in ("counter", "histogram")
-        and not family.name.startswith(("process_", "python_"))  # of a process, and it is another
+        and not family.name.startswith(
+            ("process_", "python_")
+        )  # of a process, which changes with a restart
         for sample in family.samples
     }
 
@@ -34,12 +36,12 @@ def complete(daemon: Daemon, max_tokens: int) -> httpx.Response:
     return httpx.post(f"{daemon.url}/v1/completions", json=body, headers=HEADERS, timeout=120)
 
 
-def test_figures_only_grow_and_the_log_tells_no_secret() -> None:
+def test_counters_only_grow_and_the_log_has_no_secret() -> None:
     with Daemon("--api-key", KEY, "--log-format", "json") as daemon, ThreadPoolExecutor() as pool:
         answer = complete(daemon, 8).json()["choices"][0]["text"]
         for role in ("worker", "engine_core", "api_server"):
             before = counters(daemon)
-            # A front end's death ends the request: it is long enough to be still running then.
+            # The request is long enough to be running when the front end dies.
             running = pool.submit(complete, daemon, 4096 if role == "api_server" else 64)
             assert eventually(lambda seen=before: counters(daemon) != seen)
             victim = daemon.processes()[role]
@@ -68,7 +70,7 @@ def test_figures_only_grow_and_the_log_tells_no_secret() -> None:
 
 
 def is_back(daemon: Daemon, role: str, pid: int) -> bool:
-    """Another process has its place, and the daemon serves."""
+    """The process has been replaced, and the daemon serves."""
     found = daemon.processes().get(role)
     if found is None or found.pid == pid:
         return False
@@ -78,7 +80,7 @@ def is_back(daemon: Daemon, role: str, pid: int) -> bool:
         return False
 
 
-def test_flops_of_steps_are_those_of_the_model(daemons: DaemonPool) -> None:
+def test_the_flops_counter_equals_the_models_flops(daemons: DaemonPool) -> None:
     """SmolLM2-135M: 30 layers, 9 query and 3 KV heads of 64, MLP 1536, 49,152 tokens."""
     hidden, layers, num_prompt, num_output = 576, 30, 5, 4
     linear = 2 * layers * hidden * (576 + 192 + 192 + 576 + 3 * 1536)

@@ -1,8 +1,8 @@
-"""KV in host memory through the daemon: the same greedy tokens with and without, in float32.
+"""KV offloading to host memory through the daemon: the same greedy tokens in float32.
 
-So few blocks that what was computed for one prompt is overwritten for the next; when a prompt
-comes again its KV is loaded. On the packaged model and on the one with six KV groups, for
-offloaded blocks as large as the device's and four times as large, on one worker and on two.
+The pool is so small that every prompt overwrites the last one's blocks; when a prompt returns its
+KV is loaded. Covers the packaged model and one with six KV cache groups, offloaded blocks of one
+and four device blocks, one worker and two.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def transfer(factor: int, **extra: object) -> tuple[str, str]:
 
 
 def flags(model: str, num_workers: int) -> list[str]:
-    """Room for one prompt and a half."""
+    """A pool that holds one and a half prompts."""
     num_blocks = 700 if model == GEMMA else 120
     return [
         *(model, "--dtype", "float32"),
@@ -60,7 +60,7 @@ def body(number: int) -> dict[str, object]:
 
 
 def generate(daemon: Daemon, numbers: list[int]) -> Tokens:
-    """One after the other."""
+    """Complete the prompts one after the other."""
     tokens = []
     for number in numbers:
         response = httpx.post(
@@ -77,8 +77,8 @@ async def generate_at_once(daemon: Daemon, numbers: list[int]) -> Tokens:
         return [each.json()["choices"][0]["token_ids"] for each in await asyncio.gather(*posts)]
 
 
-def has_begun(daemon: Daemon, num_loads: float) -> bool:
-    """Requests run, or more was loaded."""
+def has_started(daemon: Daemon, num_loads: float) -> bool:
+    """Requests are running, or more blocks were loaded."""
     running = daemon.metric("vllm:num_requests_running") > 0
     return running or daemon.metric("tokend:kv_offload_loads_total") > num_loads
 
@@ -90,7 +90,7 @@ ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
     scope="module", params=[SMOLLM, pytest.param(GEMMA, marks=pytest.mark.suite("media"))]
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
-    """A model, and its tokens without a connector."""
+    """A model and its tokens without a connector."""
     with Daemon(*flags(request.param, 1)) as daemon:
         return request.param, generate(daemon, list(range(NUM_PROMPTS)))
 
@@ -106,12 +106,12 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
         ),
     ],
 )
-def test_greedy_tokens_are_those_without(
+def test_offloading_does_not_change_greedy_tokens(
     case: tuple[str, Tokens], factor: int, num_workers: int
 ) -> None:
     model, expected = case
     if num_workers == 2 and model == GEMMA:
-        pytest.skip("its only KV head is on one worker")
+        pytest.skip("a single KV head is on one worker")
     with Daemon(*flags(model, num_workers), *transfer(factor)) as daemon:
         assert generate(daemon, ROUNDS) == expected * 2
         assert daemon.metric("tokend:kv_offload_loads_total") >= NUM_PROMPTS
@@ -122,10 +122,10 @@ def test_greedy_tokens_are_those_without(
 
 @pytest.mark.suite("media")
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-async def test_at_once_with_overlapped_steps_and_a_small_medium(
+async def test_concurrent_requests_with_overlapped_steps_and_a_small_medium(
     case: tuple[str, Tokens], policy: str
 ) -> None:
-    """Evictions on both sides, and preemptions."""
+    """With evictions from the pool and the medium, and preemptions."""
     model, expected = case
     small = transfer(2, cpu_bytes_to_use=128 << 20, eviction_policy=policy)
     with Daemon(*flags(model, 1), "--async-scheduling", *small) as daemon:
@@ -136,17 +136,17 @@ async def test_at_once_with_overlapped_steps_and_a_small_medium(
 
 @pytest.mark.suite("media")
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])
-async def test_a_process_that_dies_while_blocks_are_copied(
+async def test_a_death_during_copies_changes_no_token(
     case: tuple[str, Tokens], victim: str
 ) -> None:
-    """What was kept goes with the worker's memory, or with the ledger."""
+    """The offloaded blocks are lost with the worker's memory or the engine's index."""
     model, expected = case
     with Daemon(*flags(model, 1), *transfer(1)) as daemon:
         assert generate(daemon, list(range(NUM_PROMPTS))) == expected
         for _ in range(2):
             loads = daemon.metric("tokend:kv_offload_loads_total")
             answers = asyncio.create_task(generate_at_once(daemon, list(range(NUM_PROMPTS))))
-            await asyncio.to_thread(eventually, partial(has_begun, daemon, loads))
+            await asyncio.to_thread(eventually, partial(has_started, daemon, loads))
             os.kill(daemon.processes()[victim].pid, signal.SIGKILL)
             assert await answers == expected
         assert generate(daemon, ROUNDS) == expected * 2
@@ -155,7 +155,7 @@ async def test_a_process_that_dies_while_blocks_are_copied(
 
 
 @pytest.mark.suite("daemons")
-def test_wrong_settings_end_the_start_with_the_key() -> None:
+def test_invalid_settings_end_the_start_with_the_key_named() -> None:
     daemon = Daemon(*transfer(1, cpu_bytes_to_use="much"))
     assert daemon.wait_exit(60.0) == 2
     assert "kv_connector_extra_config.cpu_bytes_to_use is wrong" in daemon.text

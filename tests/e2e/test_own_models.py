@@ -1,4 +1,4 @@
-"""A model of the user's own: a Hugging Face folder and a GGUF file, through the daemon."""
+"""Models of the user through the daemon: a Hugging Face folder and a GGUF file."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ PROMPT = list(range(100, 160))
 
 
 def save_qwen3(folder: Path) -> torch.nn.Module:
-    """A tiny random Qwen3 with the packaged model's tokenizer; returns it in float32."""
+    """Save a tiny random Qwen3 with the packaged model's tokenizer; returns it in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def greedy(daemon: Daemon, prompt: list[int], num_tokens: int) -> list[int]:
     return response.json()["choices"][0]["token_ids"]
 
 
-def test_a_hugging_face_folder(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_served(tmp_path: Path) -> None:
     folder = tmp_path / "my-qwen3"
     model = save_qwen3(folder)
     with Daemon(str(folder), "--dtype", "float32") as daemon:
@@ -66,7 +66,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     Reference(model, None).assert_greedy([(PROMPT, output)])
 
 
-def test_a_gguf_file_under_a_name_of_ones_own(tmp_path: Path) -> None:
+def test_a_gguf_file_is_served_under_a_chosen_name(tmp_path: Path) -> None:
     link = tmp_path / "some-model.gguf"
     link.symlink_to(packaged_model().source)
     with Daemon(str(link), "--served-model-name", "mine", "--max-model-len", "64") as daemon:
@@ -76,7 +76,7 @@ def test_a_gguf_file_under_a_name_of_ones_own(tmp_path: Path) -> None:
         assert len(greedy(daemon, PROMPT[:20], 44)) == 44
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_a_missing_model_is_one_clear_error() -> None:
     daemon = Daemon("/nowhere/model.gguf")
     assert daemon.wait_exit() == 2
     assert "/nowhere/model.gguf" in daemon.text

@@ -1,4 +1,4 @@
-"""The page in a real browser, before a real daemon: what its visitors see and do."""
+"""The page in a real browser with a real daemon."""
 
 import json
 import os
@@ -39,16 +39,15 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Daemon]:
-    """A daemon that wants a key, and has few blocks, so that some of them are seen."""
+    """A daemon with an API key and few blocks, so that block states are visible."""
     flags = ("--api-key", KEY, "--metrics-open", "--num-gpu-blocks-override", "300")
     with Daemon(*flags) as running:
         yield running
 
 
 class Visitor:
-    """An open page. wrong: what its scripts and console complained of, and what left the origin.
-
-    views: of each request for the engine's events, whether it is open.
+    """An open page. wrong: script and console errors, and requests to other origins. views: for
+    every request of the engine's events, whether it is open.
     """
 
     def __init__(self, browser: Any, url: str, tab: str, key: str, **options: Any) -> None:
@@ -63,28 +62,28 @@ class Visitor:
         self.page.set_default_timeout(LIMIT_MS)
         self._url = url
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", self._said)
-        self.page.on("request", self._requested)
+        self.page.on("console", self._on_console)
+        self.page.on("request", self._on_request)
         for event in ("requestfinished", "requestfailed"):
-            self.page.on(event, self._ended)
+            self.page.on(event, self._on_request_end)
         self.page.goto(f"{url}/#{tab}")
 
-    def _said(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.wrong.append(message.text)
 
-    def _requested(self, request: Any) -> None:
+    def _on_request(self, request: Any) -> None:
         if not request.url.startswith((self._url + "/", "data:")):
             self.wrong.append(request.url)
         if request.url.endswith("/view/events"):
             self.views[request] = True
 
-    def _ended(self, request: Any) -> None:
+    def _on_request_end(self, request: Any) -> None:
         if request in self.views:
             self.views[request] = False
 
     def complete(self, prompt: str, max_tokens: int) -> None:
-        """Ask for a completion of the likeliest tokens, and wait for the first."""
+        """Request a greedy completion, and wait for its first token."""
         page = self.page
         page.click("#tab-completion")
         page.fill("#p-temperature", "0")
@@ -97,15 +96,15 @@ class Visitor:
         self.page.wait_for_selector("#busy", state="hidden")
 
     def wait_until(self, condition: str) -> None:
-        """JavaScript that becomes true."""
+        """Wait until a JavaScript condition is true."""
         self.page.wait_for_function(f"() => {condition}", timeout=LIMIT_MS)
 
     def count(self, state: str) -> int:
-        """Blocks in a state, as the legend says."""
+        """The number of blocks in a state by the legend."""
         return int(self.page.inner_text(f"[data-count={state}]").replace(",", ""))
 
     def colours(self) -> int:
-        """How many different colours the map has."""
+        """The number of different colours of the block map."""
         return self.page.evaluate(
             """() => {
                 const map = document.getElementById("map");
@@ -120,14 +119,14 @@ class Visitor:
 
 @pytest.fixture
 def visit(browser: Any, guarded: Daemon) -> Iterator[Callable[..., Visitor]]:
-    """visit(tab) opens the page with the key; at the end nothing may have gone wrong."""
+    """visit(tab) opens the page with the key; fails at the end if `wrong` is not empty."""
     visitors: list[Visitor] = []
 
-    def opened(tab: str = "chat", key: str = KEY, **options: Any) -> Visitor:
+    def open_page(tab: str = "chat", key: str = KEY, **options: Any) -> Visitor:
         visitors.append(Visitor(browser, guarded.url, tab, key, **options))
         return visitors[-1]
 
-    yield opened
+    yield open_page
     for each in visitors:
         wrong = each.wrong
         each.close()
@@ -135,14 +134,14 @@ def visit(browser: Any, guarded: Daemon) -> Iterator[Callable[..., Visitor]]:
 
 
 def wait_idle(daemon: Daemon) -> None:
-    """The engine runs nothing any more."""
+    """Wait until the engine runs no request."""
     deadline = time.monotonic() + 10
     while daemon.metric("vllm:num_requests_running"):
         assert time.monotonic() < deadline, "the engine still runs something"
         time.sleep(0.05)
 
 
-def test_a_completion_streams_in(visit, guarded):
+def test_a_completion_is_streamed_to_the_page(visit, guarded):
     visitor = visit("completion")
     visitor.complete("The capital of France is", 20)
     visitor.wait_done()
@@ -158,7 +157,7 @@ def test_a_completion_streams_in(visit, guarded):
     assert "reached max_tokens" in summary
 
 
-def test_it_is_seen_while_it_grows_and_stop_ends_it_in_the_engine(visit, guarded):
+def test_text_is_shown_while_it_streams_and_stop_aborts_the_request(visit, guarded):
     visitor = visit("completion")
     visitor.complete(ENDLESS, 2000)
     visitor.wait_until("document.querySelectorAll('#completion-output .token').length > 5")
@@ -174,7 +173,7 @@ def test_it_is_seen_while_it_grows_and_stop_ends_it_in_the_engine(visit, guarded
     assert guarded.metric("vllm:generation_tokens_total") == before + 3
 
 
-def test_a_chat_keeps_its_turns_and_escape_stops(visit):
+def test_a_chat_keeps_its_turns_and_escape_aborts(visit):
     visitor = visit("chat")
     page = visitor.page
     sent = []
@@ -199,7 +198,7 @@ def test_a_chat_keeps_its_turns_and_escape_stops(visit):
     page.fill("#p-max_tokens", "2000")
     page.fill("#message", "Write a very long story about a lighthouse.")
     page.press("#message", "Enter")
-    page.wait_for_selector(".turn:nth-child(6) .token")  # the choice holds for new answers
+    page.wait_for_selector(".turn:nth-child(6) .token")  # the setting applies to new answers
     page.keyboard.press("Escape")
     visitor.wait_done()
     assert "stopped" in page.inner_text(".turn:nth-child(6) .summary")
@@ -207,7 +206,7 @@ def test_a_chat_keeps_its_turns_and_escape_stops(visit):
     assert page.locator(".turn").count() == 0
 
 
-def test_tokens_tell_what_else_they_could_have_been(visit):
+def test_tokens_show_their_alternatives(visit):
     visitor = visit("completion")
     visitor.complete("The capital of France is", 8)
     visitor.wait_done()
@@ -259,8 +258,8 @@ def test_the_block_map_fills_and_empties(visit, guarded):
     wait_idle(guarded)
 
 
-def test_every_kind_of_block_and_request_is_shown(visit):
-    """What one small daemon does not do by itself; the events are made up."""
+def test_every_state_of_blocks_and_requests_is_shown(visit):
+    """States that one small daemon does not reach; the events are simulated."""
     requests = [
         {"owner": 3, "id": "cmpl-<b>mine</b>", "state": "running", "num_blocks": 2}
         | {"prompt_tokens": 40, "output_tokens": 5, "computed_tokens": 44, "cached_tokens": 16},
@@ -301,7 +300,7 @@ def test_every_kind_of_block_and_request_is_shown(visit):
     page.wait_for_selector("#live-state[data-state=lost]")
 
 
-def test_the_engine_is_watched_only_while_the_live_view_is_seen(visit):
+def test_events_are_requested_only_while_the_live_view_is_visible(visit):
     visitor = visit("chat")
     visitor.wait_until("document.getElementById('model').textContent.length > 3")
     assert visitor.views == {}
@@ -312,7 +311,7 @@ def test_the_engine_is_watched_only_while_the_live_view_is_seen(visit):
     visitor.wait_until("document.getElementById('live-state').dataset.state === 'off'")
     deadline = time.monotonic() + 10
     while any(visitor.views.values()) and time.monotonic() < deadline:
-        visitor.page.wait_for_timeout(20)  # lets events of the browser in
+        visitor.page.wait_for_timeout(20)  # handle events of the browser
     assert list(visitor.views.values()) == [False]
 
 
@@ -331,7 +330,7 @@ def test_empty_lines_show_that_a_stream_is_alive(visit):
     assert found == [["message", "a"], *[["idle", ""]] * 3, ["e", "b"]]
 
 
-def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
+def test_the_page_asks_for_the_key_and_reports_a_wrong_one(visit):
     visitor = visit("chat", key="")
     page = visitor.page
     page.wait_for_selector("#key-dialog[open]")
@@ -352,7 +351,7 @@ def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
     visitor.wrong = [each for each in visitor.wrong if each not in refusals]
 
 
-def test_it_can_be_used_with_keys_alone(visit):
+def test_the_page_can_be_used_by_keyboard(visit):
     visitor = visit("chat")
     page = visitor.page
     focused = "document.activeElement.id"
@@ -390,7 +389,7 @@ def test_it_can_be_used_with_keys_alone(visit):
     assert page.evaluate("document.getElementById('announcer').textContent") != ""
 
 
-def test_every_control_has_a_name(visit):
+def test_every_control_has_an_accessible_name(visit):
     visitor = visit("completion")
     nameless = visitor.page.evaluate(
         """() => [...document.querySelectorAll("button, input, textarea, canvas, dialog")]
@@ -401,7 +400,7 @@ def test_every_control_has_a_name(visit):
     assert nameless == []
 
 
-def test_light_and_dark(visit):
+def test_the_page_has_light_and_dark_colours(visit):
     background = "getComputedStyle(document.body).backgroundColor"
     light, dark = visit("chat", color_scheme="light"), visit("chat", color_scheme="dark")
     colours = [each.page.evaluate(background) for each in (light, dark)]
@@ -414,7 +413,7 @@ def test_light_and_dark(visit):
     assert light.page.evaluate("localStorage.length") == 0
 
 
-def test_errors_are_told_in_the_words_of_the_server(visit, guarded):
+def test_error_messages_of_the_server_are_shown(visit, guarded):
     visitor = visit("completion")
     page = visitor.page
     page.fill("#p-top_p", "7")
@@ -428,7 +427,7 @@ def test_errors_are_told_in_the_words_of_the_server(visit, guarded):
     assert "400" in visitor.wrong.pop()
 
 
-def test_what_looks_like_markup_stays_text(visit):
+def test_markup_in_the_output_is_shown_as_text(visit):
     visitor = visit("completion")
     prompt = "<img src=x onerror=alert(1)><script>alert(2)</script> <b>"
     visitor.complete(prompt, 8)
@@ -461,9 +460,9 @@ def quicksort(values): return values  # a comment longer than a screen of any ph
 
 
 def stream_answer(page: Any, answer: str, step: int = 5) -> None:
-    """Answer chats with this text, in pieces of `step` characters, one per 2 ms.
+    """Answer chats with this text, in chunks of `step` characters, one per 2 ms.
 
-    The stream is made in the browser, because a fulfilled route sends its body at once.
+    The stream is created in the browser, because a fulfilled route sends its body at once.
     """
     page.evaluate(
         """([answer, step]) => {
@@ -498,11 +497,11 @@ def ask(visitor: Visitor) -> None:
 
 
 @pytest.mark.parametrize("options", [PHONE, {"viewport": {"width": 1440, "height": 900}}])
-def test_the_end_of_an_answer_stays_in_view_and_nothing_covers_it(visit, options):
+def test_the_end_of_a_growing_answer_stays_visible(visit, options):
     visitor = visit("chat", **options)
     page = visitor.page
     stream_answer(page, ANSWER)
-    # of the composer: how far the summary, the last line, ends above it
+    # the distance from the summary, the last line, to the composer
     distance = """document.getElementById('chat-form').getBoundingClientRect().top
         - document.querySelector('.summary').getBoundingClientRect().bottom"""
     ask(visitor)
@@ -514,14 +513,14 @@ def test_the_end_of_an_answer_stays_in_view_and_nothing_covers_it(visit, options
     page.evaluate("document.getElementById('chat-scroller').scrollTop -= 300")
     page.wait_for_function(f"{distance} < 0")
     visitor.wait_done()
-    assert page.evaluate(distance) < 0, "a reader who scrolled back is left there"
+    assert page.evaluate(distance) < 0, "the page does not scroll for a reader who scrolled back"
     page.evaluate("document.getElementById('chat-scroller').scrollTop = 1e6")
     assert page.evaluate(distance) >= 0
     fits = "document.documentElement.scrollWidth <= innerWidth"
     assert page.evaluate(f"{fits} && document.documentElement.scrollHeight <= innerHeight")
 
 
-def test_on_a_phone_parameters_are_folded_and_tables_scroll_inside(visit):
+def test_on_a_phone_parameters_are_collapsed_and_tables_scroll(visit):
     visitor = visit("chat", **PHONE)
     page = visitor.page
     assert page.is_hidden("#p-temperature")
@@ -559,7 +558,7 @@ def test_the_models_name_is_not_cut_on_a_phone(visit):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_answers_are_markdown_and_a_chat_is_not_cut(visit):
+def test_answers_are_rendered_as_markdown_without_a_token_limit(visit):
     visitor = visit("chat")
     page = visitor.page
     stream_answer(page, ANSWER)
@@ -586,7 +585,7 @@ def test_answers_are_markdown_and_a_chat_is_not_cut(visit):
 
 
 @pytest.mark.parametrize("step", [1, 3, 10_000])
-def test_an_answer_cannot_run_scripts(visit, step):
+def test_answers_cannot_run_scripts(visit, step):
     attacks = [
         "<script>window.ran = 1</script>",
         "<img src=x onerror='window.ran = 2'>",
@@ -631,7 +630,7 @@ def test_an_answer_cannot_run_scripts(visit, step):
     assert attacks[1] in page.inner_text(".markdown")
 
 
-def test_a_chat_and_a_completion_run_side_by_side(visit, guarded):
+def test_a_chat_and_a_completion_run_concurrently(visit, guarded):
     visitor = visit("completion")
     page = visitor.page
     visitor.complete(ENDLESS, 2000)
@@ -649,14 +648,14 @@ def test_a_chat_and_a_completion_run_side_by_side(visit, guarded):
     wait_idle(guarded)
 
 
-def test_a_completion_has_a_limit_of_its_own(visit):
+def test_a_completion_has_a_token_limit(visit):
     visitor = visit("completion")
     visitor.page.click("#completion-form [data-action=curl]")
     assert '"max_tokens": 512' in visitor.page.input_value("#curl-text")
 
 
-def test_the_policy_holds(visit):
-    """Scripts in the document, styles and other origins are refused, should they ever get there."""
+def test_the_content_security_policy_is_enforced(visit):
+    """Injected inline scripts, styles and requests to other origins are blocked."""
     visitor = visit("chat")
     refused = visitor.page.evaluate(
         """async () => {
@@ -681,7 +680,7 @@ def test_the_policy_holds(visit):
     visitor.wrong = [each for each in visitor.wrong if not any(part in each for part in expected)]
 
 
-def test_the_command_sends_the_same_request(visit):
+def test_the_shown_curl_command_sends_the_same_request(visit):
     visitor = visit("completion")
     page = visitor.page
     page.fill("#p-temperature", "0")
@@ -701,8 +700,8 @@ def test_the_command_sends_the_same_request(visit):
     assert page.input_value("#prompt") + "".join(texts) == shown
 
 
-def test_a_death_is_told_and_the_view_comes_back(browser, guarded):
-    """Last here: it ends processes of the daemon that all tests share."""
+def test_a_death_is_reported_and_the_live_view_reconnects(browser, guarded):
+    """Last in this file: it kills processes of the shared daemon."""
     visitor = Visitor(browser, guarded.url, "live", KEY)
     page = visitor.page
     is_live = "document.getElementById('live-state').dataset.state === 'live'"

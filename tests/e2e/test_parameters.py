@@ -1,7 +1,7 @@
-"""Parameters that change scores, with a real model: transformers says what they lead to.
+"""Sampling parameters that edit logits, with a real model, against transformers.
 
-Greedy tokens are checked by teacher forcing, as in reference.py, with the changes made to
-the scores of transformers by the slow reference of tests/worker/sampling/test_edits.py.
+Greedy tokens are checked by teacher forcing, as in reference.py, with the edits applied to the
+logits of transformers by the slow reference of tests/worker/sampling/test_edits.py.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from proto.logit_edits import LogitEdits
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
-from tests.worker.sampling.test_edits import edited_slowly
+from tests.worker.sampling.test_edits import edit_one_by_one
 
 pytestmark = pytest.mark.suite("settings")
 
@@ -36,7 +36,7 @@ EDITS = {
 
 @pytest.fixture
 def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    """No prefix cache, one step ahead, and so few blocks that sequences are preempted."""
+    """A daemon without prefix cache, with overlapped steps and so few blocks that it preempts."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "24")
     with daemons.borrow("--dtype", "float32", "--async-scheduling", *flags) as running:
         yield running
@@ -63,7 +63,7 @@ def edits_of(fields: dict[str, object]) -> LogitEdits:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_greedy_tokens_are_those_of_edited_scores(
+def test_greedy_tokens_maximise_the_edited_logits(
     daemon: Daemon, small_daemon: Daemon, reference: Reference, name: str
 ) -> None:
     prompt = prompts(reference.tokenizer.encode)[-1][:60]
@@ -73,20 +73,20 @@ def test_greedy_tokens_are_those_of_edited_scores(
     output = choice["token_ids"]
     assert output != complete(daemon, prompt)[0]["token_ids"]
     with torch.inference_mode():
-        scores = reference.model(
+        logits = reference.model(
             torch.tensor([prompt + output[:-1]]), logits_to_keep=len(output)
         ).logits[0]
     for position, token_id in enumerate(output):
         assert not allowed or token_id in allowed
-        best = scores[position].topk(400).indices.tolist()
+        best = logits[position].topk(400).indices.tolist()
         named = {*best, *prompt, *output, *edits.bias_token_ids}
-        edited = torch.full_like(scores[position], float("-inf"))
-        row = scores[position].tolist()
+        edited = torch.full_like(logits[position], float("-inf"))
+        row = logits[position].tolist()
         for each in named & allowed if allowed else named:
             one = LogitEdits(**{f: getattr(edits, f) for f in PENALTIES} | bias_of(edits, each))
-            edited[each] = edited_slowly([row[each]], one, *seen(each, prompt, output[:position]))[
-                0
-            ]
+            edited[each] = edit_one_by_one(
+                [row[each]], one, *seen(each, prompt, output[:position])
+            )[0]
         gap = float(edited.max() - edited[token_id])
         assert gap < TIE_GAP, (position, token_id, gap)
     assert complete(small_daemon, prompt, **EDITS[name])[0]["token_ids"] == output
@@ -96,7 +96,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def bias_of(edits: LogitEdits, token_id: int) -> dict[str, object]:
-    """As if this token were token 0."""
+    """The edit's bias for one token, renumbered to token 0."""
     bias = dict(zip(edits.bias_token_ids, edits.bias_values, strict=True))
     if token_id not in bias:
         return {}
@@ -104,14 +104,14 @@ def bias_of(edits: LogitEdits, token_id: int) -> dict[str, object]:
 
 
 def seen(token_id: int, prompt: list[int], output: list[int]) -> tuple[list[int], list[int]]:
-    """Prompt and outputs as if this token were token 0, and any other token 1."""
+    """Prompt and output with this token renumbered to 0 and all others to 1."""
     return [int(each != token_id) for each in prompt], [int(each != token_id) for each in output]
 
 
 def test_draws_with_penalties_survive_preemption(
     daemon: Daemon, small_daemon: Daemon, reference: Reference
 ) -> None:
-    """Choices of one prompt, so few blocks that they give way to one another."""
+    """Choices of one prompt, with so few blocks that they preempt each other."""
     prompt = prompts(reference.tokenizer.encode)[-1][:70]
     fields = {
         "temperature": 0.9,
@@ -127,7 +127,7 @@ def test_draws_with_penalties_survive_preemption(
     assert len({tuple(each) for each in expected}) == 6
 
 
-def test_bad_words_do_not_come(daemon: Daemon) -> None:
+def test_bad_words_are_never_generated(daemon: Daemon) -> None:
     body = {
         "prompt": "The capital of France is",
         "max_tokens": 40,
@@ -145,8 +145,8 @@ def test_bad_words_do_not_come(daemon: Daemon) -> None:
     assert "city of" not in without
 
 
-def test_a_loop_ends_early(daemon: Daemon, reference: Reference) -> None:
-    """Bias makes the model say one thing over and over."""
+def test_repetition_detection_ends_a_loop(daemon: Daemon, reference: Reference) -> None:
+    """A logit bias makes the model repeat itself."""
     rule = {"max_pattern_size": 4, "min_count": 5}
     prompt = reference.tokenizer.encode("Say it again:")
     (choice,) = complete(
@@ -157,7 +157,7 @@ def test_a_loop_ends_early(daemon: Daemon, reference: Reference) -> None:
     assert choice["token_ids"] == [28] * 5
 
 
-def test_named_logprobs_are_those_of_the_model(daemon: Daemon, reference: Reference) -> None:
+def test_logprobs_of_named_tokens_equal_the_model(daemon: Daemon, reference: Reference) -> None:
     prompt = reference.tokenizer.encode("The capital of France is")
     named = [28, 260, 7042]
     (choice,) = complete(
@@ -176,7 +176,7 @@ def test_named_logprobs_are_those_of_the_model(daemon: Daemon, reference: Refere
         assert found[f"token_id:{token_id}"] == pytest.approx(float(expected[token_id]), abs=2e-3)
 
 
-def test_a_salt_shares_its_prefixes_with_nobody_else(daemon: Daemon, reference: Reference) -> None:
+def test_a_cache_salt_isolates_prefixes(daemon: Daemon, reference: Reference) -> None:
     prompt = prompts(reference.tokenizer.encode)[-1][:200]
 
     def cached(**fields: object) -> int:

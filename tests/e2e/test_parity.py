@@ -1,8 +1,7 @@
-"""Greedy tokens of the packaged model equal transformers' on the same file, in float32.
+"""Greedy tokens of the packaged model in float32 equal transformers' on the same file.
 
-One set of 24 prompts goes through the daemon all at once, every third also alone, with a budget of
-64 tokens a step, over prefix hits, with so few blocks that requests are preempted,
-also by priority, and while half of them are aborted.
+24 prompts are completed concurrently, every third also alone; with a budget of 64 tokens a step;
+over prefix hits; with preemption, also by priority; and while half of them are aborted.
 """
 
 import asyncio
@@ -48,15 +47,15 @@ def client_of(daemon: Daemon) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=daemon.url, timeout=300)
 
 
-async def all_at_once(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
+async def complete_concurrently(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
     async with client_of(daemon) as client:
         return await asyncio.gather(*(complete(client, prompt) for prompt in token_prompts))
 
 
-async def half_of_them(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
-    """Every second client goes away after its first tokens; the others should not notice."""
+async def complete_half(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
+    """Every second client disconnects after its first tokens; the others must be unaffected."""
 
-    async def leave_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    async def disconnect_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
         request = body(prompt, stream=True, max_tokens=5000 if len(prompt) < 1000 else 64)
         async with client.stream("POST", "/v1/completions", json=request) as response:
             seen = 0
@@ -67,69 +66,77 @@ async def half_of_them(daemon: Daemon, token_prompts: list[list[int]]) -> Output
 
     async with client_of(daemon) as client:
         pending = [
-            leave_early(client, prompt) if i % 2 else complete(client, prompt)
+            disconnect_early(client, prompt) if i % 2 else complete(client, prompt)
             for i, prompt in enumerate(token_prompts)
         ]
         return (await asyncio.gather(*pending))[::2]
 
 
-def check(reference: Reference, token_prompts: list[list[int]], outputs: Outputs) -> None:
+def assert_greedy_tokens(
+    reference: Reference, token_prompts: list[list[int]], outputs: Outputs
+) -> None:
     reference.assert_greedy(list(zip(token_prompts, outputs, strict=True)))
 
 
-async def test_alone(daemon: Daemon, reference: Reference, token_prompts: list[list[int]]) -> None:
+async def test_single_requests_equal_transformers(
+    daemon: Daemon, reference: Reference, token_prompts: list[list[int]]
+) -> None:
     async with client_of(daemon) as client:
         outputs = [await complete(client, prompt) for prompt in token_prompts[::3]]
-    check(reference, token_prompts[::3], outputs)
+    assert_greedy_tokens(reference, token_prompts[::3], outputs)
 
 
-async def test_all_at_once_and_again_over_prefix_hits(
+async def test_concurrent_requests_cold_and_over_prefix_hits(
     reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    """The first pass of a new daemon is cold; the second finds every full block."""
+    """The first pass of a new daemon is cold; the second hits every full block."""
     with Daemon("--dtype", "float32") as daemon:
 
-        async def one_pass() -> float:
+        async def complete_all() -> float:
             hits = daemon.metric("vllm:prefix_cache_hits_total")
-            outputs = await all_at_once(daemon, token_prompts)
-            check(reference, token_prompts, outputs)
+            outputs = await complete_concurrently(daemon, token_prompts)
+            assert_greedy_tokens(reference, token_prompts, outputs)
             return daemon.metric("vllm:prefix_cache_hits_total") - hits
 
-        shared = await one_pass()
-        found = await one_pass()
+        shared = await complete_all()
+        found = await complete_all()
     full_blocks = sum((len(prompt) - 1) // 16 * 16 for prompt in token_prompts)
     assert found == full_blocks > shared
 
 
-async def test_half_of_them_aborted(
+async def test_aborting_half_of_the_requests_does_not_change_others(
     daemon: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    outputs = await half_of_them(daemon, token_prompts)
+    outputs = await complete_half(daemon, token_prompts)
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
-    check(reference, token_prompts[::2], outputs)
+    assert_greedy_tokens(reference, token_prompts[::2], outputs)
 
 
-async def test_a_budget_of_64_tokens(reference: Reference, token_prompts: list[list[int]]) -> None:
+async def test_a_small_token_budget_does_not_change_tokens(
+    reference: Reference, token_prompts: list[list[int]]
+) -> None:
     with Daemon("--dtype", "float32", "--max-num-batched-tokens", "64") as daemon:
-        outputs = await all_at_once(daemon, token_prompts)
-    check(reference, token_prompts, outputs)
+        outputs = await complete_concurrently(daemon, token_prompts)
+    assert_greedy_tokens(reference, token_prompts, outputs)
 
 
-async def test_preempted_for_want_of_blocks(
+async def test_preemption_does_not_change_tokens(
     reference: Reference, token_prompts: list[list[int]]
 ) -> None:
     with Daemon("--dtype", "float32", "--num-gpu-blocks-override", "180") as daemon:
-        outputs = await all_at_once(daemon, token_prompts)
+        outputs = await complete_concurrently(daemon, token_prompts)
         preemptions = daemon.metric("vllm:num_preemptions_total")
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
-    check(reference, token_prompts, outputs)
+    assert_greedy_tokens(reference, token_prompts, outputs)
 
 
 @pytest.mark.suite("parity")
-async def test_preempted_by_priority(reference: Reference, token_prompts: list[list[int]]) -> None:
-    """Those that come first matter least, so that victims stand anywhere among the running."""
+async def test_preemption_by_priority_does_not_change_tokens(
+    reference: Reference, token_prompts: list[list[int]]
+) -> None:
+    """Early requests have the lowest priority, so victims are anywhere among the running ones."""
     flags = ("--scheduling-policy", "priority", "--num-gpu-blocks-override", "180")
     with Daemon("--dtype", "float32", *flags) as daemon:
         async with client_of(daemon) as client:
@@ -140,4 +147,4 @@ async def test_preempted_by_priority(reference: Reference, token_prompts: list[l
         assert daemon.metric("vllm:kv_cache_usage_perc") == 0
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
-    check(reference, token_prompts, outputs)
+    assert_greedy_tokens(reference, token_prompts, outputs)

@@ -1,6 +1,6 @@
-"""A real daemon is reloaded while it streams: no stream is lost, and new files count.
+"""A real daemon is reloaded while it streams: no stream is lost, and new files are used.
 
-The old worker is stopped for the time of a reload, so that its streams are surely not over.
+The old worker is suspended during a reload, so that its streams cannot have ended.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import TOKEND, Daemon, eventually
 from tests.e2e.reference import Reference
 from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
@@ -36,7 +36,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def expected(daemon: Daemon) -> list[Stream]:
-    return asyncio.run(undisturbed(daemon.url, BODIES))
+    return asyncio.run(run_undisturbed(daemon.url, BODIES))
 
 
 async def printed(daemon: Daemon, text: str, times: int) -> None:
@@ -46,10 +46,10 @@ async def printed(daemon: Daemon, text: str, times: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def half_way(
+async def suspended_streams(
     client: httpx.AsyncClient, worker: psutil.Process
 ) -> AsyncIterator[list[Stream]]:
-    """Streams that have begun and cannot go on before the end of the block; then they must end."""
+    """Start streams that are suspended until the end of the block; then they must end."""
     streams = [Stream(body) for body in BODIES]
     running = [asyncio.create_task(each.run(client)) for each in streams]
     await asyncio.gather(*(each.reach(3) for each in streams))
@@ -62,25 +62,28 @@ async def half_way(
 
 
 def child_configs(daemon: Daemon) -> set[int]:
-    """Of each role, with as many workers as the settings want."""
+    """The configurations of all child processes, with as many workers as configured."""
     return {each.pid for each in psutil.Process(daemon.process.pid).children()}
 
 
-def is_settled(daemon: Daemon, front_end: psutil.Process, old: set[int]) -> bool:
-    """The front end is the old one, all others are new, and as many as before."""
+def is_reloaded(daemon: Daemon, front_end: psutil.Process, old: set[int]) -> bool:
+    """The front end is unchanged, all other processes are new and as many as before."""
     children = child_configs(daemon)
     return len(children) == len(old) and children & old == {front_end.pid}
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_side_by_side(daemon: Daemon, expected: list[Stream], dies: bool) -> None:
-    """New requests are served while the old worker stands still; its streams go on there, or,
-    when the old engine dies, at the new one."""
+def test_reload_side_by_side_keeps_streams(
+    daemon: Daemon, expected: list[Stream], dies: bool
+) -> None:
+    """New requests are served while the old worker is suspended; its streams continue there or, if
+    the old engine dies, on the new engine.
+    """
 
     async def reload() -> list[Stream]:
         times = daemon.text.count("tokend: reloaded after")
         async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
-            async with half_way(client, before["worker"]) as streams:
+            async with suspended_streams(client, before["worker"]) as streams:
                 daemon.process.send_signal(signal.SIGHUP)
                 await printed(daemon, "tokend: reloaded after", times + 1)
                 late = await Stream(BODIES[0]).run(client)
@@ -92,18 +95,18 @@ def test_side_by_side(daemon: Daemon, expected: list[Stream], dies: bool) -> Non
     before, old = daemon.processes(), child_configs(daemon)
     for was, now in zip(expected, asyncio.run(reload()), strict=True):
         assert_same(was, now)
-    assert eventually(lambda: is_settled(daemon, before["api_server"], old))
+    assert eventually(lambda: is_reloaded(daemon, before["api_server"], old))
     assert "it is restarted" not in daemon.text
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_in_place(expected: list[Stream]) -> None:
-    """What is open, and what comes meanwhile, waits in the front end."""
+def test_reload_in_place_keeps_streams(expected: list[Stream]) -> None:
+    """Running and new requests wait in the front end."""
 
     async def reload() -> list[Stream]:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
-            async with half_way(client, before["worker"]) as streams:
+            async with suspended_streams(client, before["worker"]) as streams:
                 daemon.process.send_signal(signal.SIGHUP)
                 await printed(daemon, "is replaced by another one", 1)
                 late = asyncio.create_task(Stream(BODIES[0]).run(client))
@@ -114,12 +117,12 @@ def test_in_place(expected: list[Stream]) -> None:
         before, old = daemon.processes(), child_configs(daemon)
         for was, now in zip([*expected, expected[0]], asyncio.run(reload()), strict=True):
             assert_same(was, now)
-        assert eventually(lambda: is_settled(daemon, before["api_server"], old))
+        assert eventually(lambda: is_reloaded(daemon, before["api_server"], old))
         assert "it is restarted" not in daemon.text
 
 
-def test_files_that_have_changed(tmp_path: Path) -> None:
-    """A broken folder changes nothing; one with other weights, and another tokenizer, counts."""
+def test_reload_uses_changed_files(tmp_path: Path) -> None:
+    """A broken folder changes nothing; other weights and another tokenizer are used."""
 
     def reload() -> subprocess.CompletedProcess[str]:
         words = [*TOKEND, "reload", "--pid", str(daemon.process.pid)]

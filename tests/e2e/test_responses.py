@@ -1,4 +1,4 @@
-"""The public OpenAI client holds conversations over /v1/responses with the running daemon."""
+"""The public OpenAI client against /v1/responses of the running daemon."""
 
 import json
 
@@ -21,7 +21,7 @@ def client(daemon: Daemon) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0)
 
 
-def test_streamed_equals_whole(client: openai.OpenAI) -> None:
+def test_a_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
     ask = {
         "model": MODEL,
         "input": "What is the capital of France?",
@@ -48,7 +48,7 @@ def test_streamed_equals_whole(client: openai.OpenAI) -> None:
     assert chat.usage.prompt_tokens == whole.usage.input_tokens
 
 
-def test_a_conversation_goes_on_and_finds_its_prefix(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_and_hits_the_prefix_cache(client: openai.OpenAI) -> None:
     ask = {"model": MODEL, "temperature": 0, "max_output_tokens": 24, "store": True}
     first = client.responses.create(**ask, input="Name three animals that live in the sea.")
     second = client.responses.create(
@@ -67,13 +67,13 @@ def test_a_conversation_goes_on_and_finds_its_prefix(client: openai.OpenAI) -> N
 
 
 class Person(BaseModel):
-    """A form of answer."""
+    """The schema of a structured output."""
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=120)
 
 
-def test_answers_are_parsed_into_a_model(client: openai.OpenAI) -> None:
+def test_outputs_are_parsed_into_a_pydantic_model(client: openai.OpenAI) -> None:
     fields = {
         "model": MODEL,
         "input": "Describe a person as JSON.",
@@ -87,7 +87,7 @@ def test_answers_are_parsed_into_a_model(client: openai.OpenAI) -> None:
         assert stream.get_final_response().output_parsed == whole
 
 
-def test_cancelling_what_is_in_the_background(client: openai.OpenAI, daemon: Daemon) -> None:
+def test_cancelling_a_background_response(client: openai.OpenAI, daemon: Daemon) -> None:
     made = client.responses.create(
         model=MODEL,
         input="Tell a long story.",
@@ -105,7 +105,7 @@ def test_cancelling_what_is_in_the_background(client: openai.OpenAI, daemon: Dae
     assert 0 < found.usage.output_tokens < 4000
 
 
-def test_leaving_a_stream_ends_it(client: openai.OpenAI, daemon: Daemon) -> None:
+def test_a_disconnect_ends_the_request(client: openai.OpenAI, daemon: Daemon) -> None:
     stream = client.responses.create(
         model=MODEL,
         input="Tell a long story.",

@@ -1,6 +1,6 @@
-"""A real daemon behind TLS with an API key: it serves, and shows the key to nobody.
+"""A real daemon with TLS and an API key serves and never exposes the key.
 
-Not in the list of processes, not in /metrics or an error, and not when a process breaks.
+Neither in the process list, /metrics or errors, nor when a process fails.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sessions of a real daemon, by a real client: each turn is what a fresh request would be."""
+"""Sessions of a real daemon by a real client: every turn equals a separate request."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def send(client: ClientConnection, kind: str, **fields: Any) -> None:
 
 
 async def choice(client: ClientConnection) -> dict[str, Any]:
-    """The choice of the next chunk."""
+    """Read the choice of the next chunk."""
     chunk = json.loads(await asyncio.wait_for(client.recv(), 60))
     assert "error" not in chunk, chunk
     found: dict[str, Any] = chunk["choices"][0]
@@ -43,7 +43,7 @@ async def choice(client: ClientConnection) -> dict[str, Any]:
 async def turn(
     client: ClientConnection, first: dict[str, Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Prompt and output of the next turn, or of the one whose first chunk has been read."""
+    """Prompt and output of the next turn, or of the turn whose first chunk is given."""
     choices = [first or await choice(client)]
     while choices[-1]["finish_reason"] is None:
         choices.append(await choice(client))
@@ -51,10 +51,10 @@ async def turn(
 
 
 @pytest.mark.suite("settings")
-async def test_three_chunks_give_the_tokens_of_three_fresh_requests(
+async def test_three_session_turns_equal_three_separate_requests(
     daemon: Daemon, reference: Reference
 ) -> None:
-    """The second chunk comes when the first turn is over, the third during the second turn."""
+    """The second chunk is sent after the first turn, the third during the second turn."""
     chunks = [list(reference.tokenizer.encode(text)) for text in TEXTS]
     async with opened(daemon) as client:
         await send(client, "input", prompt=chunks[0], **FIELDS)
@@ -78,7 +78,7 @@ async def test_three_chunks_give_the_tokens_of_three_fresh_requests(
 
 
 def merged(chunks: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
-    """The whole prompt of each turn: the last output of the turn before is dropped."""
+    """The whole prompt of every turn: the last output token of a turn is dropped."""
     prompts: list[list[int]] = []
     so_far: list[int] = []
     for chunk, output in zip(chunks, outputs, strict=True):
@@ -88,7 +88,7 @@ def merged(chunks: list[list[int]], outputs: list[list[int]]) -> list[list[int]]
 
 
 @pytest.mark.suite("settings")
-async def test_a_client_that_leaves_ends_its_session(daemon: Daemon) -> None:
+async def test_a_disconnect_ends_the_session(daemon: Daemon) -> None:
     async with opened(daemon) as client:
         await send(client, "input", prompt="Once", max_tokens=2000, ignore_eos=True)
         await client.recv()

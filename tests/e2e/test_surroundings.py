@@ -1,4 +1,4 @@
-"""A machine that gives little: the daemon serves, or ends with the reason in one line."""
+"""With scarce resources the daemon serves, or ends with a one-line reason."""
 
 import contextlib
 import json
@@ -26,8 +26,8 @@ def completes(url: str) -> bool:
     return False
 
 
-def test_few_descriptors() -> None:
-    """More connections than it may have wait or fail; when they are gone it serves as before."""
+def test_few_file_descriptors() -> None:
+    """Connections beyond the limit wait or fail; afterwards the daemon serves as before."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, before[1]))
     try:
@@ -45,7 +45,7 @@ def test_few_descriptors() -> None:
         assert {role: each.pid for role, each in daemon.processes().items()} == pids
 
 
-def test_no_place_for_models() -> None:
+def test_an_unwritable_model_folder_is_one_clear_error() -> None:
     daemon = Daemon(environment={"XDG_CACHE_HOME": "/proc/nowhere"})
     assert daemon.wait_exit(60) == 2
     (line,) = [each for each in daemon.output if each.startswith("tokend: ")]
@@ -75,13 +75,13 @@ with Daemon() as daemon:
 """
 
 
-def test_no_network_a_home_that_is_read_only_and_hardly_any_shared_memory() -> None:
-    """All at once, in namespaces of its own, with a model that was prepared before."""
+def test_no_network_read_only_home_and_little_shared_memory() -> None:
+    """Combined, in separate namespaces, with a model that was prepared before."""
     apart = ["unshare", "--net", "--mount"]
     if subprocess.run([*apart, "mount", "-t", "tmpfs", "none", "/mnt"], check=False).returncode:
-        pytest.skip("namespaces need rights that are not there")
+        pytest.skip("no permission to create namespaces")
     with Daemon():
-        pass  # which fetches and prepares the model where that was not done
+        pass  # fetches and prepares the model if necessary
     script = INSIDE % json.dumps(REQUEST)
     done = subprocess.run(
         [*apart, sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True

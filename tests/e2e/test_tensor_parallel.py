@@ -1,8 +1,8 @@
-"""Two workers that share the packaged model give transformers' tokens, and each has its part.
+"""Two tensor-parallel workers give transformers' tokens, and each holds its shard.
 
-SmolLM2 has three KV heads: two and their six query heads on one worker, one with three on the
-other. The prompts of test_parity.py go through the daemon at once, over prefix hits, with so few
-blocks that requests are preempted, and with two steps in flight.
+SmolLM2 has three KV heads: one worker has two with six query heads, the other one with three. The
+prompts of test_parity.py are completed concurrently, over prefix hits, with preemptions and two
+steps in flight.
 """
 
 import re
@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
-from tests.e2e.test_parity import all_at_once, check
+from tests.e2e.test_parity import assert_greedy_tokens, complete_concurrently
 
 pytestmark = pytest.mark.suite("models")
 
@@ -34,36 +34,36 @@ def two(daemons: DaemonPool) -> Iterator[Daemon]:
         yield running
 
 
-async def test_at_once_with_preemptions_and_two_steps_in_flight(
+async def test_concurrent_requests_with_preemptions_and_two_steps_in_flight(
     two: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    outputs = await all_at_once(two, token_prompts)
-    check(reference, token_prompts, outputs)
+    outputs = await complete_concurrently(two, token_prompts)
+    assert_greedy_tokens(reference, token_prompts, outputs)
     preemptions = two.metric("vllm:num_preemptions_total")
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
 
 
-async def test_over_prefix_hits(
+async def test_tokens_are_the_same_over_prefix_hits(
     two: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    """A third of the prompts, whose blocks all stay in the pool."""
+    """A third of the prompts, all of whose blocks stay in the pool."""
     some = sorted(token_prompts, key=len)[: len(token_prompts) // 3]
-    await all_at_once(two, some)
+    await complete_concurrently(two, some)
     hits = two.metric("vllm:prefix_cache_hits_total")
-    check(reference, some, await all_at_once(two, some))
+    assert_greedy_tokens(reference, some, await complete_concurrently(two, some))
     full_blocks = sum((len(prompt) - 1) // 16 * 16 for prompt in some)
     assert two.metric("vllm:prefix_cache_hits_total") - hits == full_blocks > 0
 
 
 def weights_of_workers(daemon: Daemon) -> list[float]:
-    """MiB, as each worker says."""
+    """MiB of weights as every worker logs them."""
     lines = re.findall(r"INFO worker (\d): weights: (.*)", daemon.text)
     assert sorted(rank for rank, _ in lines) == [str(rank) for rank in range(len(lines))]
     return [sum(map(float, re.findall(r"([\d.]+) MiB", line))) for _, line in sorted(lines)]
 
 
-def test_each_worker_has_its_part_of_weights_and_kv(two: Daemon) -> None:
+def test_every_worker_holds_its_shard_of_weights_and_kv(two: Daemon) -> None:
     weights = weights_of_workers(two)
     assert len(weights) == 2
     assert max(weights) <= MOST * sum(weights)
@@ -72,8 +72,8 @@ def test_each_worker_has_its_part_of_weights_and_kv(two: Daemon) -> None:
 
 
 @pytest.mark.parametrize("form", ["packed", "auto"])
-async def test_blocks_of_the_file_are_shared_as_they_are(form: str) -> None:
-    """Every cut is between blocks, so that nothing is dense, and the sizes add up."""
+async def test_the_files_blocks_are_sharded_without_conversion(form: str) -> None:
+    """All cuts are between blocks: no weight becomes dense, and the sizes add up."""
     flags = () if form == "auto" else ("--cpu-weights", form)
     body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     texts, weights = [], []

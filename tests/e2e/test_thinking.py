@@ -1,6 +1,6 @@
-"""Thoughts, their budget and structured output with the real model, which is made to think.
+"""Reasoning, its budget and structured output with the real model and a reasoning template.
 
-Its own template has no thoughts; the test's opens them at the end of the prompt.
+The model's own template has no reasoning; the test's opens it at the end of the prompt.
 """
 
 import json
@@ -68,7 +68,7 @@ def end_ids(daemon: Daemon) -> list[int]:
 @pytest.mark.parametrize(
     ("budget", "fields"), [(0, {}), (1, {"temperature": 1.2, "n": 3}), (10, {})]
 )
-def test_a_budget_is_exact(thinking: Daemon, budget: int, fields: dict[str, Any]) -> None:
+def test_a_thinking_budget_is_exact(thinking: Daemon, budget: int, fields: dict[str, Any]) -> None:
     end = end_ids(thinking)
     fields = {"return_token_ids": True, "ignore_eos": True, **fields}
     body = chat(thinking, thinking_token_budget=budget, **fields)
@@ -80,20 +80,20 @@ def test_a_budget_is_exact(thinking: Daemon, budget: int, fields: dict[str, Any]
     assert details["reasoning_tokens"] == budget * len(body["choices"])
 
 
-def test_without_a_budget_thoughts_go_on(thinking: Daemon) -> None:
+def test_without_a_budget_thinking_continues(thinking: Daemon) -> None:
     message = chat(thinking, ignore_eos=True, max_tokens=30)["choices"][0]["message"]
     assert message["content"] is None
     assert len(message["reasoning"]) > 40
 
 
-def test_the_switch(thinking: Daemon) -> None:
+def test_thinking_can_be_disabled(thinking: Daemon) -> None:
     body = chat(thinking, chat_template_kwargs={"enable_thinking": False})
     assert "reasoning" not in body["choices"][0]["message"]
     assert "Paris" in body["choices"][0]["message"]["content"]
     assert "completion_tokens_details" not in body["usage"]
 
 
-def test_structured_output_holds_after_thoughts(thinking: Daemon) -> None:
+def test_structured_output_is_enforced_after_thinking(thinking: Daemon) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA, "strict": True}}
     body = chat(thinking, thinking_token_budget=12, response_format=form, max_tokens=100)
     message = body["choices"][0]["message"]
@@ -103,7 +103,7 @@ def test_structured_output_holds_after_thoughts(thinking: Daemon) -> None:
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_stream_says_the_same(thinking: Daemon) -> None:
+def test_a_stream_has_the_same_reasoning_and_answer(thinking: Daemon) -> None:
     fields: dict[str, Any] = {"thinking_token_budget": 12, "ignore_eos": True}
     whole = chat(thinking, **fields)["choices"][0]["message"]
     said = stream(thinking, **fields)
@@ -111,7 +111,7 @@ def test_a_stream_says_the_same(thinking: Daemon) -> None:
 
 
 def stream(daemon: Daemon, *, dying: str = "", **fields: Any) -> tuple[str, str]:
-    """(thoughts, answer); dying: a process that is killed after a few events."""
+    """Stream an answer; returns (reasoning, answer). dying: a process to kill meanwhile."""
     body = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0, "seed": 5, "stream": True}
     texts = {"reasoning": "", "content": ""}
     num_events = 0
@@ -132,7 +132,7 @@ def stream(daemon: Daemon, *, dying: str = "", **fields: Any) -> tuple[str, str]
     return texts["reasoning"], texts["content"]
 
 
-def test_a_budget_is_exact_after_a_restart(template: Path) -> None:
+def test_a_thinking_budget_is_exact_after_a_restart(template: Path) -> None:
     fields: dict[str, Any] = {"thinking_token_budget": 25, "ignore_eos": True}
     with Daemon(*flags(template), "--async-scheduling") as daemon:
         whole = stream(daemon, **fields)

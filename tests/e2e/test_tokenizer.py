@@ -31,7 +31,7 @@ PIECES = [
 
 
 def lines() -> list[str]:
-    """1,000 lines: code, and random mixtures of the pieces."""
+    """1,000 lines of code and of random mixtures of the pieces."""
     code = (inspect.getsource(textwrap) + inspect.getsource(inspect)).splitlines()
     rng = random.Random(0)
     mixed = ["".join(rng.choices(PIECES, k=rng.randint(1, 4))) for _ in range(400)]
@@ -43,7 +43,9 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer.load(packaged_model().folder)
 
 
-async def test_ids_equal(reference: Reference, tokenizer: ModelTokenizer) -> None:
+async def test_token_ids_equal_transformers(
+    reference: Reference, tokenizer: ModelTokenizer
+) -> None:
     texts = lines()
     assert len(texts) == 1000
     ours = await tokenizer.encode(texts, add_special_tokens=True)
@@ -51,7 +53,9 @@ async def test_ids_equal(reference: Reference, tokenizer: ModelTokenizer) -> Non
         assert ids == reference.tokenizer.encode(text), text
 
 
-async def test_decoding_equals(reference: Reference, tokenizer: ModelTokenizer) -> None:
+async def test_decoded_text_equals_transformers(
+    reference: Reference, tokenizer: ModelTokenizer
+) -> None:
     for text, ids in zip(
         lines(), await tokenizer.encode(lines(), add_special_tokens=False), strict=True
     ):
@@ -62,7 +66,7 @@ async def test_decoding_equals(reference: Reference, tokenizer: ModelTokenizer) 
             assert tokenizer.decode(ids, skip_special_tokens=skip) == expected, text
 
 
-def test_rendered_chats_equal(reference: Reference) -> None:
+def test_rendered_chats_equal_transformers(reference: Reference) -> None:
     folder = packaged_model().folder
     template = find_chat_template([folder], special_token_texts(folder))
     assert template is not None

@@ -1,4 +1,4 @@
-"""Tools with the packaged model, whose template knows none: calls are called for and valid."""
+"""Tools with the packaged model, whose template has none: calls are prompted for and valid."""
 
 import json
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def check(calls: list[Any]) -> None:
         jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
 
 
-def test_required(daemon: Daemon) -> None:
+def test_tool_choice_required(daemon: Daemon) -> None:
     choice = chat(daemon, tool_choice="required", parallel_tool_calls=False)
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
@@ -70,7 +70,7 @@ def test_required(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_by_name(daemon: Daemon, name: str) -> None:
+def test_tool_choice_by_name(daemon: Daemon, name: str) -> None:
     named = {"type": "function", "function": {"name": name}}
     choice = chat(daemon, tool_choice=named)
     assert choice["finish_reason"] == "tool_calls"
@@ -80,16 +80,16 @@ def test_by_name(daemon: Daemon, name: str) -> None:
     check([call])
 
 
-def test_several_calls(daemon: Daemon) -> None:
-    """As many as the model makes, up to where its tokens end."""
+def test_parallel_tool_calls(daemon: Daemon) -> None:
+    """As many calls as the model makes within its tokens."""
     choice = chat(daemon, tool_choice="required", temperature=1, seed=5)
     check(choice["message"]["tool_calls"])
     if choice["finish_reason"] == "tool_calls":
         assert choice["message"]["content"] is None
 
 
-def test_strict_tools(daemon: Daemon) -> None:
-    """What is called, if anything is, keeps to its schema though nothing must be called."""
+def test_strict_tools_enforce_their_schemas(daemon: Daemon) -> None:
+    """Calls are valid by their schema, although no call is required."""
     strict = [each | {"function": each["function"] | {"strict": True}} for each in TOOLS]
     opened = {"role": "assistant", "content": "I use a tool: <tool_call>\n"}
     for seed in range(4):

@@ -1,9 +1,9 @@
-"""The forms of the weights in a real daemon: packed blocks of the packaged model's file.
+"""Weight formats in a real daemon, with the packed blocks of the packaged model's file.
 
-Rows of a product do not depend on each other, but attention cuts its sums by what else is in a
-step. What it changes in the last bit may round an activation to the neighbour among 255 steps, and
-that others after it: the noise of the rounding is then another one of the same size. So tokens
-may differ from those of a request alone where the two best are closer than this noise.
+Rows of a product do not depend on each other, but attention splits its sums by the other rows of a
+step. A difference in the last bit can change the 8-bit code of an activation and, in turn, those of
+later ones: another rounding noise of the same size. So tokens may differ from those of a request
+alone where the two best logits are closer than this noise.
 """
 
 import asyncio
@@ -50,7 +50,9 @@ def assert_same_up_to_ties(alone: dict[str, Any], together: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-async def test_packed_alone_and_sixteen_at_once(dtype: str, reference: Reference) -> None:
+async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
+    dtype: str, reference: Reference
+) -> None:
     token_prompts = [each[:200] for each in prompts(reference.tokenizer.encode)[:16]]
     flags = ("--cpu-weights", "packed", "--dtype", dtype, "--no-enable-prefix-caching")
     with Daemon(*flags) as daemon:
@@ -69,8 +71,10 @@ async def test_packed_alone_and_sixteen_at_once(dtype: str, reference: Reference
 
 
 @pytest.mark.parametrize("form", ["auto", "packed", "int8", "bf16", "f32"])
-async def test_each_form_predicts_a_text_as_float32_does(form: str, reference: Reference) -> None:
-    """A coarse bound on one text; tests.benchmarks.quality has finer ones on many."""
+async def test_every_weight_format_predicts_a_text_like_float32(
+    form: str, reference: Reference
+) -> None:
+    """A coarse bound on one text; tests.benchmarks.quality has finer ones on many texts."""
     text = "The sea is the largest part of the surface of the earth, and most of it is deep. " * 3
     with Daemon("--cpu-weights", form) as daemon:
         written = {"packed": "GGUF blocks as stored", "auto": "(GGUF blocks as stored|8-bit copy)"}

@@ -15,6 +15,7 @@ from worker.loader.formats import DenseFormat
 from worker.loader.source import WeightSource
 from worker.loader.weights import DecoderBuilder
 from worker.models.decoder import Decoder
+from worker.models.registry import read_config, spec_from_config
 from worker.models.rope import Rope
 from worker.models.spec import ModelSpec
 from worker.parallel.sharding import shard_model
@@ -111,3 +112,7 @@ def build_decoder(
 def shapes_of(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every weight by name."""
     return {name: weight.shape for name, weight in spec.weights().items()}
+
+
+def spec_of(prepared: PreparedModel) -> ModelSpec:
+    return spec_from_config(read_config(prepared))

@@ -1,6 +1,6 @@
-"""`python -m tests.fuzz TARGET --minutes 10`: what it tried, what it found, the corpus grown.
+"""`python -m tests.fuzz TARGET --minutes 10`: run a fuzzing campaign and extend its corpus.
 
-Exit status 1 where there are findings, each with its input in hex.
+Exit status 1 if there are findings, which are printed with their inputs in hex.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Target: what models write, into the parsers that look for thoughts and calls in it.
+"""Target: model output for the parsers of reasoning and tool calls.
 
-    1 byte: format, style and opening │ 1 byte: how it is cut │ a text, UTF-8
+    1 byte: format, style and opening │ 1 byte: size of the chunks │ a text, UTF-8
 
-Parts are the same however the text is cut. Each call is of one piece, has arguments that are a
-JSON object, and calls are numbered as they come.
+Parts do not depend on the chunks. A call is contiguous, its arguments are a JSON object, and calls
+are numbered in order.
 """
 
 import json
@@ -27,7 +27,7 @@ from api_server.parsers.reasoning import (
     ReasoningParser,
 )
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
+from tests.fuzz.mutation import Edit, mutate_bytes, mutated
 
 RECORDED: Final = Path(__file__).parents[1] / "api_server" / "tools" / "outputs"
 NAMES: Final = ("weather", "now", "find", "run", "book")
@@ -59,10 +59,10 @@ class Answers:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data, edits, known)
+        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data, edits, known)
 
-        return mutated(known, spoil)
+        return mutated(known, mutate)
 
     def run(self, data: bytes) -> str:
         if len(data) < 2:
@@ -79,7 +79,7 @@ class Answers:
         return f"{number} {bool(thoughts)} {bool(content)} {'call ' * min(3, len(calls))}"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No resources to close."""
 
 
 def _read(number: int, pieces: Sequence[str]) -> Told:

@@ -1,10 +1,10 @@
-"""Target: what comes over HTTP, into the real application with a scripted engine behind it.
+"""Target: HTTP requests to the real application with a scripted engine.
 
     path, a newline, the body
 
-Every answer has a status that the documents name, an error of OpenAI's shape with the field
-at fault, or is whole. What reaches the engine passes the engine's own checks, and a control
-request is answered as at the start.
+Every response has a documented status, and is complete or an error of OpenAI's shape that names the
+field. Requests that reach the engine pass its own checks, and a control request gets the same
+response as at the start.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor
-from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
 MAX_MODEL_LEN: Final = 1024
@@ -361,7 +361,7 @@ class Bodies:
                 (len(request.prompt_token_ids) + choice) % len(said)
             ],
         )
-        # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
+        # Only the engine knows whether priorities are enabled, and refuses them itself.
         self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
         boot = make_boot(str(place), model, _FRONTEND)
         self._app_state = make_app_state(boot, Link.connect(path, FromEngine), FakeSupervisor())
@@ -373,15 +373,15 @@ class Bodies:
         return [path.encode() + b"\n" + json.dumps(body).encode() for path, body in VALID]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data, edits, known)
+        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data, edits, known)
 
-        return mutated(known, _spoilt_body) | mutated(known, _spoilt_body) | mutated(known, spoil)
+        return mutated(known, _mutate_body) | mutated(known, _mutate_body) | mutated(known, mutate)
 
     def run(self, data: bytes) -> str:
         path, _, body = data.partition(b"\n")
-        status, answer = self._ask(path.decode("latin-1"), body)
-        if status == 307:  # the way to the same place with another slash at its end, as "" to "/"
+        status, answer = self._post(path.decode("latin-1"), body)
+        if status == 307:  # a redirect to the same path with or without a slash at its end
             assert answer == b""
             return "elsewhere"
         assert status in STATUSES, (status, answer[:500])
@@ -401,17 +401,17 @@ class Bodies:
         self._place.cleanup()
 
     def _control(self) -> dict[str, Any]:
-        status, answer = self._ask(*CONTROL)
+        status, answer = self._post(*CONTROL)
         assert status == 200, answer
         body: dict[str, Any] = json.loads(answer)
         del body["id"], body["created"]
         return body
 
-    def _ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+    def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         return self._loop.run_until_complete(self._call(path, body))
 
     async def _call(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body, as a server would send them."""
+        """Status and body of a response of the application."""
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -439,12 +439,12 @@ class Bodies:
 
         await self._app(scope, receive, send)
         await asyncio.gather(*self._app_state.background)
-        assert not sent[-1].get("more_body"), "the answer has no end"
+        assert not sent[-1].get("more_body"), "the response does not end"
         return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:])
 
 
 def _check(status: int, answer: bytes, body: bytes) -> str:
-    """The outcome; fails for an answer of the wrong shape."""
+    """The outcome in words; fails for a response of the wrong shape."""
     if status == 200:
         text = answer.decode()
         if text.startswith("data: "):
@@ -481,9 +481,9 @@ def _is_object(body: bytes) -> bool:
         return False
 
 
-def _spoilt_body(data: bytes, edits: Sequence[Edit]) -> bytes:
+def _mutate_body(data: bytes, edits: Sequence[Edit]) -> bytes:
     path, _, body = data.partition(b"\n")
     try:
-        return path + b"\n" + json.dumps(spoilt_tree(json.loads(body), edits, FIELDS)).encode()
+        return path + b"\n" + json.dumps(mutate_tree(json.loads(body), edits, FIELDS)).encode()
     except (ValueError, RecursionError):
-        return spoilt_bytes(data, edits, ())
+        return mutate_bytes(data, edits, ())

@@ -1,10 +1,10 @@
-"""Runs a target for a time, and remembers what it found.
+"""Run a target for a time and collect its findings.
 
     seeds, corpus ─▶ mutation ─▶ target.run ─▶ an outcome that is new: the input joins the corpus
-                                          └──▶ anything raised: a finding, shrunk by hypothesis
+                                          └──▶ any exception: a finding, shrunk by hypothesis
 
-Each input has a limit in time, and the process one in memory beyond what it has: an input
-that takes more is a finding, not the end of the campaign.
+Inputs have a time limit, and the process has a limit on additional memory: an input that exceeds
+them is a finding and does not end the campaign.
 """
 
 import hashlib
@@ -33,34 +33,34 @@ _BATCH: Final = 200
 
 
 class TooSlowError(BaseException):
-    """An input took longer than any may; no Exception, so that nobody on the way catches it."""
+    """An input exceeded the time limit; not an Exception, so that no handler catches it."""
 
 
 class Target(Protocol):
-    """What is fed with bytes."""
+    """Code under test that takes bytes."""
 
     name: str
 
     def seeds(self) -> list[bytes]:
-        """Inputs that are taken."""
+        """Valid inputs."""
         ...
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        """What to try, made of what is known."""
+        """The strategy for new inputs, made from known ones."""
         ...
 
     def run(self, data: bytes) -> str:
-        """The outcome in a few words; raises whatever is not one that should be."""
+        """Return the outcome in a few words; an unexpected outcome raises."""
         ...
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Release resources after the last input."""
         ...
 
 
 @dataclass
 class Campaign:
-    """findings: by the place where it was raised, the input and the traceback."""
+    """findings: input and traceback by the place of the exception."""
 
     target: Target
     num_inputs: int = 0
@@ -71,7 +71,7 @@ class Campaign:
     _last: tuple[str, bytes, str] = ("", b"", "")
 
     def replay(self) -> None:
-        """All that is known, as it is."""
+        """Run all known inputs unchanged."""
         for data in [*self.target.seeds(), *corpus_of(self.target.name)]:
             self._known.append(data)
             try:
@@ -81,7 +81,7 @@ class Campaign:
         self._kept.clear()
 
     def run(self, seconds: float) -> None:
-        """Try new inputs for so long."""
+        """Try new inputs for `seconds`."""
         end = time.monotonic() + seconds
         batch = 0
         while time.monotonic() < end:
@@ -89,7 +89,7 @@ class Campaign:
             self.run_batch(time.time_ns() + batch, end)
 
     def keep(self) -> int:
-        """Add the interesting ones to the corpus on disk; returns how many there are then."""
+        """Add inputs with new outcomes to the corpus on disk; returns the size of the corpus."""
         folder = CORPUS / self.target.name
         folder.mkdir(parents=True, exist_ok=True)
         room = MAX_KEPT - len(corpus_of(self.target.name))
@@ -98,7 +98,7 @@ class Campaign:
         return len(corpus_of(self.target.name))
 
     def run_batch(self, number: int, end: float = math.inf) -> None:
-        """Try some two hundred inputs, which `number` decides; none begins after `end`."""
+        """Try about two hundred inputs of the seed `number`, and none after the time `end`."""
 
         @seed(number)
         @settings(
@@ -139,7 +139,7 @@ class Campaign:
                 self._kept.append(data)
 
     def _note(self, error: BaseException) -> None:
-        """hypothesis ends with the smallest input of those that fail alike."""
+        """Record a finding; the last input that hypothesis tries for it is the smallest."""
         place, data, trace = self._last
         if not place:
             raise error
@@ -147,12 +147,12 @@ class Campaign:
 
 
 def corpus_of(name: str) -> list[bytes]:
-    """What earlier campaigns have kept."""
+    """The corpus of earlier campaigns."""
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 def limit_memory() -> None:
-    """From now on no more address space than some beyond what there is."""
+    """Limit the address space to its present size and a margin."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + BYTES_BEYOND
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -160,12 +160,12 @@ def limit_memory() -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Any:
-    """Raises TooSlowError inside when the time is over."""
+    """Raise TooSlowError in the block after `seconds`."""
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
+    def on_alarm(_number: int, _frame: FrameType | None) -> None:
         raise TooSlowError(f"longer than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
@@ -175,7 +175,7 @@ def time_limit(seconds: float) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Kind of error and the last line of ours that it passed."""
+    """The type of an error and the last line of our code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [each for each in frames if "/site-packages/" not in each.filename]
     last = ours[-1] if ours else frames[-1]

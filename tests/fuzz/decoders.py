@@ -1,11 +1,11 @@
-"""Target: every decoder, and the engine behind two of them.
+"""Target: all message decoders, and the engine behind two of them.
 
     1 byte: which decoder | a frame
 
-A frame is a message of the union or a ProtocolError. A message means the same when it is
-encoded and decoded again. What front ends send goes through the engine's intake and a few
-steps; what a worker answers to a step goes into the scheduler. Neither may raise anything
-but what the caller expects, and the KV cache is consistent afterwards.
+A frame is a message of the union or a ProtocolError. A message is unchanged when it is encoded and
+decoded again. Messages of front ends go through the engine's input processor and a few steps; the
+output of a worker goes to the scheduler. They raise only the errors that callers expect, and the KV
+cache is consistent afterwards.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.prepared_model import TensorIndex
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
-from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
 from tests.proto.test_messages import MESSAGES
 
 UNIONS: Final[tuple[Any, ...]] = (
@@ -48,8 +48,8 @@ MAX_MODEL_LEN: Final = 256
 STEPS: Final = 3
 
 
-class _Nowhere:
-    """Front ends that read nothing."""
+class _NoFrontEnds:
+    """Discards messages to front ends."""
 
     alive = (0,)
 
@@ -75,12 +75,12 @@ class Decoders:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data, edits, known)
+        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data, edits, known)
 
         return (
-            mutated(known, _spoilt_message)
-            | mutated(known, spoil)
+            mutated(known, _mutate_message)
+            | mutated(known, mutate)
             | st.builds(
                 lambda number, frame: bytes([number]) + frame,
                 st.integers(0, len(UNIONS) - 1),
@@ -101,11 +101,11 @@ class Decoders:
         if number == TO_ENGINE:
             return f"engine {_into_engine(message)}"
         if number == FROM_WORKER and isinstance(message, ModelRunnerOutput):
-            return f"answer {_as_answer(message)}"
+            return f"answer {_into_scheduler(message)}"
         return f"{number} {type(message).__name__}"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No resources to close."""
 
     def _decodes(self, number: int, frame: bytes) -> bool:
         try:
@@ -115,17 +115,17 @@ class Decoders:
         return True
 
 
-def _spoilt_message(data: bytes, edits: Sequence[Edit]) -> bytes:
-    """Another value somewhere in a message, still msgpack."""
+def _mutate_message(data: bytes, edits: Sequence[Edit]) -> bytes:
+    """Replace values in a message that remains valid msgpack."""
     try:
         tree = msgspec.msgpack.decode(data[1:])
-        return data[:1] + msgspec.msgpack.encode(spoilt_tree(tree, edits))
+        return data[:1] + msgspec.msgpack.encode(mutate_tree(tree, edits))
     except (msgspec.DecodeError, OverflowError, RecursionError, UnicodeError):
-        return spoilt_bytes(data, edits, ())
+        return mutate_bytes(data, edits, ())
 
 
 def _engine_with_a_step() -> tuple[EngineHarness, list[Any]]:
-    """A beam search and two more requests, of which a step is under way."""
+    """An engine with a step in flight: a beam search and two more requests."""
     engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
     requests = [
         engine.add_one([1, 2, 3], max_tokens=4),
@@ -136,8 +136,8 @@ def _engine_with_a_step() -> tuple[EngineHarness, list[Any]]:
     return engine, requests
 
 
-def _as_answer(result: ModelRunnerOutput) -> str:
-    """What the scheduler makes of it; in any case all requests get to their ends after it."""
+def _into_scheduler(result: ModelRunnerOutput) -> str:
+    """Pass a worker's output to the scheduler; afterwards all requests must still finish."""
     engine, _ = _engine_with_a_step()
     outcome = "taken"
     step = engine.in_flight.popleft()
@@ -153,10 +153,10 @@ def _as_answer(result: ModelRunnerOutput) -> str:
 
 
 def _into_engine(message: Any) -> str:
-    """Told twice, so that it also meets itself."""
+    """Send a message twice, so that it also meets its own effects."""
     engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
     scheduler = engine.scheduler
-    dispatcher = OutputDispatcher(_Nowhere(), scheduler, engine.kv_cache, 1)  # type: ignore[arg-type]
+    dispatcher = OutputDispatcher(_NoFrontEnds(), scheduler, engine.kv_cache, 1)  # type: ignore[arg-type]
     limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN)
     processor = InputProcessor(scheduler, engine.kv_cache, dispatcher, limits)
     for _ in range(2):

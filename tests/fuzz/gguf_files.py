@@ -1,8 +1,8 @@
-"""Target: a GGUF file from its header to tensors in torch.
+"""Target: a GGUF file, from its header to tensors in torch.
 
-Only ModelError comes out of reading and preparing it, however it lies about lengths; what
-is prepared can be loaded or is refused by the loader by name. Every eighth of those with a
-header that holds together goes on to the conversion by transformers, which takes its time.
+Reading and preparing it raise only ModelError, also for false lengths; a prepared file is loaded or
+refused by name. Every eighth file with a consistent header is also converted by transformers, which
+is slow.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
 from tests.fakes.gguf_headers import small_file
 from tests.fakes.tiny_model_files import write_gguf
-from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
+from tests.fuzz.mutation import Edit, mutate_bytes, mutated
 from tests.fuzz.prepared import load
 from worker.loader.files import TensorFiles
 
@@ -35,17 +35,17 @@ class GgufFiles:
 
     def seeds(self) -> list[bytes]:
         write_gguf(self._path)
-        assert self._convert() == "loaded"  # and transformers is imported, which takes its time
+        assert self._convert() == "loaded"  # and import transformers, which is slow
         return [small_file(), small_file(tensors=0), self._path.read_bytes()]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data, edits, known)
+        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data, edits, known)
 
-        def spoil_header(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data[:3000], edits, known) + data[3000:]
+        def mutate_header(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data[:3000], edits, known) + data[3000:]
 
-        return mutated(known, spoil_header) | mutated(known, spoil)
+        return mutated(known, mutate_header) | mutated(known, mutate)
 
     def run(self, data: bytes) -> str:
         self._path.write_bytes(data)
@@ -68,14 +68,14 @@ class GgufFiles:
     def _convert(self) -> str:
         with tempfile.TemporaryDirectory(dir=self._place.name) as target:
             try:
-                contents = gguf_file.read(str(self._path), _silent)
+                contents = gguf_file.read(str(self._path), _ignore_progress)
                 prepared = folder.write(
                     contents,
                     name="fuzz",
                     source=str(self._path),
                     target=target,
                     final=target,
-                    report=_silent,
+                    report=_ignore_progress,
                 )
                 return load(prepared)
             except ModelError as error:
@@ -85,5 +85,5 @@ class GgufFiles:
         self._place.cleanup()
 
 
-def _silent(what: str, fraction: float | None) -> None:
-    """Hears nothing."""
+def _ignore_progress(what: str, fraction: float | None) -> None:
+    """Ignore progress."""

@@ -1,7 +1,7 @@
-"""Valid inputs, spoilt: strategies that hypothesis can shrink.
+"""Mutation of valid inputs by strategies that hypothesis can shrink.
 
-A mutation is a few small edits of a seed, each three numbers: what to do, where, with
-which value. The seeds are what the target takes as it is, and what was interesting before.
+A mutation is a few small edits of a seed; an edit is three numbers: operation, place, value. Seeds
+are valid inputs of the target and the interesting inputs of its corpus.
 """
 
 import math
@@ -52,8 +52,8 @@ ODD_VALUES: Final[tuple[Any, ...]] = (
 """What a field might hold that was made for something else."""
 
 
-def spoilt_bytes(data: bytes, edits: Sequence[Edit], others: Sequence[bytes]) -> bytes:
-    """A few bytes, a length, a stretch are changed, lost, doubled or taken from elsewhere."""
+def mutate_bytes(data: bytes, edits: Sequence[Edit], others: Sequence[bytes]) -> bytes:
+    """Change, delete, double or replace bytes, lengths and ranges."""
     for what, where, value in edits:
         at = where * (len(data) + 1) // _EVERYWHERE
         length = 1 << (value % 12)
@@ -86,10 +86,10 @@ def spoilt_bytes(data: bytes, edits: Sequence[Edit], others: Sequence[bytes]) ->
     return data[: 1 << 20]
 
 
-def spoilt_tree(tree: Any, edits: Sequence[Edit], keys: Sequence[str] = ()) -> Any:
-    """Lists and dicts with a value replaced, lost, added, or put into itself.
+def mutate_tree(tree: Any, edits: Sequence[Edit], keys: Sequence[str] = ()) -> Any:
+    """Replace, delete, add or nest values in lists and dicts.
 
-    keys: that a dict may be given.
+    keys: names for added dict entries.
     """
     for what, where, value in edits:
         places = list(islice(_places(tree), _MOST_PLACES))
@@ -120,18 +120,18 @@ def spoilt_tree(tree: Any, edits: Sequence[Edit], keys: Sequence[str] = ()) -> A
 
 
 def mutated(
-    seeds: Sequence[bytes], spoil: Callable[[bytes, Sequence[Edit]], bytes]
+    seeds: Sequence[bytes], mutate: Callable[[bytes, Sequence[Edit]], bytes]
 ) -> st.SearchStrategy[bytes]:
-    """One of the seeds, spoilt."""
+    """A strategy for mutations of one of the seeds."""
     return st.builds(
-        lambda number, edits: spoil(seeds[number], edits),
+        lambda number, edits: mutate(seeds[number], edits),
         st.integers(0, len(seeds) - 1),
         EDITS,
     )
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """(holder, key) of every value, the outer ones first."""
+    """(container, key) of every value, outermost first."""
     level = [tree]
     while level:
         holder = level.pop(0)

@@ -1,14 +1,14 @@
-"""What a worker does with a prepared model, up to weights in memory."""
+"""Load a prepared model like a worker, up to weights in memory."""
 
 import torch
 
 from proto.prepared_model import PreparedModel
+from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 
 def load(prepared: PreparedModel) -> str:
-    """Raises ModelError as the worker would."""
+    """Load a model; raises ModelError like the worker."""
     spec = spec_of(prepared)
     load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
     return "loaded"

@@ -1,8 +1,8 @@
 """Target: a Hugging Face folder with safetensors, from its files to weights in torch.
 
-    config | tokenizer_config | generation_config | index | safetensors       each after its length
+    config | tokenizer_config | generation_config | index | safetensors, length-prefixed
 
-Only ModelError comes out of preparing and loading it; no code of the folder is run.
+Preparing and loading it raise only ModelError; no code of the folder is run.
 """
 
 import json
@@ -21,7 +21,7 @@ from deploy.models import hf_folder
 from deploy.models import prepared_folder as folder
 from proto.errors import ModelError
 from tests.fakes.tiny_model_files import TEMPLATE, TOKENS, tokenizer_json
-from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
 from tests.fuzz.prepared import load
 
 NAMES: Final = (
@@ -71,10 +71,12 @@ class SafetensorsFolders:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return spoilt_bytes(data, edits, known)
+        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return mutate_bytes(data, edits, known)
 
-        return mutated(known, _spoilt_json) | mutated(known, _spoilt_header) | mutated(known, spoil)
+        return (
+            mutated(known, _mutate_json) | mutated(known, _mutate_header) | mutated(known, mutate)
+        )
 
     def run(self, data: bytes) -> str:
         for name, part in zip(NAMES, _parts(data), strict=True):
@@ -87,14 +89,14 @@ class SafetensorsFolders:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         try:
-            contents = hf_folder.read(str(self._folder), _silent)
+            contents = hf_folder.read(str(self._folder), _ignore_progress)
             prepared = folder.write(
                 contents,
                 name="fuzz",
                 source=str(self._folder),
                 target=str(target),
                 final=str(target),
-                report=_silent,
+                report=_ignore_progress,
             )
             return load(prepared)
         except ModelError as error:
@@ -144,7 +146,7 @@ def _packed(objects: Sequence[Any], weights: bytes) -> bytes:
 
 
 def _parts(data: bytes) -> list[bytes]:
-    """Five parts, whatever the lengths say."""
+    """Split into five parts, also with false lengths."""
     parts = []
     for _ in NAMES:
         length = int.from_bytes(data[:4], "little")
@@ -157,30 +159,30 @@ def _joined(parts: Sequence[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
-def _spoilt_json(data: bytes, edits: Sequence[Edit]) -> bytes:
-    """One of the four documents has other values."""
+def _mutate_json(data: bytes, edits: Sequence[Edit]) -> bytes:
+    """Change values of one of the four JSON documents."""
     parts = _parts(data)
     number = edits[0][1] % 7
     number = number if number < 4 else 0
-    parts[number] = _spoilt_document(parts[number], edits)
+    parts[number] = _mutate_document(parts[number], edits)
     return _joined(parts)
 
 
-def _spoilt_header(data: bytes, edits: Sequence[Edit]) -> bytes:
-    """The header of the weights has other values, and the length that it has."""
+def _mutate_header(data: bytes, edits: Sequence[Edit]) -> bytes:
+    """Change values of the safetensors header and keep its length consistent."""
     parts = _parts(data)
     length = int.from_bytes(parts[4][:8], "little")
-    header = _spoilt_document(parts[4][8 : 8 + length], edits)
+    header = _mutate_document(parts[4][8 : 8 + length], edits)
     parts[4] = struct.pack("<Q", len(header)) + header + parts[4][8 + length :]
     return _joined(parts)
 
 
-def _spoilt_document(document: bytes, edits: Sequence[Edit]) -> bytes:
+def _mutate_document(document: bytes, edits: Sequence[Edit]) -> bytes:
     try:
-        return json.dumps(spoilt_tree(json.loads(document), edits, KEYS)).encode()
+        return json.dumps(mutate_tree(json.loads(document), edits, KEYS)).encode()
     except (ValueError, RecursionError):
-        return spoilt_bytes(document, edits, ())
+        return mutate_bytes(document, edits, ())
 
 
-def _silent(what: str, fraction: float | None) -> None:
-    """Hears nothing."""
+def _ignore_progress(what: str, fraction: float | None) -> None:
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""The targets by name, each imported only when it is asked for."""
+"""Fuzz targets by name; a target is imported on first use."""
 
 from collections.abc import Callable
 from typing import Final

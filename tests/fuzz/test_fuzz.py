@@ -1,6 +1,6 @@
-"""What earlier campaigns found worth keeping is still taken; a short campaign finds nothing.
+"""The corpus of earlier campaigns still passes, and a short campaign finds nothing.
 
-TOKEND_FUZZ_SECONDS: how long each of the short ones is, 15 by default.
+TOKEND_FUZZ_SECONDS: duration of a short campaign, 15 by default.
 """
 
 import os
@@ -20,7 +20,7 @@ HEAVY = {"gguf", "safetensors"}
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS.keys() - HEAVY))
-def test_the_corpus(name: str) -> None:
+def test_the_corpus_has_no_findings(name: str) -> None:
     campaign = Campaign(TARGETS[name]())
     campaign.replay()
     campaign.target.close()
@@ -30,8 +30,8 @@ def test_the_corpus(name: str) -> None:
 
 @pytest.mark.suite("fuzz")
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_a_short_campaign(name: str) -> None:
-    """In a process of its own, whose memory is limited."""
+def test_a_short_campaign_has_no_findings(name: str) -> None:
+    """Runs in a process of its own with limited memory."""
     command = [sys.executable, "-m", "tests.fuzz", name, "--minutes", str(SECONDS / 60)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300 + SECONDS)
     print(done.stdout)
@@ -39,7 +39,7 @@ def test_a_short_campaign(name: str) -> None:
 
 
 class Fragile:
-    """A target that breaks over some bytes."""
+    """A target that fails for some inputs."""
 
     name = "fragile"
 
@@ -59,16 +59,16 @@ class Fragile:
         return f"{len(data)} bytes"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No resources to close."""
 
 
-def test_a_campaign_finds_each_place_once_and_shows_the_smallest_input() -> None:
+def test_a_campaign_reports_every_place_once_with_its_smallest_input() -> None:
     campaign = Campaign(Fragile())
     campaign.replay()
-    assert len(campaign.findings) == 1, "also among what is known already"
+    assert len(campaign.findings) == 1, "known inputs are replayed"
     campaign.findings.clear()
     smallest = {"ZeroDivisionError": bytes(4), "KeyError": bytes(3)}
-    for number in range(4):  # counted inputs, not seconds: a busy machine finds the same
+    for number in range(4):  # limited by inputs, not seconds, for the same result on any machine
         campaign.run_batch(number)
     found = {place.split()[0]: data for place, (data, _) in campaign.findings.items()}
     assert found == smallest

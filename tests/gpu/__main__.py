@@ -1,9 +1,9 @@
-"""`make gpu-check`: every phase in a process of its own; a table and JSON after each of them.
+"""`make gpu-check`: run every phase in a process of its own; a table and JSON after every phase.
 
     python -m tests.gpu [--json FILE] [--only NAME ... | --part a] [--seconds N]
 
-Needs neither pip, network nor the command `tokend`. A phase that fails, hangs or dies fails
-alone and keeps what it had found. Exit status 0: nothing failed and no target was missed.
+Needs neither pip, network nor the command `tokend`. A phase that fails, hangs or dies fails alone
+and keeps its figures so far. Exit status 0: no phase failed and no target was missed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def _terminate(*_: Any) -> None:
 
 
 def run_phase(phase: Phase, limit: float) -> dict[str, Any]:
-    """Its figures, what went wrong and the seconds that it took."""
+    """Run a phase; returns its figures, errors and duration in seconds."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
@@ -64,7 +64,7 @@ def run_phase(phase: Phase, limit: float) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Of phases: modules of this checkout are found from any folder, output is not kept back."""
+    """The environment of phases: modules of this checkout are importable, output is unbuffered."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -74,9 +74,9 @@ def run_all(
     total_seconds: float,
     after_each: Callable[[dict[str, Any]], None] = lambda answers: None,
 ) -> dict[str, Any]:
-    """The answers of all phases by name; those for which no time is left say so.
+    """Run phases; returns their results by name, with a note for phases without time left.
 
-    after_each: given all answers so far.
+    after_each: called with all results so far.
     """
     end = time.monotonic() + total_seconds
     answers: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def run_all(
 
 
 def table(answers: dict[str, Any]) -> str:
-    """A line for each phase, its figures under it."""
+    """Format a line for every phase, followed by its figures."""
     lines = []
     for name, answer in answers.items():
         errors, missed = answer.get("errors"), answer.get("missed", [])
@@ -117,7 +117,7 @@ def succeeded(answers: dict[str, Any]) -> bool:
 
 
 def refusal() -> str | None:
-    """Why nothing can be checked here."""
+    """Why this machine cannot be checked, or None."""
     if rehearsing():
         return None
     import torch
@@ -135,14 +135,14 @@ def chosen(only: Sequence[str] | None, part: str | None) -> list[Phase]:
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--only", nargs="+", choices=[each.name for each in PHASES])
     parser.add_argument("--part", choices=FIRST_HOUR, help="what a command of first_hour.sh runs")
-    parser.add_argument("--seconds", type=float, help="for all; by default what the phases have")
+    parser.add_argument("--seconds", type=float, help="for all phases; by default their own limits")
     parser.add_argument(
-        "--rehearse", action="store_true", help="small, on the strict fake, where no GPU is"
+        "--rehearse", action="store_true", help="small sizes on the strict fake, without a GPU"
     )
     options = parser.parse_args(words)
     if options.rehearse:

@@ -1,4 +1,4 @@
-"""What a daemon on the GPU answers over HTTP: 1B with random weights, each feature by itself."""
+"""Outputs of a daemon on the GPU over HTTP: 1B with random weights, one feature at a time."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ PATTERN = "[0-9]{4}-[a-f]{4}"
 
 
 def answers_1b(report: Report) -> None:
-    """Three daemons in turn: with graphs, eager, and with K and V of 8 bits."""
+    """Three daemons one after the other: with graphs, eager, and with 8-bit K and V."""
     gpu = hardware()
     with checkpoint(gpu, "1B") as folder:
         graphs: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def answers_1b(report: Report) -> None:
 
 
 def complete(daemon: Daemon, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-    """The choices of an answer; a prompt is computed, not found in the cache."""
+    """Complete a prompt without prefix caching; returns the choices."""
     body = {
         "prompt": prompt,
         "max_tokens": NUM_TOKENS,
@@ -54,18 +54,18 @@ def complete(daemon: Daemon, prompt: list[int], **fields: Any) -> list[dict[str,
 
 
 def prompts(gpu: Hardware) -> list[list[int]]:
-    """Of lengths on both sides of a block's end."""
+    """Prompts with lengths on both sides of a block boundary."""
     draws = np.random.default_rng(0)
     return [draws.integers(0, 90, 9 + 7 * index).tolist() for index in range(gpu.sizes.answers)]
 
 
 def greedy(daemon: Daemon, gpu: Hardware) -> list[dict[str, Any]]:
-    """One answer to each prompt, one after the other, with two log-probabilities a token."""
+    """Complete the prompts one by one, with two log-probabilities per token."""
     return [complete(daemon, each, logprobs=2)[0] for each in prompts(gpu)]
 
 
 def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Tokens are equal up to the first tie of a prompt."""
+    """Compare outputs, which must be equal up to the first tie of a prompt."""
     equal = ties = 0
     demand(bool(ours) and len(ours) == len(theirs), "one of the daemons gave no answers")
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -79,12 +79,12 @@ def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, A
             report.error(f"prompt {number}, token {same}: they differ by {best - second:.2f}")
         ties += 1
     report.figure("graphs as eager", f"{equal} of {len(ours)} prompts, others from a tie on")
-    # A tie is rare: with more of them the comparison shows nothing.
+    # Ties are rare; with many of them the comparison is meaningless.
     demand(ties <= len(ours) // 2, f"{ties} of {len(ours)} prompts have a tie")
 
 
 def log_probabilities(daemon: Daemon, gpu: Hardware) -> str:
-    """Five of each token: falling, of a distribution, and the best is what greedy takes."""
+    """Five log-probabilities per token: descending, of a distribution, the greedy token first."""
     worst = 0.0
     for prompt in prompts(gpu)[:3]:
         (choice,) = complete(daemon, prompt, logprobs=5)
@@ -102,7 +102,7 @@ def log_probabilities(daemon: Daemon, gpu: Hardware) -> str:
 
 
 def penalties(daemon: Daemon, gpu: Hardware) -> str:
-    """A token that a bias puts before another is the only one, until its count tells."""
+    """A bias makes one token the best, until its frequency penalty outweighs it."""
     fields = {"allowed_token_ids": [FIRST, SECOND], "logit_bias": {str(FIRST): 10}}
     prompt = prompts(gpu)[0]
     (alone,) = complete(daemon, prompt, **fields)
@@ -114,7 +114,7 @@ def penalties(daemon: Daemon, gpu: Hardware) -> str:
 
 
 def grammar(daemon: Daemon, gpu: Hardware) -> str:
-    """Text of a regular expression, from weights that know none."""
+    """Random weights generate text that matches a regular expression."""
     text = ""
     for prompt in prompts(gpu)[:3]:
         fields = {"structured_outputs": {"regex": PATTERN}, "max_tokens": 40, "ignore_eos": False}
@@ -125,7 +125,7 @@ def grammar(daemon: Daemon, gpu: Hardware) -> str:
 
 
 def worker_killed(daemon: Daemon, gpu: Hardware) -> str:
-    """Under load: every request is answered in full, by a worker of another process."""
+    """Kill the worker under load: every request completes on the restarted worker."""
     count = 4 * gpu.sizes.answers
     before = daemon.processes()["worker"].pid
     with ThreadPoolExecutor(1) as pool:
@@ -142,7 +142,7 @@ def worker_killed(daemon: Daemon, gpu: Hardware) -> str:
 
 
 def three_choices(daemon: Daemon) -> str:
-    """Of one prompt: different, and the same again."""
+    """Three choices of a prompt differ, and are repeatable."""
     prompt = list(range(1, 28))
     found = []
     for salt in ("one", "two"):

@@ -1,4 +1,4 @@
-"""What is installed, and what the device does at best."""
+"""Installed versions, and the peak rates of the device."""
 
 import importlib.metadata
 import os
@@ -17,7 +17,7 @@ VARIABLES = ("FLASHINFER_DISABLE_JIT", "FLASHINFER_USE_CUDA_NORM")
 
 
 def versions(report: Report) -> None:
-    """Also loads the library, which needs no compiler for that."""
+    """Report versions; also loads the library, which needs no compiler."""
     gpu = hardware()
     report.figure("device", gpu.name())
     report.figure("capability", list(gpu.capability()))
@@ -32,14 +32,14 @@ def versions(report: Report) -> None:
         report.figure(name, shutil.which(name) or "not found")
     for name in VARIABLES:
         report.figure(name, os.environ.get(name, "not set"))
-    # Without it the bridge to the library compiles one at its first import.
+    # Otherwise the library's bridge compiles a module at its first import.
     report.figure("dlpack exchange", hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
     demand(gpu.capability() >= (8, 0), "needs compute capability 8.0")
     gpu.kernels().load_flashinfer()
 
 
 def ceilings(report: Report) -> None:
-    """Rates that the other phases are held against, each twice to show the spread."""
+    """Peak rates that the other phases are compared with, measured twice to show the spread."""
     gpu = hardware()
     report.figure("copy GB/s", [copy_rate(gpu) / 1e9 for _ in range(2)])
     report.figure("read GB/s", [read_rate(gpu) / 1e9 for _ in range(2)])

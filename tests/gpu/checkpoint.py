@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a real size with random weights, written in seconds."""
+"""Write a Hugging Face folder of a real size with random weights in seconds."""
 
 import json
 import math
@@ -17,8 +17,8 @@ _BLOCK: Final = 64 << 20
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     """config.json, a small tokenizer and model.safetensors in bfloat16.
 
-    Norms are ones: with small numbers there all logits would be next to equal, and which
-    token is the best a matter of rounding.
+    Norms are ones: with small norm weights all logits would be nearly equal, and the best token
+    would depend on rounding.
     """
     spec = spec_from_config(config)
     header: dict[str, Any] = {}
@@ -33,11 +33,11 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
             "shape": list(weight.shape),
             "data_offsets": [begin, end],
         }
-    # Grammars are for models that have a token to end with.
+    # Grammars need an end token.
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": END}))
     (folder / "tokenizer_config.json").write_text("{}")
     tokenizer = json.loads(tokenizer_json())
-    # Grammars need to know how tokens become text.
+    # Grammars need the decoder of the tokenizer.
     decoder = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer["decoder"] = {"type": "ByteLevel", **decoder}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -1,4 +1,4 @@
-"""What a step must take at least: bytes that are read once, and operations of products.
+"""Lower bounds of a step's duration: bytes that are read once, and operations of products.
 
 Sizes in bytes, rates in bytes or operations a second, times in seconds.
 """
@@ -10,7 +10,7 @@ from worker.models.spec import ModelSpec
 
 
 def weight_bytes(spec: ModelSpec, itemsize: int = 2) -> int:
-    """All weights that a decode step reads: a tied embedding as the head, another one not."""
+    """Bytes of weights that a decode step reads, without an untied embedding."""
     total = 0
     for name, weight in spec.weights().items():
         if name == "embedding.weight" and not spec.tied_embeddings:
@@ -20,24 +20,24 @@ def weight_bytes(spec: ModelSpec, itemsize: int = 2) -> int:
 
 
 def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
-    """K and V of all layers."""
+    """Bytes of K and V of all layers per token."""
     return 2 * itemsize * sum(attention.kv_size for attention in spec.attention_layers)
 
 
 def decode_floor(spec: ModelSpec, contexts: Sequence[int], read_rate: float) -> float:
-    """Seconds of a step that reads every weight and each sequence's K and V once."""
+    """Seconds of a decode step that reads all weights and the sequences' K and V once."""
     read = weight_bytes(spec) + sum(contexts) * kv_bytes_per_token(spec)
     return read / read_rate
 
 
 def prefill_operations(spec: ModelSpec, prompts: Sequence[int]) -> float:
-    """Of products and causal attention; the head is for the last token of each prompt."""
+    """Operations of products and causal attention, with the head for the last tokens only."""
     products = sum(
         math.prod(weight.shape)
         for name, weight in spec.weights().items()
         if name.startswith("layers.") and len(weight.shape) == 2
     )
-    # Half of 4 T² h: a query sees what is before it.
+    # Half of 4 T² h: attention is causal.
     pairs = sum(prompt * prompt for prompt in prompts)
     attention = 2 * pairs * sum(layer.query_size for layer in spec.attention_layers)
     head = 2 * spec.vocab_size * spec.hidden_size * len(prompts)

@@ -1,4 +1,4 @@
-"""What phases run on: the GPU, or in a rehearsal the strict fake, with sizes that fit it."""
+"""The hardware of phases: the GPU, or in a rehearsal the strict fake with small sizes."""
 
 import os
 import statistics
@@ -12,13 +12,13 @@ REHEARSAL: Final = "TOKEND_GPU_REHEARSAL"
 
 
 def rehearsing() -> bool:
-    """Whether phases run small and on the strict fake."""
+    """Whether phases run with small sizes on the strict fake."""
     return REHEARSAL in os.environ
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each phase does. configs: of the models by name, see random_model.py."""
+    """Problem sizes of the phases. configs: model configurations by name, see random_model.py."""
 
     configs: dict[str, dict[str, Any]]
     rate_bytes: int = 8 << 30
@@ -47,7 +47,7 @@ class Sizes:
 
 
 class Hardware:
-    """A GPU and the kernels for it."""
+    """A GPU and its kernels."""
 
     def __init__(self, sizes: Sizes) -> None:
         import torch
@@ -61,13 +61,13 @@ class Hardware:
         self.sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99")
 
     def accelerator(self) -> Any:
-        """A queue of the device."""
+        """A new stream of the device."""
         from worker.device.accelerator import Accelerator
 
         return Accelerator(self.device)
 
     def kernels(self) -> Any:
-        """Kernels of a runner, see worker/runner_builder.py."""
+        """The kernels of a runner, see worker/runner_builder.py."""
         from worker.attention.flashinfer import load_library
         from worker.attention.kv_store import TritonStore
         from worker.runner_builder import DeviceKernels
@@ -76,19 +76,19 @@ class Hardware:
         return DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
 
     def name(self) -> str:
-        """Of the device."""
+        """The name of the device."""
         import torch
 
         return torch.cuda.get_device_name(self.device)
 
     def capability(self) -> tuple[int, int]:
-        """Major and minor."""
+        """Compute capability (major, minor)."""
         import torch
 
         return torch.cuda.get_device_capability(self.device)
 
     def synchronize(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued work."""
         import torch
 
         torch.cuda.synchronize()
@@ -96,7 +96,7 @@ class Hardware:
     def median_seconds(
         self, run: Callable[[], object], rounds: int | None = None, warm_ups: int = 3
     ) -> float:
-        """The median time of a round on the device; rounds follow each other without a wait."""
+        """Median device time of a round; rounds are queued without waiting."""
         import torch
 
         for _ in range(warm_ups):
@@ -112,7 +112,7 @@ class Hardware:
         return statistics.median(times) / 1000
 
     def kernel_times(self, run: Callable[[], object], rounds: int = 10) -> dict[str, float]:
-        """Microseconds a round of the kernels that take longest, by name, and of all together."""
+        """Microseconds per round of the slowest kernels by name, and of all kernels."""
         from torch.profiler import ProfilerActivity, profile
 
         run()
@@ -127,14 +127,14 @@ class Hardware:
 
 
 def longest(times: dict[str, float], rounds: int, most: int = 10) -> dict[str, float]:
-    """The largest of some times, each divided by `rounds`, and the sum of all."""
+    """The largest times and the sum of all, divided by `rounds`."""
     names = sorted(times, key=lambda name: -times[name])
     listed = {name[:60]: times[name] / rounds for name in names[:most]}
     return {"all": sum(times.values()) / rounds} | listed
 
 
 def hardware() -> Hardware:
-    """What this process runs on."""
+    """The hardware of this process."""
     if rehearsing():
         from tests.gpu.rehearsal import the_fake
 

@@ -1,4 +1,4 @@
-"""Attention and sampling on the device, against what defines them."""
+"""Attention and sampling on the device against their definitions."""
 
 import os
 import time
@@ -26,7 +26,7 @@ KERNEL_TESTS = (
 
 
 class Outcomes:
-    """Plugin of pytest: the outcome of each test is a figure as soon as it is known."""
+    """A pytest plugin that reports the outcome of every test as a figure at once."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -34,7 +34,7 @@ class Outcomes:
         self.unusual: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest for set-up, call and tear-down of each test."""
+        """Called by pytest for set-up, call and tear-down of every test."""
         name = report.nodeid.rpartition("::")[2]
         if report.when == "call" and report.passed:
             self.num_passed += 1
@@ -45,16 +45,16 @@ class Outcomes:
             self._report.error(f"{name}: {report.longreprtext[-600:]}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Called by pytest for each file."""
+        """Called by pytest for every file."""
         if report.failed:
             self._report.error(f"{report.nodeid}: {report.longreprtext[-600:]}")
 
 
 def run_tests(report: Report, words: list[str]) -> None:
-    """Tests of this checkout in this process; none that passes is a failure."""
+    """Run tests of this checkout in this process; fails if none passes."""
     os.chdir(ROOT)
     outcomes = Outcomes(report)
-    # Not every host has the plugins that the configuration of the tests is for.
+    # Some hosts lack the plugins that the pytest configuration needs.
     options = [
         "-q",
         "-p",
@@ -72,13 +72,13 @@ def run_tests(report: Report, words: list[str]) -> None:
 
 
 def attention(report: Report) -> None:
-    """The tests marked gpu: kernels against float64, plans ahead of the device, graphs."""
+    """Run the tests marked gpu: kernels against float64, plans ahead of the device, graphs."""
     files = [ATTENTION] if rehearsing() else list(KERNEL_TESTS)
     run_tests(report, ["-m", hardware().pytest_marks, *files])
 
 
 def modules(report: Report) -> None:
-    """Each prebuilt module of the library is there and loads."""
+    """Check that every prebuilt module of the library exists and loads."""
     if rehearsing():
         report.figure("modules", "the strict fake has none")
         return
@@ -93,7 +93,7 @@ def modules(report: Report) -> None:
 
 
 def operators(report: Report) -> None:
-    """Each pair of a torch operator and a dtype that the model uses, by itself."""
+    """Run every pair of torch operator and dtype that steps use."""
     from tests.gpu.operators import run_pairs
 
     found: dict[str, Any] = run_pairs(torch.device("cpu")) if rehearsing() else run_pairs()
@@ -105,7 +105,7 @@ def operators(report: Report) -> None:
 
 
 def rows_of(count: int, seed: int, **columns: float) -> RowParams:
-    """Sampling parameters of rows with seeds and positions of their own."""
+    """Random sampling parameters of rows with their own seeds and positions."""
     draws = np.random.default_rng(seed)
     params = neutral_params(count)
     params["seed"] = draws.integers(0, 1 << 64, count, dtype=np.uint64)
@@ -116,7 +116,7 @@ def rows_of(count: int, seed: int, **columns: float) -> RowParams:
 
 
 def sampling(report: Report) -> None:
-    """The kernel's tokens are those of torch on the host; draws follow the distribution."""
+    """The kernel's tokens equal those of torch on the host; draws follow the distribution."""
     gpu = hardware()
     accelerator = gpu.accelerator()
     sampling = DeviceDraw(DevicePlacement(accelerator), gpu.kernels().draw)
@@ -127,7 +127,7 @@ def sampling(report: Report) -> None:
     wanted = draw_by_torch(accelerator.fetch(logits), temperature, *keys)
     same = int((accelerator.fetch(sampling.draw_tokens(logits, rows)) == wanted).sum())
     report.figure("draws as on the host", f"{same} of 16")
-    # The logarithms of two machines may differ in the last bit, hardly ever the best score.
+    # Logarithms may differ in the last bit, which hardly ever changes the best token.
     if same < 16:
         report.error(f"{same} of 16 draws are those of the host")
     for name, settings in {
@@ -142,7 +142,7 @@ def sampling(report: Report) -> None:
 def _distribution(
     gpu: Hardware, accelerator: Any, sampling: DeviceDraw, settings: dict[str, float]
 ) -> str:
-    """Draws of one row often, against the exact probabilities of what the filters keep."""
+    """Compare many draws of one row with the exact probabilities of the kept tokens."""
     num_draws, num_rows = gpu.sizes.num_draws, gpu.sizes.drawn_rows
     row = 3 * torch.randn(1, gpu.sizes.drawn_vocab, device=gpu.device)
     counts = torch.zeros(row.shape[1], dtype=torch.int64, device=gpu.device)
@@ -167,7 +167,7 @@ def _distribution(
 def exact_shares(
     logits: np.ndarray[Any, Any], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray[Any, Any]:
-    """Probabilities float64 [V] of what is left by min-p, then top-k, then top-p."""
+    """Probabilities float64 [V] after min-p, then top-k, then top-p."""
     shares = np.exp(logits - logits.max())
     shares[shares < min_p * shares.max()] = 0
     order = np.argsort(-shares, kind="stable")

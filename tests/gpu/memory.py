@@ -1,4 +1,4 @@
-"""Kernels under the memory checker: small steps, with what it finds as a failure."""
+"""Kernels under the memory checker in small steps; its findings are failures."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ TINY = CONFIGS["1B"] | {
 
 
 def mixed(report: Report) -> None:
-    """Decodes and prefills in one step. Each tensor has memory of its own, with an end."""
-    checked(report, tests("test_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    """Decodes and prefills in one step. Tensors have their own allocations, to find overruns."""
+    checked(report, tests("test_output_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def graphs(report: Report) -> None:
-    """Graphs, and plans ahead of the device; graphs need torch's own allocator."""
+    """Graphs, and plans ahead of the device; graphs need torch's caching allocator."""
     checked(report, tests("moment or ahead"))
 
 
@@ -45,7 +45,7 @@ def overlapped(report: Report) -> None:
 
 
 def steps(report: Report) -> None:
-    """What `overlapped` runs under the checker."""
+    """The program that `overlapped` runs under the checker."""
     gpu = hardware()
     config = gpu.sizes.configs["8B"] if rehearsing() else TINY
     decoder = random_decoder(spec_from_config(config), DTYPE, gpu.device)
@@ -53,7 +53,7 @@ def steps(report: Report) -> None:
 
 
 def tests(names: str) -> list[str]:
-    """Words for Python."""
+    """Arguments of Python that run these tests."""
     marks = hardware().pytest_marks
     if rehearsing():
         names = "fake and moment"
@@ -62,7 +62,7 @@ def tests(names: str) -> list[str]:
 
 
 def checked(report: Report, words: list[str], **variables: str) -> None:
-    """Run Python under the checker, whose output is streamed; raises Failed with what it finds."""
+    """Run Python under the checker with streamed output; raises Failed with its findings."""
     program, *options = hardware().sanitizer
     demand(shutil.which(program) is not None, f"{program} is not on PATH")
     command = [program, *options, sys.executable, "-u", *words]

@@ -1,4 +1,4 @@
-"""Whole models with random weights: against transformers, and against what the device can do."""
+"""Whole models with random weights, against transformers and the peak rates of the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ PREFILL_SHARE = 0.6
 class Bench:
     """A model, a cache of `num_tokens` tokens with random K and V, and attention.
 
-    Zeros would be read faster than numbers: they take less power.
+    Not zeros, which are read faster because they take less power.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Bench:
     def eager(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states of a step, kernel by kernel."""
+        """Hidden states of a step without graphs."""
         self.attention.plan(inputs.attention)
         return self.decoder.forward(token_ids, positions, self.attention)
 
@@ -75,7 +75,7 @@ class Bench:
         return found
 
     def sent(self, inputs: StepInputs) -> list[torch.Tensor]:
-        """Token ids, positions and the places of last tokens, on the device."""
+        """Token ids, positions and indices of last tokens, on the device."""
         return [
             torch.from_numpy(each).to(self.gpu.device)
             for each in (inputs.token_ids, inputs.positions, inputs.sample_tokens)
@@ -83,7 +83,7 @@ class Bench:
 
 
 def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
-    """Sequences of these lengths in blocks of their own; the last `new` tokens are computed."""
+    """Inputs of sequences of these lengths; the last `new` tokens are computed."""
     pages = [-(-length // BLOCK) for length in lengths]
     table = np.zeros((len(lengths), max(pages)), np.int32)
     first = 1
@@ -112,7 +112,7 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
 
 @torch.inference_mode()
 def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) -> float:
-    """The median step of decodes with these contexts by a graph, with logits and best tokens."""
+    """Median seconds of a decode step by a graph, with logits and best tokens."""
     batch, longest = len(contexts), max(contexts)
     num_tokens = sum(-(-each // BLOCK) * BLOCK for each in contexts)
     bench = Bench(gpu, decoder, num_tokens, (batch,), longest)
@@ -143,18 +143,18 @@ def decode(report: Report, name: str, least_share: float) -> None:
 
 
 def decode_1b(report: Report) -> None:
-    """Reported; there is no target for it."""
+    """Decode rates of 1B, without a target."""
     decode(report, "1B", 0.0)
 
 
 def decode_8b(report: Report) -> None:
-    """At least 0.85 of the floor up to a batch of 64."""
+    """Decode rates of 8B: at least 0.85 of the lower bound up to a batch of 64."""
     decode(report, "8B", DECODE_SHARE)
 
 
 @torch.inference_mode()
 def prefill_8b(report: Report) -> None:
-    """Prompts computed whole, against the rate of a product."""
+    """Prefill of whole prompts, against the peak rate of products."""
     gpu = hardware()
     spec = spec_from_config(gpu.sizes.configs["8B"])
     decoder, rate = random_decoder(spec, DTYPE, gpu.device), product_rate(gpu)
@@ -171,7 +171,7 @@ def prefill_8b(report: Report) -> None:
 
 
 def eager_step(bench: Bench, lengths: list[int], new: list[int]) -> Callable[[], torch.Tensor]:
-    """A step kernel by kernel, with the logits of each sequence's last token."""
+    """A step without graphs, with the logits of every sequence's last token."""
     inputs = step_inputs(lengths, new)
     token_ids, positions, last = bench.sent(inputs)
 

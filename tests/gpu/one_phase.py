@@ -1,4 +1,4 @@
-"""One phase in a process of its own; what it finds goes to a file as it comes.
+"""Run one phase in a process of its own; figures are written to a file at once.
 
 python -m tests.gpu.one_phase FUNCTION FILE
 """

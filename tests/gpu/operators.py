@@ -19,7 +19,7 @@ FILE: Final = Path(__file__).with_name("operators.json")
 
 
 def run_pairs(device: torch.device | None = None) -> dict[str, str]:
-    """ "ok", or what went wrong, by operator and dtypes; on the GPU where none is named."""
+    """ "ok" or the error by operator and dtypes; on the GPU by default."""
     where = device or torch.device("cuda", 0)
     found: dict[str, str] = {}
     for call in json.loads(FILE.read_text()):
@@ -33,7 +33,7 @@ def name_of(call: dict[str, Any]) -> str:
 
 
 def text_of(calls: list[dict[str, Any]]) -> str:
-    """What the file has: a call a line."""
+    """The content of the file: one call per line."""
     return "[\n" + ",\n".join(json.dumps(each) for each in calls) + "\n]\n"
 
 
@@ -43,7 +43,7 @@ def _run(call: dict[str, Any], device: torch.device) -> str:
         operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         args, kwargs = _made(call["args"], device), _made(call["kwargs"], device)
         if name == "repeat_interleave":
-            # Their sum is the size of the result.
+            # The sum of sizes is the size of the result.
             repeats = args[-1]
             repeats[0] = kwargs["output_size"]
         operator(*args, **kwargs)
@@ -73,7 +73,7 @@ def _made(value: Any, device: torch.device) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or run it; 1 where an operator fails."""
+    """Write the file or run its operators; returns 1 if an operator fails."""
     if arguments == ["--write"]:
         from tests.fakes.fake_cuda_step import seen_operators
 

@@ -1,4 +1,4 @@
-"""One archive of what a bare GPU host lacks: kernels built ahead of time, and wheels, unpacked.
+"""An archive for bare GPU hosts: prebuilt kernels and unpacked wheels.
 
     python -m worker.build_flashinfer FOLDER --for-tests
     python -m tests.gpu.pack FOLDER [--file gpu-pack.tar.xz]
@@ -47,7 +47,7 @@ LIMIT: Final = 64 << 20
 
 
 def pins() -> dict[str, str]:
-    """The version of each package: of constraints.txt, and of the extra `gpu`."""
+    """Package versions from constraints.txt and the extra `gpu`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     lines += project["optional-dependencies"]["gpu"]
@@ -56,12 +56,12 @@ def pins() -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """A package's name as all of its spellings have it."""
+    """Normalise a package name."""
     return re.sub("[-_.]+", "-", name).lower()
 
 
 def install(site: Path) -> None:
-    """The wheels for the host's Python, unpacked."""
+    """Install unpacked wheels for the host's Python."""
     versions = pins()
     tags = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     tags += ["--platform=manylinux2014_x86_64", f"--python-version={PYTHON}"]
@@ -72,14 +72,14 @@ def install(site: Path) -> None:
 
 
 def checkout_bytes() -> int:
-    """Of the files of this checkout that git knows."""
+    """The size of all files of this checkout that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
     files = (ROOT / name for name in listed.stdout.decode().split("\0") if name)
     return sum(each.stat().st_size for each in files if each.is_file())
 
 
 def pack(folder: Path, file: Path) -> int:
-    """Write the archive; returns its bytes. Kernels go first: they are what is worth most."""
+    """Write the archive; returns its size. Kernels are first, as the most valuable part."""
     site = folder / "site"
     with tarfile.open(file, "w:xz") as archive:
         archive.add(folder / KERNELS, KERNELS)
@@ -89,7 +89,7 @@ def pack(folder: Path, file: Path) -> int:
 
 
 def unpack(file: Path, to: Path) -> None:
-    """What `pack` has written, once; a folder that is there was unpacked to its end."""
+    """Unpack an archive of `pack`, unless the folder exists, which means it is complete."""
     if to.exists():
         return
     new = to.with_name(f"{to.name}.new")
@@ -100,7 +100,7 @@ def unpack(file: Path, to: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    """The exit status: 1 where it is too large to travel."""
+    """Return the exit status: 1 if the archive is too large."""
     parser = argparse.ArgumentParser("python -m tests.gpu.pack", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the kernels were built; or unpack to")
     parser.add_argument("--file", type=Path, default=Path("gpu-pack.tar.xz"))

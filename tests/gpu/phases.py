@@ -1,4 +1,4 @@
-"""The phases of `make gpu-check`: what each is called, how long it may take, what it needs."""
+"""The phases of `make gpu-check`: names, time limits and requirements."""
 
 from typing import Final, NamedTuple
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 class Phase(NamedTuple):
     """function: "module:function" of tests.gpu, which is given a Report.
 
-    seconds: after which its processes are ended; what it had found by then is kept.
+    seconds: time limit of its processes; figures until then are kept.
     """
 
     name: str

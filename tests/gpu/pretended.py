@@ -1,4 +1,4 @@
-"""Phases that end in every way there is, for the test of what runs them."""
+"""Phases with every kind of ending, for tests of the phase runner."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def dies(report: Report) -> None:
 
 
 def hangs(report: Report) -> None:
-    """A daemon with a session of its own hangs too; its id is a figure."""
+    """Hang, with a child in a session of its own; its process id is a figure."""
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     daemon = subprocess.Popen(command, start_new_session=True)
     report.figure("daemon", daemon.pid)

@@ -1,4 +1,4 @@
-"""What tells where the time of a step goes, and figures that decide what to do next."""
+"""A breakdown of a step's time, and figures for planning optimisations."""
 
 import time
 from typing import Any
@@ -22,7 +22,7 @@ SHORT_DECODES = 33
 
 @torch.inference_mode()
 def probe(report: Report) -> None:
-    """Each part by itself, on the 8B model."""
+    """Measure the parts of a step separately on the 8B model."""
     gpu = hardware()
     with report.part("top-p"):
         top_p(report, gpu)
@@ -39,7 +39,7 @@ def probe(report: Report) -> None:
 
 
 def top_p(report: Report, gpu: Hardware) -> None:
-    """Draws of 64 rows over the whole vocabulary, by what they filter."""
+    """Time of draws of 64 rows over the whole vocabulary, by filter."""
     sampling = DeviceDraw(DevicePlacement(gpu.accelerator()), gpu.kernels().draw)
     logits = 3 * torch.randn(SAMPLED_ROWS, gpu.sizes.vocab_size, device=gpu.device)
     settings: dict[str, dict[str, float]] = {
@@ -56,7 +56,7 @@ def top_p(report: Report, gpu: Hardware) -> None:
 
 
 def block_copies(report: Report, gpu: Hardware) -> None:
-    """Blocks of 8-bit K and V, as forks copy them; they arrive as they were."""
+    """Time of copies of 8-bit KV blocks as in forks; the copies must be equal."""
     spec = spec_from_config(gpu.sizes.configs["8B"])
     layout = kv_layout(spec.windows)
     dtype = torch.float8_e4m3fn
@@ -93,7 +93,7 @@ def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
 
 
 def mixed_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
-    """Decodes beside a prompt, kernel by kernel."""
+    """Time by kernel of a mixed step."""
     batch, context, prompt = gpu.sizes.batch // 2, max(gpu.sizes.contexts), gpu.sizes.input
     lengths, new = [context] * batch + [prompt], [1] * batch + [prompt]
     bench = Bench(gpu, decoder, sum(-(-each // BLOCK) * BLOCK for each in lengths))
@@ -103,7 +103,7 @@ def mixed_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
 
 
 def one_long_context(report: Report, gpu: Hardware, decoder: Decoder) -> None:
-    """Many short decodes with and without one of a long context, and that one alone."""
+    """Time of many short decodes with and without one long context, and of that one alone."""
     short, long = min(gpu.sizes.contexts), gpu.sizes.long_context
     for name, contexts in {
         f"{SHORT_DECODES + 1} decodes of {short}": [short] * (SHORT_DECODES + 1),

@@ -1,10 +1,10 @@
-"""Runs a command for a limited time and leaves no process of it behind.
+"""Run a command with a time limit and end all of its processes.
 
     python -m tests.gpu.process_tree SECONDS COMMAND ...
 
-Processes that the command started end with it, also those in sessions of their own: orphans
-become children of this process, not of the system's first. The exit status is the command's;
-124 after the limit, 143 after a SIGTERM.
+Processes of the command end with it, also those in sessions of their own: this process is a
+subreaper, so orphans become its children. The exit status is the command's; 124 after the limit,
+143 after a SIGTERM.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ _KILL_SECONDS: Final = 15.0
 
 
 def children() -> dict[int, list[int]]:
-    """Processes of this host by the id of their parent."""
+    """Processes of this host by parent id."""
     found: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                # The command's name, in brackets, may hold spaces and brackets itself.
+                # The command's name, in brackets, may contain spaces and brackets.
                 state = (folder / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
@@ -39,7 +39,7 @@ def children() -> dict[int, list[int]]:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below one."""
+    """All descendants of a process."""
     below, found = children(), [root]
     for each in found:
         found += below.get(each, [])
@@ -47,7 +47,7 @@ def descendants(root: int) -> list[int]:
 
 
 def end_descendants() -> list[int]:
-    """Kill every process below this one and wait for it; returns those that stay."""
+    """Kill all descendants of this process and wait; returns the remaining ones."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         for each in left:
@@ -73,7 +73,7 @@ def _terminate(*_: Any) -> None:
 
 
 def main(seconds: float, command: Sequence[str]) -> int:
-    """The exit status."""
+    """Return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     control = ctypes.CDLL(None, use_errno=True).prctl

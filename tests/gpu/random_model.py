@@ -1,4 +1,4 @@
-"""Models of real sizes whose weights are random numbers made on the device, in seconds."""
+"""Models of real sizes with random weights, created on the device in seconds."""
 
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 
 
 def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Every weight is normal with a deviation of 0.02; norms are ones."""
+    """A decoder with normal weights of deviation 0.02; norms are ones."""
     shapes = shapes_of(spec)
 
     def make(name: str) -> torch.Tensor:

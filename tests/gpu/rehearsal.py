@@ -1,7 +1,6 @@
-"""The strict fake in the place of a GPU: every phase runs small where there is none.
+"""The strict fake replaces a GPU: all phases run with small sizes without one.
 
-What is computed is what a GPU would compute; the times are those of this host and say
-nothing.
+Results are those of a GPU; times are those of this host and meaningless.
 """
 
 import functools
@@ -59,7 +58,7 @@ SIZES = Sizes(
 
 
 class Rehearsal(Hardware):
-    """The strict fake; daemons run on the CPU."""
+    """The strict fake as hardware; daemons run on the CPU."""
 
     def __init__(self) -> None:
         super().__init__(SIZES)
@@ -68,7 +67,7 @@ class Rehearsal(Hardware):
         self.daemon_flags += ("200", "--disable-log-requests")
         self.eight_bits = "int8"
         self.pytest_marks = "not gpu"
-        # In the place of its checks: the command alone.
+        # Replaces the memory checker by the plain command.
         self.sanitizer = ("env",)
 
     def accelerator(self) -> Any:
@@ -101,13 +100,13 @@ class Rehearsal(Hardware):
 
 @functools.cache
 def the_fake() -> Rehearsal:
-    """One for a process."""
+    """The fake of this process."""
     return Rehearsal()
 
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Torch's functions find the fake behind "cuda", and no kernel of a GPU is looked for."""
+    """Redirect torch's "cuda" to the fake, and disable GPU kernels."""
     patch = pytest.MonkeyPatch()
     compute_by_torch(patch)
     cuda = the_fake().cuda

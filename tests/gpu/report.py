@@ -1,4 +1,4 @@
-"""What a phase has found, written and printed as it comes: a phase that is ended keeps it."""
+"""The report of a phase, written and printed at once, so that an ended phase keeps it."""
 
 import json
 import os
@@ -14,15 +14,15 @@ class Failed(Exception):
 
 
 def demand(holds: bool, what: str) -> None:
-    """Raise Failed with `what` unless it holds."""
+    """Raise Failed(what) if a condition does not hold."""
     if not holds:
         raise Failed(what)
 
 
 class Report:
-    """The figures of a phase, the targets that they miss and what failed, in `file` as JSON.
+    """Figures, missed targets and errors of a phase, in `file` as JSON.
 
-    Everything is in the file before it is printed: a phase may be ended at any time.
+    Entries are written before they are printed, because a phase may be ended at any time.
     """
 
     def __init__(self, file: Path) -> None:
@@ -33,26 +33,26 @@ class Report:
         self._write()
 
     def figure(self, name: str, value: Any) -> None:
-        """Keep and print one more figure."""
+        """Record and print a figure."""
         self.figures[name] = value
         self._write()
         print(f"    {name:32} {shown(value)}", flush=True)
 
     def miss(self, what: str) -> None:
-        """A target that the figures miss; the phase goes on."""
+        """Record a missed target; the phase continues."""
         self.missed.append(what)
         self._write()
         print(f"    target missed: {what}", flush=True)
 
     def error(self, what: str) -> None:
-        """Something that failed; the phase may go on."""
+        """Record an error; the phase may continue."""
         self.errors.append(what)
         self._write()
         print(f"    FAILED: {what}", flush=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part whose failure does not end the phase."""
+        """A block whose failure does not end the phase."""
         try:
             yield
         except Failed as failure:
@@ -61,12 +61,12 @@ class Report:
             self.error(f"{name}: {traceback.format_exc()}")
 
     def beside(self, name: str) -> Path:
-        """A file in the folder of this report, which ends with the phase."""
+        """A file in the folder of this report, which is removed with the phase."""
         return self._file.with_name(name)
 
     @staticmethod
     def read(file: Path) -> dict[str, Any]:
-        """What a report has written."""
+        """Read a report's file."""
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -78,7 +78,7 @@ class Report:
 
 
 def shown(value: Any) -> str:
-    """A figure as the table has it."""
+    """Format a figure for the table."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):

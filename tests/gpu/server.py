@@ -1,4 +1,4 @@
-"""The whole daemon on the GPU under load: 8B over HTTP, requests all at once and as they come."""
+"""The whole daemon on the GPU under load: 8B over HTTP, with a burst and with random arrivals."""
 
 import json
 import subprocess
@@ -28,9 +28,9 @@ SHOWN = (
 
 
 def load(url: str, num_requests: int, *how: str, shape: tuple[int, int]) -> dict[str, Any]:
-    """What `tokend bench serve` finds; raises Failed where it fails.
+    """Run `tokend bench serve`; returns its result, raises Failed if it fails.
 
-    how: flags that say when requests are sent. shape: tokens of each prompt and answer.
+    how: flags of the arrival process. shape: tokens of prompts and outputs.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
@@ -54,26 +54,26 @@ def load(url: str, num_requests: int, *how: str, shape: tuple[int, int]) -> dict
 
 
 def demand_answers(run: dict[str, Any], num_requests: int) -> None:
-    """Raise Failed where an answer is missing or short."""
+    """Raise Failed if an output is missing or short."""
     answered = run["num_completed"] == num_requests and not run["num_other_length"]
     demand(answered, f"of {num_requests} requests not all are answered in full: {run['errors']}")
 
 
 def shown(run: dict[str, Any]) -> dict[str, float]:
-    """What of a run goes into the table."""
+    """The figures of a run for the table."""
     return {name: run[name] for name in SHOWN}
 
 
 @contextmanager
 def checkpoint(gpu: Hardware, name: str) -> Iterator[str]:
-    """A folder with random weights of a model."""
+    """A model folder with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), gpu.sizes.configs[name])
         yield folder
 
 
 def daemon_8b(report: Report) -> None:
-    """Tokens a second and latencies, after a warm-up; a Poisson process of arrivals last."""
+    """Throughput and latencies after a warm-up: bursts, then Poisson arrivals."""
     gpu = hardware()
     shape, at_once = (gpu.sizes.input, gpu.sizes.output), gpu.sizes.at_once
     started = time.monotonic()

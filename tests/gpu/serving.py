@@ -1,4 +1,4 @@
-"""The scheduler and a worker over an 8B model, and transformers on the same weights."""
+"""Scheduler and worker with an 8B model, and transformers on the same weights."""
 
 import time
 from typing import Any
@@ -22,8 +22,8 @@ from worker.sampling.torch_backend import TorchBackend
 MOST_IDLE = 0.03
 
 
-class _Ahead:
-    """Steps are launched when they are sent; when they were answered is noted."""
+class _LaunchingRunner:
+    """A runner that launches steps when they are sent and records when their results arrive."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -47,10 +47,10 @@ class _Harness(EngineHarness):
 
 
 def steps_8b(report: Report) -> None:
-    """Many requests at once through scheduler, rows, graphs and sampling, two steps in flight.
+    """Many concurrent requests through scheduler, graphs and sampling, with two steps in flight.
 
-    What a decode step takes beyond the same step queued behind itself, again and again, is
-    the time in which the device is idle.
+    The time of a decode step beyond that of the same step queued repeatedly is the idle time of the
+    device.
     """
     gpu = hardware()
     batch, prompt, output = gpu.sizes.batch, gpu.sizes.input, gpu.sizes.output
@@ -66,7 +66,7 @@ def steps_8b(report: Report) -> None:
 
 
 def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, output: int) -> float:
-    """Seconds from one answered decode step to the next, with two in flight."""
+    """Seconds between results of decode steps, with two in flight."""
     gpu, spec = hardware(), decoder.spec
     layout = kv_layout(spec.windows)
     heads = spec.attention_shape
@@ -93,7 +93,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
         vocab_size=spec.vocab_size,
         async_scheduling=True,
     )
-    ahead: Any = _Ahead(runner)
+    ahead: Any = _LaunchingRunner(runner)
     harness.runner = ahead
     for index in range(batch):
         tokens = [(7 * index + 3 * place) % min(900, spec.vocab_size) for place in range(prompt)]
@@ -102,7 +102,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     num_steps = harness.run()
     gpu.synchronize()
     seconds = time.monotonic() - started
-    # The last steps may have fewer sequences; those before them have all.
+    # The last steps have fewer sequences and are left out.
     first, last = ahead.answered[-output // 2], ahead.answered[-output // 4]
     period: float = (last - first) / (output // 2 - output // 4)
     report.figure("tokens/s", batch * output / seconds)
@@ -113,11 +113,11 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
 
 @torch.inference_mode()
 def transformers_8b(report: Report) -> None:
-    """generate() of the same shapes, both batches after a warm-up."""
+    """generate() of transformers with the same shapes, after a warm-up."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     gpu = hardware()
-    # What this compares with does not run on the fake.
+    # transformers does not run on the fake.
     device = torch.device("cpu") if rehearsing() else gpu.device
     batch, prompt, output = gpu.sizes.batch, gpu.sizes.input, gpu.sizes.output
     config = gpu.sizes.configs["8B"]

@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check` that need no GPU: formulas, verdicts, phases that fail alone.
+"""The parts of `make gpu-check` that need no GPU: formulas, verdicts, isolation of phases.
 
 The slow ones rehearse every command of first_hour.sh on the strict fake.
 """
@@ -22,7 +22,7 @@ import torch
 import tests.gpu.__main__ as gpu_check
 from tests.e2e.daemon import eventually
 from tests.fakes.openai_server import fake_openai, respond_normally
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.gpu import kernels, models, pack, server
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
@@ -34,7 +34,7 @@ from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
 from tests.worker.reference.filters import apply_filters
 from worker.loader.weights import load_model
-from worker.models.registry import spec_from_config, spec_of
+from worker.models.registry import spec_from_config
 
 ROOT = Path(__file__).parents[2]
 HOUR_SECONDS = 27 * 60
@@ -45,8 +45,8 @@ def report(tmp_path: Path) -> Report:
     return Report(tmp_path / "report.json")
 
 
-def test_bytes_of_models_of_known_sizes() -> None:
-    """8,030,261,248 parameters, of which the embedding's are not read; 1,235,814,400 tied."""
+def test_weight_bytes_of_known_models() -> None:
+    """8,030,261,248 parameters with an unread embedding; 1,235,814,400 with a tied one."""
     eight, one = (spec_from_config(CONFIGS[name]) for name in ("8B", "1B"))
     assert weight_bytes(eight) == 2 * (8_030_261_248 - 128256 * 4096)
     assert weight_bytes(one) == 2 * 1_235_814_400
@@ -56,14 +56,14 @@ def test_bytes_of_models_of_known_sizes() -> None:
     assert floor == pytest.approx((15.01e9 + 17.18e9) / 3e12, rel=1e-3)
 
 
-def test_operations_of_a_prompt() -> None:
+def test_prefill_operations_of_a_prompt() -> None:
     spec = spec_from_config(CONFIGS["8B"])
     assert prefill_operations(spec, [8192]) == pytest.approx(114.3e12 + 17.6e12, rel=1e-2)
     assert prefill_operations(spec, [1024] * 8) < prefill_operations(spec, [8192])
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1, "top_k": 9}])
-def test_exact_shares_are_those_that_the_filters_leave(settings: dict[str, Any]) -> None:
+def test_exact_shares_equal_the_filtered_distribution(settings: dict[str, Any]) -> None:
     logits = 2 * torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     scores = logits.float()[None].clone()
     apply_filters(
@@ -76,7 +76,7 @@ def test_exact_shares_are_those_that_the_filters_leave(settings: dict[str, Any])
     assert np.allclose(found, scores[0].softmax(0).numpy(), atol=1e-6)
 
 
-def test_steps_that_are_made_up_lie_in_blocks_of_their_own() -> None:
+def test_sequences_of_simulated_steps_have_their_own_blocks() -> None:
     inputs = models.step_inputs([40, 3, 17], [1, 3, 5])
     assert inputs.positions.tolist() == [39, 0, 1, 2, 12, 13, 14, 15, 16]
     (attention,) = inputs.attention
@@ -98,7 +98,7 @@ def test_parity_on_the_fake(monkeypatch: pytest.MonkeyPatch, report: Report) -> 
     assert Report.read(Path(report.beside("report.json")))["figures"] == report.figures
 
 
-def test_a_checkpoint_that_is_written_can_be_loaded(tmp_path: Path) -> None:
+def test_a_written_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, SMALL)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     decoder = load_model(
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_written_can_be_loaded(tmp_path: Path) -> None:
     assert decoder.float32_logits(torch.ones(1, 32).bfloat16()).std() > 0
 
 
-def test_nothing_is_checked_without_a_gpu() -> None:
+def test_the_check_is_refused_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     words = [sys.executable, "-m", "tests.gpu"]
@@ -118,7 +118,7 @@ def test_nothing_is_checked_without_a_gpu() -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_the_first_hour_has_every_phase_once_and_time_for_it() -> None:
+def test_the_first_hour_runs_every_phase_once_within_its_time() -> None:
     names = [name for part in FIRST_HOUR.values() for name in part]
     assert names == [each.name for each in PHASES]
     seconds = [sum(each.seconds for each in gpu_check.chosen(None, part)) for part in FIRST_HOUR]
@@ -140,17 +140,17 @@ def run_hour(
 
 @pytest.mark.suite("rehearsal")
 @pytest.mark.parametrize("part", FIRST_HOUR)
-def test_a_command_of_the_first_hour_on_the_fake(part: str, tmp_path: Path) -> None:
+def test_the_first_hour_runs_on_the_fake(part: str, tmp_path: Path) -> None:
     result, answers = run_hour(part, tmp_path)
     assert list(answers) == list(FIRST_HOUR[part]), result.stdout
     errors = {name: each["errors"] for name, each in answers.items() if each["errors"]}
     assert not errors, result.stdout
-    # Times of this host reach no target.
+    # Times on this host miss all targets.
     assert ("next:" in result.stdout) == (result.returncode != 0)
 
 
 @pytest.mark.suite("rehearsal")
-def test_what_a_host_lacks_is_unpacked_first_or_the_command_says_what_to_do(tmp_path: Path) -> None:
+def test_a_bare_host_unpacks_its_packages_or_the_error_names_the_command(tmp_path: Path) -> None:
     archive = tmp_path / "pack.tar.xz"
     with tarfile.open(archive, "w:xz") as file:
         file.add(ROOT / "LICENSE", "flashinfer_jit_cache/LICENSE")
@@ -164,16 +164,14 @@ def test_what_a_host_lacks_is_unpacked_first_or_the_command_says_what_to_do(tmp_
     assert "next:" in result.stdout
 
 
-def test_kernel_tests_of_which_none_passes_are_a_failure(
-    monkeypatch: pytest.MonkeyPatch, report: Report
-) -> None:
+def test_kernel_tests_fail_if_none_passes(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     monkeypatch.setattr(kernels.pytest, "main", lambda words, plugins: pytest.ExitCode.OK)
     with pytest.raises(Failed, match="no test passed"):
         kernels.run_tests(report, [])
     assert report.figures == {"tests passed": 0}
 
 
-def test_an_operator_without_a_form_for_a_dtype_fails_by_name(
+def test_an_operator_without_a_kernel_for_a_dtype_is_named(
     monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
     stub = type(sys)("tests.gpu.operators")
@@ -185,8 +183,8 @@ def test_an_operator_without_a_form_for_a_dtype_fails_by_name(
     assert report.figures == {"pairs": 2}
 
 
-def test_every_dependency_is_packed_or_on_a_bare_host() -> None:
-    """A host with torch, transformers, pytest and what these bring."""
+def test_every_dependency_is_packed_or_preinstalled() -> None:
+    """A bare host has torch, transformers, pytest and their dependencies."""
     there = {"httpx", "jinja2", "numpy", "prometheus-client", "pyyaml", "rich", "safetensors"}
     there |= {"tokenizers", "torch", "transformers", "uvloop"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -197,7 +195,7 @@ def test_every_dependency_is_packed_or_on_a_bare_host() -> None:
     assert packed <= pack.pins().keys()
 
 
-def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
+def test_a_load_test_fails_for_missing_outputs() -> None:
     with fake_openai(respond_normally) as fake:
         for how in (("--concurrency", "3"), ("--request-rate", "200")):
             run = server.load(fake.url, 6, *how, shape=(8, 4))
@@ -214,7 +212,7 @@ def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
         server.demand_answers(run, 2)
 
 
-def test_a_phase_that_fails_hangs_or_dies_fails_alone_and_keeps_its_figures() -> None:
+def test_a_phase_that_fails_hangs_or_dies_keeps_its_figures() -> None:
     names = ("fine", "misses", "fails", "breaks", "dies")
     phases = [Phase(each, f"pretended:{each}", 60.0) for each in names]
     seen: list[int] = []
@@ -233,14 +231,14 @@ def test_a_phase_that_fails_hangs_or_dies_fails_alone_and_keeps_its_figures() ->
     assert "rate                             2.5" in shown
 
 
-def test_a_daemon_with_a_session_of_its_own_ends_with_its_phase() -> None:
+def test_child_sessions_end_with_their_phase() -> None:
     answers = gpu_check.run_all([Phase("hangs", "pretended:hangs", 4.0)], 60.0)
     assert "ended after 4 s" in answers["hangs"]["errors"][-1]
     assert not psutil.pid_exists(answers["hangs"]["figures"]["daemon"])
 
 
-def test_a_check_that_is_ended_ends_its_phase_and_keeps_figures(tmp_path: Path) -> None:
-    """As `timeout` ends it."""
+def test_an_ended_check_ends_its_phase_and_keeps_figures(tmp_path: Path) -> None:
+    """Ended by SIGTERM, as by `timeout`."""
     script = (
         "import sys; import tests.gpu.__main__ as check; from tests.gpu.phases import Phase\n"
         "check.PHASES = [Phase(n, 'pretended:hangs', 60.0) for n in ('one', 'two')]\n"
@@ -263,12 +261,12 @@ def test_a_check_that_is_ended_ends_its_phase_and_keeps_figures(tmp_path: Path) 
     assert "FAILED" in rest
 
 
-def test_no_phase_begins_after_the_end() -> None:
+def test_phases_without_time_left_are_not_started() -> None:
     answers = gpu_check.run_all([Phase("late", "pretended:fine", 30.0)], 0.0)
     assert answers["late"]["errors"] == ["not run: no time was left"]
 
 
-def test_each_phase_names_a_function_that_exists() -> None:
+def test_every_phase_names_an_existing_function() -> None:
     for phase in PHASES:
         module, name = phase.function.split(":")
         source = (Path(__file__).parent / f"{module}.py").read_text()

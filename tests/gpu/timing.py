@@ -1,4 +1,4 @@
-"""The rates that times are held against."""
+"""Peak rates that times are compared with."""
 
 import torch
 
@@ -6,14 +6,14 @@ from tests.gpu.hardware import Hardware
 
 
 def read_rate(gpu: Hardware) -> float:
-    """Bytes a second of a sum over memory far larger than any cache."""
+    """Bytes per second of a sum over memory larger than any cache."""
     count = gpu.sizes.rate_bytes
     memory = torch.empty(count // 4, dtype=torch.float32, device=gpu.device).normal_()
     return count / gpu.median_seconds(memory.sum, rounds=5)
 
 
 def copy_rate(gpu: Hardware) -> float:
-    """Bytes a second, read and written, of a copy of such memory."""
+    """Bytes per second, read and written, of a copy of such memory."""
     count = gpu.sizes.rate_bytes
     source = torch.empty(count // 4, dtype=torch.float32, device=gpu.device).normal_()
     target = torch.empty_like(source)
@@ -21,7 +21,7 @@ def copy_rate(gpu: Hardware) -> float:
 
 
 def product_rate(gpu: Hardware) -> float:
-    """Operations a second of a product of bfloat16 matrices of random numbers."""
+    """Operations per second of a product of random bfloat16 matrices."""
     size = gpu.sizes.product_size
     a, b = (torch.randn(size, size, device=gpu.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)

@@ -70,7 +70,7 @@ KV_CACHE = (
     Fault(
         "cache_salt_not_hashed",
         "engine_core/kv_cache/hashing.py",
-        "content = self.root + first + extra_keys.of_block(0, size)",
+        "content = self.root + first + _salt_key(cache_salt)",
         "content = self.root + first",
         "A client learns from response times what prompts clients with another salt have sent.",
         ("tests/engine_core/kv_cache/test_hashing.py",),
@@ -171,7 +171,7 @@ SCHEDULER = (
         "engine_core/scheduler/output.py",
         "resumed_output_token_ids=[request.output_token_ids for request in resumed],",
         "resumed_output_token_ids=[request.output_token_ids[:-1] for request in resumed],",
-        "A request that was preempted goes on without the last token that its client has.",
+        "A request that was preempted continues without the last token that its client has.",
         ("tests/engine_core/scheduler/test_preemption.py",),
     ),
     Fault(
@@ -185,8 +185,8 @@ SCHEDULER = (
     Fault(
         "queue_limit_ignored",
         "engine_core/scheduler/limits.py",
-        "if not self.limit or self.num_waiting + self.num_new <= self.limit:",
-        "if not self.limit or self.num_waiting <= self.limit + self.num_new:",
+        "if not limit or num_waiting + num_new <= limit:",
+        "if not limit or num_waiting <= limit + num_new:",
         "An overloaded server queues requests beyond --max-num-queued-reqs instead of refusing.",
         ("tests/engine_core/scheduler/test_queue_limits.py",),
     ),
@@ -201,8 +201,8 @@ SCHEDULER = (
     Fault(
         "pin_never_expires",
         "engine_core/retention/retained_prefixes.py",
-        "while (pin := self._deadlines.first_up_to(now)) is not None:",
-        "while (pin := self._deadlines.first_up_to(now - 1e9)) is not None:",
+        "while (prefix := self._deadlines.first_up_to(now)) is not None:",
+        "while (prefix := self._deadlines.first_up_to(now - 1e9)) is not None:",
         "KV of agents that never come back stays pinned.",
         ("tests/engine_core/scheduler/test_retained_prefixes.py",),
     ),
@@ -477,7 +477,7 @@ API_SERVER = (
         "        running = [choice for choice in stream.choices if not choice.finished]\n"
         "        self.client.abort_request(stream)\n",
         "        running = [choice for choice in stream.choices if not choice.finished]\n",
-        "The engine goes on computing for clients that have left.",
+        "The engine keeps computing for clients that have disconnected.",
         ("tests/api_server/test_streams.py", "tests/api_server/test_stream_failures.py"),
     ),
     Fault(
@@ -581,7 +581,7 @@ API_SERVER = (
         "api_server/http/middleware.py",
         "        elif app_state.health.draining:\n",
         "        elif False:\n",
-        "A daemon that drains takes new requests and aborts them when its time is over.",
+        "A daemon that drains accepts new requests and aborts them at its timeout.",
         ("tests/api_server/test_drain.py",),
     ),
     Fault(

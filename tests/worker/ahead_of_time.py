@@ -1,6 +1,6 @@
-"""Kernels of Triton compiled for Hopper, which takes no GPU, in a process of their own.
+"""Compiles Triton kernels for Hopper in a process of its own; needs no GPU.
 
-Where a kernel has run in Triton's interpreter, its language stays changed.
+A process that has run a kernel in Triton's interpreter cannot compile any more.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 
 class Kernel(NamedTuple):
-    """What is to be compiled.
+    """A kernel to compile.
 
-    maker: "module:name" of what makes the kernel, or something that has it. signature: types
-    of its pointers and numbers. constants: its compile-time parameters. options: of the
-    compiler.
+    maker: "module:name" of the function that makes the kernel, or of an object that holds it.
+    signature: types
+    of its pointers and numbers. constants: compile-time parameters. options: of the compiler.
     """
 
     maker: str
@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 def compiled(kernels: list[Kernel]) -> list[str]:
-    """The PTX of each; raises CalledProcessError where one does not compile."""
+    """Return the PTX of every kernel; raises CalledProcessError if one does not compile."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.worker.ahead_of_time"],
         input=json.dumps(kernels),

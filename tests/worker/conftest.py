@@ -7,7 +7,7 @@ from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
 
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
-    """Those that this machine loads; without any the test is skipped."""
+    """The kernels that this machine loads; skips the test if there are none."""
     try:
         return load_kernels()
     except KernelsUnavailableError as reason:

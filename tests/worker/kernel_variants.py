@@ -1,4 +1,4 @@
-"""The kernel libraries that this machine can run, for tests of each of them."""
+"""The kernel variants that this machine can run, and helpers to test all of them."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ Test = Callable[..., None]
 
 
 def with_each(variants: Sequence[Any]) -> Callable[[Test], Test]:
-    """Decorator: run the body of one test with every value as its argument `variant`.
+    """Decorator: run the body of a test with every variant as its argument `variant`.
 
-    One test instead of one for each variant. A failure carries a note with the variant's name.
+    The variants are one test instead of many. A failure carries a note with the variant's name.
     """
 
     def decorate(test: Test) -> Test:
@@ -56,5 +56,5 @@ each_variant = with_each(LOADABLE)
 
 @cache
 def load_variant(variant: KernelVariant) -> Kernels:
-    """The library of one variant, loaded once: its name has a digest of all its sources."""
+    """Load the library of a variant once: its file name has a digest of all its sources."""
     return kernels.load_variant(variant)

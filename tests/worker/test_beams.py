@@ -1,7 +1,7 @@
 """Beam search through scheduler and model runner equals transformers', on tiny models.
 
-No sockets and no processes: the step goes from one to the other as it is. So the rows
-that take over another's tokens, the copied blocks and the candidates are all real.
+Without sockets and processes: steps are passed on directly. The rows that take over another's
+tokens, the copied blocks and the candidates are real.
 """
 
 from pathlib import Path
@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
@@ -26,10 +25,10 @@ STOP_IDS = [2, 7, 40, 41]
 
 
 class Model:
-    """A tiny checkpoint, in transformers and in engines of ours."""
+    """A tiny checkpoint, loaded by transformers and by our engine."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.theirs = save_tiny(name, folder).eval()
+        self.transformers_model = save_tiny(name, folder).eval()
         prepared = prepare_checkpoint(folder, folder / "prepared")
         self.decoder = load_model(
             prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
@@ -56,9 +55,9 @@ class Model:
         engine.runner = ModelRunner(self.decoder, attention, create_sampler(), rows, cache)  # type: ignore[assignment]
         return engine
 
-    def expected(self, width: int, max_tokens: int, **wishes: object) -> list[list[int]]:
+    def expected(self, width: int, max_tokens: int, **params: object) -> list[list[int]]:
         with torch.no_grad():
-            sequences = self.theirs.generate(
+            sequences = self.transformers_model.generate(
                 torch.tensor([PROMPT]),
                 num_beams=width,
                 num_return_sequences=width,
@@ -66,7 +65,7 @@ class Model:
                 max_new_tokens=max_tokens,
                 eos_token_id=STOP_IDS,
                 pad_token_id=0,
-                **wishes,
+                **params,
             )
         outputs = sequences[:, len(PROMPT) :].tolist()
         ends = [[i for i, token in enumerate(each) if token in STOP_IDS] for each in outputs]
@@ -87,7 +86,7 @@ WIDTHS = ((2, 100), (5, 100), (5, 14), (1, 100))
 
 
 @pytest.mark.parametrize("index", range(len(WIDTHS)), ids=map(str, WIDTHS))
-def test_results_equal_transformers(model: Model, index: int) -> None:
+def test_beam_search_equals_transformers(model: Model, index: int) -> None:
     width, num_blocks = WIDTHS[index]
     for place, length_penalty in enumerate(LENGTH_PENALTIES):
         settings: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What is measured as a limit is the model's own work: all of its products, and no other."""
+"""The limits benchmark times all products of the model and no others."""
 
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,7 @@ def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
 
 @pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
 def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
-    """Gemma's layers have windows, so several groups of KV."""
+    """Gemma's layers have windows, hence several KV cache groups."""
     form: CpuWeights = "bf16"
     asked = workload(tmp_path, "gemma3", form)
     worker = LimitsWorker(asked.config, asked.model)
@@ -56,12 +56,12 @@ def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
     assert timings.weights == form
     windows = [window for _, window in timings.kv_bytes_per_token]
     assert set(windows) == set(spec.windows)
-    # as many prompts of 12 tokens as a step of 32 has room for
+    # two prompts of 12 tokens fit into a step of 32
     assert worker.attention(asked).num_seqs == 2
 
 
-class HeldForm:
-    """A form of which so much is in memory."""
+class FormatMemory:
+    """A weight format with the given memory by kind."""
 
     def __init__(self, name: str, **memory: int) -> None:
         self.name = name
@@ -71,14 +71,14 @@ class HeldForm:
     read_product = read_ends = None  # type: ignore[assignment]
 
 
-def test_a_row_reads_the_first_of_two_forms_once(tmp_path: Path) -> None:
+def test_a_row_reads_the_weights_of_the_first_format_once(tmp_path: Path) -> None:
     model = workload(tmp_path, "llama", "f32").model
-    both = HeldForm("packed+bf16", packed=1000, bf16=5000)
+    both = FormatMemory("packed+bf16", packed=1000, bf16=5000)
     assert weight_bytes(both, model, tied=True) == 1000  # type: ignore[arg-type]
-    with_others = HeldForm("packed", packed=1000, bf16=50)
+    with_others = FormatMemory("packed", packed=1000, bf16=50)
     assert weight_bytes(with_others, model, tied=True) == 1050  # type: ignore[arg-type]
     untied = weight_bytes(with_others, model, tied=False)  # type: ignore[arg-type]
-    assert 0 < untied < 1050  # the rows of the embedding are not multiplied
-    tables = HeldForm("f32", f32=0), HeldForm("bf16", bf16=0)
+    assert 0 < untied < 1050  # an untied embedding is not multiplied
+    tables = FormatMemory("f32", f32=0), FormatMemory("bf16", bf16=0)
     as_f32, as_bf16 = (weight_bytes(each, model, tied=False) for each in tables)  # type: ignore[arg-type]
     assert as_f32 == 2 * as_bf16 > 0

@@ -1,4 +1,4 @@
-"""Steps that are measured are the steps of a worker."""
+"""The step benchmark measures steps of a real worker."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 
 
-def test_rows_with_one_context_agree_and_all_parts_are_timed(tmp_path: Path) -> None:
-    """Gemma's layers have windows, so several block tables, and norms behind their products."""
+def test_all_parts_of_a_step_are_timed(tmp_path: Path) -> None:
+    """Gemma's layers have windows, hence several block tables, and norms after their products."""
     save_tiny("gemma3", tmp_path)
     workload = StepWorkload(
         config=ServeConfig(

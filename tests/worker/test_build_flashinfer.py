@@ -1,4 +1,4 @@
-"""What the ahead-of-time build of FlashInfer's kernels prepares and packs; the build takes nvcc."""
+"""The ahead-of-time build of FlashInfer's kernels: preparation and packing, without nvcc."""
 
 import importlib.util
 from pathlib import Path
@@ -32,7 +32,7 @@ def toolkit(root: Path, name: str) -> Path:
     return folder
 
 
-def test_the_newest_toolkit_is_found_and_no_wrapper_of_its_compiler(tmp_path: Path) -> None:
+def test_the_newest_cuda_toolkit_is_found_and_compiler_wrappers_are_not(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch()
     (tmp_path / "cuda-13.2").mkdir()
@@ -43,7 +43,7 @@ def test_the_newest_toolkit_is_found_and_no_wrapper_of_its_compiler(tmp_path: Pa
     assert find_toolkit(tmp_path) == newest
 
 
-def test_the_environment_names_files_that_exist(tmp_path: Path) -> None:
+def test_the_build_environment_names_existing_files(tmp_path: Path) -> None:
     found = build_environment(tmp_path / "work", Path("/cuda"), "9.0a", 3)
     assert found["CUDA_HOME"] == "/cuda"
     assert (found["FLASHINFER_CUDA_ARCH_LIST"], found["MAX_JOBS"]) == ("9.0a", "3")
@@ -53,7 +53,7 @@ def test_the_environment_names_files_that_exist(tmp_path: Path) -> None:
     assert (stubs / "libcuda.so").stat().st_size > 0
 
 
-def test_the_package_is_what_the_library_looks_for(tmp_path: Path) -> None:
+def test_the_package_has_the_names_that_the_library_looks_for(tmp_path: Path) -> None:
     libraries = [tmp_path / f"{name}.so" for name in ("page", "fa2_of_some_kind")]
     for each in libraries:
         each.write_bytes(each.stem.encode())
@@ -69,14 +69,14 @@ def test_the_package_is_what_the_library_looks_for(tmp_path: Path) -> None:
     assert (cache / "fa2_of_some_kind/fa2_of_some_kind.so").exists()
 
 
-def test_heads_that_there_are_no_kernels_for_are_refused(tmp_path: Path) -> None:
+def test_unsupported_head_sizes_are_refused(tmp_path: Path) -> None:
     assert parser().parse_args([str(tmp_path), "--head-dims", "256"]).head_dims == [256]
     with pytest.raises(SystemExit):
         parser().parse_args([str(tmp_path), "--head-dims", "96"])
 
 
-def asked_by(case: Case) -> set[FlashInferVariant]:
-    """The modules that a test of this case plans with: a group of layers each."""
+def variants_of(case: Case) -> set[FlashInferVariant]:
+    """The modules that the wrappers of a case's layer groups use."""
     dtype, kv_dtype = (
         "" if each is None else str(each).removeprefix("torch.")
         for each in (case.dtype, case.kv_dtype)
@@ -88,12 +88,12 @@ def asked_by(case: Case) -> set[FlashInferVariant]:
     }
 
 
-def test_the_modules_for_tests_are_those_that_tests_on_a_gpu_ask_for() -> None:
+def test_the_modules_for_tests_cover_the_tests_on_a_gpu() -> None:
     cases = [*CASES.values(), case_of(MIXED, kv_dtype=getattr(torch, EIGHT_BITS))]
-    assert set().union(*map(asked_by, cases)) == set(TEST_VARIANTS)
+    assert set().union(*map(variants_of, cases)) == set(TEST_VARIANTS)
 
 
-def test_flags_multiply(tmp_path: Path) -> None:
+def test_variants_are_the_product_of_the_flags(tmp_path: Path) -> None:
     chosen = parser().parse_args([str(tmp_path), "--head-dims", "64", "--soft-cap", "--windows"])
     assert variants(chosen) == [
         FlashInferVariant(64, window=window, soft_cap=soft_cap)

@@ -1,4 +1,4 @@
-"""The CUDA device over a made-up GPU."""
+"""The CUDA device over a simulated GPU."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ from worker.device import devices
 from worker.device.devices import CpuDevice, CudaDevice, DeviceMemory
 
 
-class MadeUpGpu:
-    """CudaRuntime with these numbers; a step takes `peak`, or has no room."""
+class SimulatedGpu:
+    """A CudaRuntime with fixed memory sizes; a step takes `peak` bytes, or runs out of memory."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class MadeUpGpu:
 
 
 def device_of(free: int, utilization: float = 0.9, **gpu: object) -> CudaDevice:
-    return CudaDevice(torch.device("cuda", 0), MadeUpGpu(free, **gpu), utilization)  # type: ignore[arg-type]
+    return CudaDevice(torch.device("cuda", 0), SimulatedGpu(free, **gpu), utilization)  # type: ignore[arg-type]
 
 
-def test_its_name_and_dtypes() -> None:
+def test_the_name_and_dtypes_of_a_gpu() -> None:
     device = device_of(80 * GIB)
     assert device.name == "Some GPU (80.0 GiB)"
     assert device.resolve_dtype("auto") == torch.bfloat16
@@ -63,22 +63,22 @@ def test_its_name_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize(("gibibytes", "tokens"), [(141, 8192), (80, 8192), (40, 4096), (16, 2048)])
-def test_a_step_is_as_large_as_the_memory_suits(gibibytes: int, tokens: int) -> None:
+def test_the_default_step_size_follows_the_memory(gibibytes: int, tokens: int) -> None:
     device = device_of(free=GIB, total=gibibytes * GIB)
     assert device.step_tokens(SchedulerConfig()) == tokens
     assert device.step_tokens(SchedulerConfig(max_num_batched_tokens=300)) == 300
     assert CpuDevice(DeviceConfig()).step_tokens(SchedulerConfig()) == 256
 
 
-def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
+def test_the_pool_takes_the_memory_left_by_weights_and_the_largest_step() -> None:
     device, ran = device_of(free=60 * GIB), []
     peak = device.peak_bytes(lambda: ran.append(True))
     assert (peak, ran) == (GIB, [True])
-    # 72 of 80 GiB may be taken; 20 are, and a step takes one more.
+    # 72 of 80 GiB may be used; 20 are in use, and a step takes one more.
     assert device.kv_cache_bytes(CacheConfig(), reserved=peak) == 72 * GIB - 20 * GIB - GIB
 
 
-def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
+def test_a_pool_without_memory_is_an_error_with_all_sizes() -> None:
     with pytest.raises(ConfigError) as raised:
         device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), reserved=2 * GIB)
     assert raised.value.parameter == "gpu_memory_utilization"
@@ -86,7 +86,7 @@ def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
         assert number in str(raised.value)
 
 
-def test_a_step_without_room_is_told_with_both_numbers() -> None:
+def test_a_step_that_runs_out_of_memory_is_an_error_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match=r"\(2\.0 GiB\) of .* \(80\.0 GiB\)") as raised:
         device_of(free=2 * GIB, peak=3 * GIB).peak_bytes(lambda: None)
     assert raised.value.parameter == "max_num_batched_tokens"
@@ -119,20 +119,20 @@ def config_of(**settings: object) -> ServeConfig:
     return ServeConfig(device=DeviceConfig(**settings))  # type: ignore[arg-type]
 
 
-def test_auto_is_the_cpu_where_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert isinstance(devices.create_device(config_of(), 0), CpuDevice)
 
 
-def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cuda_without_a_gpu_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"--device cuda: .*; --device cpu works here") as raised:
         devices.create_device(config_of(device="cuda"), 0)
     assert raised.value.parameter == "device"
 
 
-def some_gpus(monkeypatch: pytest.MonkeyPatch, *gibibytes: int) -> list[torch.device]:
-    """That many, with so much memory each; what workers make their current device."""
+def simulate_gpus(monkeypatch: pytest.MonkeyPatch, *gibibytes: int) -> list[torch.device]:
+    """Simulate GPUs with this memory; return the devices that workers select."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gibibytes))
@@ -153,30 +153,32 @@ def ranks_on_gpus(count: int, **scheduler: int) -> ServeConfig:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_fewer_gpus_than_workers_are_refused_with_both_numbers(
+def test_fewer_gpus_than_workers_are_refused_with_both_counts(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some_gpus(monkeypatch, 80, 80)
+    simulate_gpus(monkeypatch, 80, 80)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .* 2 found") as raised:
         devices.create_device(ranks_on_gpus(3), rank)
     assert raised.value.parameter == "tensor_parallel_size"
 
 
-def test_each_worker_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = some_gpus(monkeypatch, 80, 80, 24)
+def test_a_worker_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = simulate_gpus(monkeypatch, 80, 80, 24)
     created = [devices.create_device(ranks_on_gpus(2), rank) for rank in range(2)]
     assert [each.torch_device.index for each in created] == [0, 1]
     assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_gpus_of_different_sizes_are_told_what_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_gpus(monkeypatch, 80, 24)
+def test_gpus_of_different_sizes_need_an_explicit_step_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate_gpus(monkeypatch, 80, 24)
     with pytest.raises(ConfigError, match=f"{24 * GIB} to {80 * GIB} bytes"):
         devices.create_device(ranks_on_gpus(2), 0)
     devices.create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
 
 
-def test_eight_bits_without_scales_are_not_for_a_cpu() -> None:
+def test_fp8_kv_cache_is_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs --device cuda"):
         CpuDevice(DeviceConfig()).check_kv_dtype("fp8")
     device_of(GIB).check_kv_dtype("fp8")

@@ -1,7 +1,7 @@
-"""The whole worker on a CUDA device without a GPU: tokens equal those of the reference on a CPU.
+"""The whole model runner on a fake CUDA device: tokens equal those of the reference on a CPU.
 
-Weights, cache, attention by the strict FlashInfer, graphs, sampling and the tokens that stay
-on the device: everything is on a fake device, which refuses whatever would wait or race.
+Weights, cache, attention by the strict fake FlashInfer, graphs, sampling and pending tokens are on
+a fake device, which refuses calls that would wait or race.
 """
 
 import time
@@ -25,7 +25,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
@@ -39,7 +39,6 @@ from worker.loader import formats, weights
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
@@ -49,8 +48,8 @@ DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
 
 
-class OneAtATime:
-    """A runner whose caller waits for each step."""
+class SyncRunner:
+    """A runner whose caller waits for every step."""
 
     def __init__(self, runner: AsyncModelRunner) -> None:
         self._runner = runner
@@ -92,7 +91,7 @@ class Model:
 
 
 class OnFakeCuda:
-    """A runner and what it runs on."""
+    """A runner on a fake CUDA device, with its library, cache and input batch."""
 
     def __init__(
         self,
@@ -128,13 +127,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load in one thread, and use none of the kernels for CPUs."""
+    """Load in one thread, and disable the kernels for CPUs."""
     monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
     for module in (activation, norm):
         monkeypatch.setattr(module, "usable_flashinfer", lambda: None)
-    # The reference on the CPU is to round as the device does: by torch alone.
+    # The reference on the CPU rounds like the device: by torch alone.
     for module in (activation, norm, kernel_stack):
         monkeypatch.setattr(module, "row_kernels", lambda: None)
     for module in (linear, formats):
@@ -157,7 +156,7 @@ def llama(models: dict[str, Model]) -> Model:
 
 
 def host_runner(model: Model, num_rows: int) -> ModelRunner:
-    """The same model on the CPU, by the reference."""
+    """A reference runner of the same model on the CPU."""
     decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
     spec = model.spec
     shape = spec.attention_shape
@@ -166,7 +165,7 @@ def host_runner(model: Model, num_rows: int) -> ModelRunner:
 
 
 def reference_tokens(model: Model) -> dict[int, list[int]]:
-    """Of the prompts of a model, computed once. Called under `compute_by_torch`."""
+    """Reference tokens of a model's prompts, computed once, under `compute_by_torch`."""
     if model._reference_tokens is None:
         runner = host_runner(model, len(CHUNKS))
         engine = Engine(runner, runner.kv_cache)
@@ -174,15 +173,15 @@ def reference_tokens(model: Model) -> dict[int, list[int]]:
     return model._reference_tokens
 
 
-def test_tokens_equal_those_of_the_reference(model: Model, cuda: FakeCuda) -> None:
+def test_tokens_equal_the_reference(model: Model, cuda: FakeCuda) -> None:
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
-    engine: Any = Engine(OneAtATime(worker.runner), worker.cache)
+    engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
     assert engine.generate(model.prompts()) == reference_tokens(model)
     assert cuda.device.num_replays > 30
 
 
-def test_memory_of_a_step_is_its_own_on_a_device(cuda: FakeCuda) -> None:
-    """A graph goes on using what it was recorded with, whatever a longer step needs."""
+def test_a_graph_keeps_its_memory_when_a_longer_step_runs(cuda: FakeCuda) -> None:
+    """A captured graph keeps using its memory when a longer step needs more."""
     buffer = RowBuffer(8)
     short, long = (cuda.device.adopt(torch.zeros(count, 8)) for count in (2, 5))
     captured, grown = buffer.rows(short), buffer.rows(long)
@@ -196,7 +195,7 @@ def test_memory_of_a_step_is_its_own_on_a_device(cuda: FakeCuda) -> None:
 def test_a_fork_copies_its_block_without_waiting(
     kv_dtype: torch.dtype, num_tokens: int, cuda: FakeCuda, tmp_path: Path
 ) -> None:
-    """Also in a step that computes nothing."""
+    """Also in a step without tokens to compute."""
     model = Model("llama", tmp_path)
     worker = OnFakeCuda(model, cuda, 2, kv_dtype=kv_dtype, enforce_eager=True)
     content = on_host(worker.cache.buffer)
@@ -218,10 +217,10 @@ def test_a_fork_copies_its_block_without_waiting(
     assert cuda.device.completed < cuda.device.queued
 
 
-class AheadOfTokens:
-    """What an EngineHarness runs: steps are launched when they are sent.
+class LaunchingRunner:
+    """A runner for EngineHarness that launches steps when they are sent.
 
-    most_unknown: how many launched steps had tokens that the host did not know yet.
+    most_unknown: the most launched steps whose tokens the host did not know yet.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -250,7 +249,7 @@ class AheadOfTokens:
         return result
 
     def make_masks(self, step: SchedulerOutput) -> GrammarOutput:
-        """Three of four tokens, by the one before: that of the step before is waited for."""
+        """Allow three of four tokens, depending on the last one, which is waited for."""
         self._see(step.step)
         self.num_masked += 1
         last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_seq_ids]
@@ -260,7 +259,7 @@ class AheadOfTokens:
         return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
 
     def _see(self, last: int) -> None:
-        """The tokens of what was launched up to step `last`, each once."""
+        """Collect the tokens of steps launched up to step `last`, once."""
         for number, launched in self._launched.items():
             if self._last_seen < number <= last:
                 self._last_seen = number
@@ -269,8 +268,8 @@ class AheadOfTokens:
                     self._outputs.setdefault(seq_id, []).extend(tokens)
 
 
-class Some:
-    """Each third sequence is constrained; none waits for a grammar."""
+class ConstrainedThirds:
+    """An admission gate: every third sequence is constrained; none waits for a grammar."""
 
     status = RequestStatus.WAITING_FOR_GRAMMAR
 
@@ -300,7 +299,7 @@ class Some:
 
 
 class Harness(EngineHarness):
-    """The scheduler over a worker of this test."""
+    """The scheduler over a LaunchingRunner."""
 
     def __init__(self, runner: Runner, num_blocks: int, **settings: Any) -> None:
         super().__init__(
@@ -311,7 +310,7 @@ class Harness(EngineHarness):
             max_num_seqs=NUM_ROWS,
             **settings,
         )
-        self.worker = AheadOfTokens(runner)
+        self.worker = LaunchingRunner(runner)
         self.runner: Any = self.worker
 
     def send(self) -> SchedulerOutput:
@@ -322,7 +321,7 @@ class Harness(EngineHarness):
 
 NUM_ROWS = 5
 VOCAB_SIZE = 96
-WISHES: list[dict[str, Any]] = [
+REQUEST_PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
@@ -358,24 +357,28 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
-def serve(harness: EngineHarness, wishes: list[dict[str, Any]] = WISHES) -> list[list[int]]:
-    """Requests that come while others run, their lengths and wishes mixed."""
+def serve(
+    harness: EngineHarness, requests_params: list[dict[str, Any]] = REQUEST_PARAMS
+) -> list[list[int]]:
+    """Serve requests that arrive while others run, with mixed lengths and parameters."""
     generator = torch.Generator().manual_seed(3)
     requests = []
-    for index, wish in enumerate(wishes):
+    for index, params in enumerate(requests_params):
         count = 3 + 5 * index % 17
         prompt = torch.randint(0, 96, (count,), generator=generator).tolist()
-        requests.append(harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **wish))
+        requests.append(
+            harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **params)
+        )
         harness.step()
     harness.run()
     return [harness.tokens_of(each) for each in requests]
 
 
 @pytest.mark.parametrize(("num_blocks", "eager"), [(81, True), (24, False)])
-def test_tokens_that_stay_on_the_device_are_those_of_the_host(
+def test_tokens_kept_on_the_device_equal_those_of_the_host(
     num_blocks: int, eager: bool, cuda: FakeCuda, llama: Model
 ) -> None:
-    """Also where rows are preempted and given to others with a token of theirs on its way."""
+    """Also if rows are preempted and reused while a token of theirs is in flight."""
     worker = OnFakeCuda(llama, cuda, NUM_ROWS, enforce_eager=eager)
     ahead = Harness(worker.runner, num_blocks, async_scheduling=True)
     found = serve(ahead)
@@ -385,43 +388,45 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
 
 
-def test_steps_in_flight_report_no_time_twice(cuda: FakeCuda, llama: Model) -> None:
-    """Two are under way at a time; some are sampled on the host (a prompt's log-probabilities)."""
+def test_overlapping_steps_do_not_count_time_twice(cuda: FakeCuda, llama: Model) -> None:
+    """Two steps are in flight; some are sampled on the host (prompt log-probabilities)."""
     worker = OnFakeCuda(llama, cuda, NUM_ROWS)
     harness = Harness(worker.runner, 81, async_scheduling=True)
     started = time.monotonic()
-    serve(harness, [*WISHES[:4], {"temperature": 0.0, "prompt_logprobs": 1}])
+    serve(harness, [*REQUEST_PARAMS[:4], {"temperature": 0.0, "prompt_logprobs": 1}])
     passed = time.monotonic() - started
     assert harness.worker.most_at_once == OVERLAPPED
     assert 0 < sum(harness.worker.compute_seconds) <= passed
 
 
 @pytest.mark.parametrize("num_blocks", [81, 24])
-def test_nothing_that_a_request_asks_of_its_scores_needs_the_host(
+def test_logits_edits_and_logprobs_need_no_wait_for_the_device(
     num_blocks: int, cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties, biases, bad words, late stops, grammars, log-probabilities: beside others."""
+    """Penalties, biases, bad words, min_tokens, grammars and log-probabilities in mixed batches."""
     worker = OnFakeCuda(llama, cuda, NUM_ROWS)
     expected = Harness(
-        SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks, constraints=Some()
+        SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks, constraints=ConstrainedThirds()
     )
     tokens = serve(expected, EDITS)
 
     def refuse(*_: object) -> None:
-        raise AssertionError("the device is waited for")
+        raise AssertionError("the host waits for the device")
 
     monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
     monkeypatch.setattr(cuda.device, "fetch", refuse)
-    found = Harness(worker.runner, num_blocks, constraints=Some(), async_scheduling=True)
+    found = Harness(
+        worker.runner, num_blocks, constraints=ConstrainedThirds(), async_scheduling=True
+    )
     assert serve(found, EDITS) == tokens
     assert found.worker.most_at_once == OVERLAPPED
     assert (found.worker.num_preempted > 0) == (num_blocks < 81)
     assert found.worker.num_masked > 20
-    assert_logprobs_alike(found, expected)
+    assert_logprobs_close(found, expected)
 
 
-def assert_logprobs_alike(found: EngineHarness, expected: EngineHarness) -> None:
-    """The same tokens and ranks, and nearly the same numbers."""
+def assert_logprobs_close(found: EngineHarness, expected: EngineHarness) -> None:
+    """The tokens and ranks are equal, and the log-probabilities close."""
     count = 0
     for key, outputs in expected.outputs.items():
         wanted = [each.logprobs for each in outputs if each.logprobs]
@@ -435,16 +440,16 @@ def assert_logprobs_alike(found: EngineHarness, expected: EngineHarness) -> None
     assert count > 30
 
 
-def test_norms_and_gates_are_the_librarys(
+def test_norms_and_gates_use_the_library(
     model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is installed: in steps and in graphs, by calls that keep its contract."""
+    """If it is installed: in eager steps and in graphs, by calls that keep its contract."""
     tokens = reference_tokens(model)
     library = FakeFlashInfer(cuda.device)
     for module in (activation, norm):
         monkeypatch.setattr(module, "usable_flashinfer", lambda: library)
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
-    found = Engine(OneAtATime(worker.runner), worker.cache).generate(model.prompts())  # type: ignore[arg-type]
+    found = Engine(SyncRunner(worker.runner), worker.cache).generate(model.prompts())  # type: ignore[arg-type]
     same = [
         one == other
         for each in tokens
@@ -452,7 +457,7 @@ def test_norms_and_gates_are_the_librarys(
     ]
     # Roundings differ in the last bit, and bfloat16 has many ties.
     assert sum(same) > 0.8 * len(same)
-    # Gemma's weights have the 1 in them, in float32.
+    # Gemma's norm weights include the added 1, in float32.
     gemma = {"gelu_tanh_and_mul"}
     is_gemma = model.spec.attention_shape.head_dim == HEAD_DIMS["gemma3-pattern-untied"]
     assert set(library.num_calls) == (gemma if is_gemma else {"silu_and_mul", "rmsnorm"})
@@ -462,7 +467,7 @@ def test_norms_and_gates_are_the_librarys(
 def test_the_largest_step_edits_and_draws_from_every_row(
     model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured has penalties and masks in every row; no later step makes more of them."""
+    """The profiled step has penalties and masks in every row; later steps allocate no more."""
     there = OnFakeCuda(model, cuda, 3, enforce_eager=True)
     changed: list[tuple[int, ...]] = []
 

@@ -1,4 +1,4 @@
-"""The worker's service on a CUDA device that is made up: it loads, sizes its pool, serves."""
+"""The worker process on a simulated GPU: loading, sizing the pool, serving."""
 
 import tempfile
 import threading
@@ -36,7 +36,7 @@ from tests.fakes import boots
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_device import MadeUpGpu
+from tests.worker.test_cuda_device import SimulatedGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
 from worker import loaded_model, runner_builder
@@ -50,12 +50,12 @@ PROMPT = [5, 9, 2, 40, 41]
 
 
 class Running:
-    """A worker in a thread, which has the made-up device; the test is the others."""
+    """A worker with a fake GPU in a thread; the test acts as its supervisor and engine."""
 
     def __init__(self, model: Model, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = FakeCuda()
         compute_by_torch(monkeypatch)
-        self._pretend(monkeypatch)
+        self._replace_devices(monkeypatch)
         self.supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         self.engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         config = ServeConfig(
@@ -64,13 +64,13 @@ class Running:
         )
         boot = boots.boot("worker", config=config, model=model.prepared)
         self._run_dir, self._boot = run_dir, boot
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _replace_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda, load = self.cuda, loaded_model.load_model
-        gpu = MadeUpGpu(free=70 * GIB)
+        gpu = SimulatedGpu(free=70 * GIB)
 
         def load_model(*args: Any) -> Any:
             with cuda.loading():
@@ -85,24 +85,24 @@ class Running:
         monkeypatch.setattr(runner_builder, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:
-        def meet(epoch: int) -> Link:
+        def connect(epoch: int) -> Link:
             return Link.connect(f"{self._run_dir}/e", FromEngine)
 
         link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
         with self.cuda:
-            self.service = service.Worker(self._boot, meet, link)
+            self.service = service.Worker(self._boot, connect, link)
             self.service.run()
 
     def expect(self, kind: type) -> Any:
-        """The first message of a kind that nobody has expected yet."""
+        """Wait for the next message of a kind, and remove it."""
         poller = Poller([self.supervisor, self.engine])
-        while not any(isinstance(each, kind) for each in self.heard):
+        while not any(isinstance(each, kind) for each in self.received):
             for each in (self.supervisor, self.engine):
-                self.heard += each.receive()
-            found = any(isinstance(each, kind) for each in self.heard)
+                self.received += each.receive()
+            found = any(isinstance(each, kind) for each in self.received)
             assert found or poller.wait(LIMIT_SECONDS), f"no {kind.__name__}"
-        first = next(each for each in self.heard if isinstance(each, kind))
-        self.heard.remove(first)
+        first = next(each for each in self.received if isinstance(each, kind))
+        self.received.remove(first)
         return first
 
 
@@ -123,7 +123,7 @@ def running(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 
 
 def steps(num_decodes: int) -> list[SchedulerOutput]:
-    """A prompt, then tokens that are not known when their step is sent."""
+    """Steps of a prompt and decodes; decodes are sent before their tokens are known."""
     request = new_request(1, PROMPT, [[1, 2, 3, 4]], len(PROMPT))
     nothing = CachedRequestData([], [], [], [], [], [])
     found = [scheduler_output(1, [request], nothing, len(PROMPT))]
@@ -147,12 +147,14 @@ def scheduler_output(
     )
 
 
-def test_it_serves_steps_before_their_tokens_are_known(model: Model, running: Running) -> None:
+def test_a_cuda_worker_runs_steps_before_their_tokens_are_known(
+    model: Model, running: Running
+) -> None:
     ready = running.expect(WorkerReady)
     assert ready.computes_ahead
     assert ready.device_name == "Some GPU (80.0 GiB)"
     assert ready.geometry.dtype == "bfloat16"
-    # Of 72 GiB 10 are taken, and the largest step takes one.
+    # Of 72 GiB 10 are in use, and the largest step takes one.
     assert ready.kv_cache_bytes == 72 * GIB - 10 * GIB - GIB
     running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
     running.expect(CacheReady)
@@ -166,12 +168,12 @@ def test_it_serves_steps_before_their_tokens_are_known(model: Model, running: Ru
         runner = host_runner(model, 3)
         wanted = [runner.execute(step).sampled_token_ids for step in sent]
     assert [each.sampled_token_ids for each in found] == wanted
-    shown = [each for each in running.heard if isinstance(each, Progress)]
+    shown = [each for each in running.received if isinstance(each, Progress)]
     assert Progress("worker", 0, "capturing graphs", 1.0) in shown
 
 
-def test_masks_come_while_the_model_computes(running: Running) -> None:
-    """The engine makes them of the tokens before, and has sent two steps by then."""
+def test_masks_arrive_while_the_model_computes(running: Running) -> None:
+    """The engine makes masks from earlier tokens, after it has sent two steps."""
     running.expect(WorkerReady)
     running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
     running.expect(CacheReady)
@@ -190,8 +192,8 @@ def test_masks_come_while_the_model_computes(running: Running) -> None:
     assert running.cuda.device.num_replays == 3
 
 
-def test_nothing_is_left_of_a_runner_when_another_engine_comes(running: Running) -> None:
-    """Its pool has most of the memory, and the next one is as large."""
+def test_a_runner_is_freed_before_the_next_engine_initialises_its_pool(running: Running) -> None:
+    """The pool takes most of the memory, and the next one is as large."""
     running.expect(WorkerReady)
     running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
     running.expect(CacheReady)

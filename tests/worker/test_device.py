@@ -1,4 +1,4 @@
-"""The CPU device on made-up machines: files in the place of /proc and /sys."""
+"""The CPU device on simulated machines: files replace /proc and /sys."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +18,7 @@ def machine(
     flags: str = "fpu sse2",
     free: int = 16 * GIB,
 ) -> Path:
-    """A tree with these CPU flags and free bytes."""
+    """Write /proc and /sys files of a machine with these CPU flags and free bytes."""
     (root / "proc").mkdir(parents=True)
     cpu = f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\n"
     (root / "proc/cpuinfo").write_text(cpu + "processor\t: 1\nmodel name\t: Other\n\n")
@@ -34,7 +34,7 @@ def machine(
         ("amx_bf16 amx_tile", torch.bfloat16, "Some CPU (3 threads, amx_bf16)"),
     ],
 )
-def test_auto_takes_bfloat16_where_the_cpu_has_it(
+def test_dtype_auto_is_bfloat16_if_the_cpu_supports_it(
     flags: str, dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
     device = CpuDevice(DeviceConfig(cpu_threads=3), machine(tmp_path, flags=flags))
@@ -43,13 +43,13 @@ def test_auto_takes_bfloat16_where_the_cpu_has_it(
     assert device.name == name
 
 
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_proc_files_has_defaults(tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(cpu_threads=1), tmp_path)
     assert device.name == "CPU (1 thread)"
     assert device.resolve_dtype("auto") == torch.float32
 
 
-def test_threads_are_those_of_the_cores(tmp_path: Path) -> None:
+def test_threads_equal_the_physical_cores(tmp_path: Path) -> None:
     assert CpuDevice(DeviceConfig(), machine(tmp_path)).num_threads == usable_cores(tmp_path)
 
 
@@ -62,7 +62,7 @@ def test_kv_cache_memory(free: int, setting: int | None, expected: int, tmp_path
     assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=setting)) == expected
 
 
-def test_workers_of_a_machine_share_its_cores_and_the_pool(tmp_path: Path) -> None:
+def test_workers_of_a_machine_share_its_cores_and_memory(tmp_path: Path) -> None:
     root = machine(tmp_path, free=16 * GIB)
     assert CpuDevice(DeviceConfig(), root, num_workers=1000).num_threads == 1
     assert CpuDevice(DeviceConfig(cpu_threads=3), root, num_workers=2).num_threads == 3
@@ -72,7 +72,7 @@ def test_workers_of_a_machine_share_its_cores_and_the_pool(tmp_path: Path) -> No
     assert device.kv_cache_bytes(CacheConfig(), Fraction(1, 4)) == GIB
 
 
-def test_rows_that_have_no_room_beside_the_pool_are_refused(tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_beside_the_pool_are_refused(tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
     device.check_rows(1000, 2 * GIB, 4 * GIB)
     with pytest.raises(
@@ -86,13 +86,13 @@ def test_rows_that_have_no_room_beside_the_pool_are_refused(tmp_path: Path) -> N
         device.check_rows(1, 1, 7 * GIB)
 
 
-def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_sizes(tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
     with pytest.raises(ConfigError, match=rf"{7 * GIB} \(7\.0 GiB\).*{6 * GIB} bytes \(6\.0 GiB\)"):
         device.kv_cache_bytes(CacheConfig(kv_cache_memory=7 * GIB))
 
 
-def test_blocks_beyond_the_free_memory_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_blocks_beyond_the_free_memory_are_refused_with_both_sizes(tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
     device.check_blocks(CacheConfig(), GIB)
     device.check_blocks(CacheConfig(block_size=16, num_gpu_blocks_override=6 << 10), 1 << 16)

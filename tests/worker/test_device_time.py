@@ -1,9 +1,9 @@
-"""How long a step took whose launch came before the end of the one before it."""
+"""Durations of steps that are launched before the previous step has ended."""
 
 from worker.async_runner import DeviceTime
 
 
-def test_steps_behind_each_other_share_no_time() -> None:
+def test_consecutive_steps_share_no_time() -> None:
     """
     launched  1     2     3              4
     device    [--1-----][--2--][-3-]     [--4--]
@@ -13,7 +13,7 @@ def test_steps_behind_each_other_share_no_time() -> None:
     assert [device.end_step(launched) for launched in (1.0, 3.0, 5.0, 14.0)] == [4.0, 3.0, 2.0, 3.0]
 
 
-def test_a_step_on_the_host_begins_when_those_before_it_have_ended() -> None:
+def test_a_step_on_the_host_begins_after_earlier_steps_have_ended() -> None:
     now = iter([5.0, 9.0])
     device = DeviceTime(lambda: next(now))
     device.end_step(1.0)

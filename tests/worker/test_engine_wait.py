@@ -1,4 +1,4 @@
-"""A worker without an engine holds its memory for 30 s, and no longer."""
+"""A worker waits at most 30 s for an engine."""
 
 import pytest
 
@@ -12,13 +12,13 @@ class Case:
         self.wait = EngineWait(lambda: self.now)
 
 
-def test_with_an_engine_nothing_is_waited_for():
+def test_no_wait_with_an_engine():
     case = Case()
     case.now += 1e6
     assert case.wait.seconds_left() is None
 
 
-def test_it_ends_when_none_has_come():
+def test_the_wait_ends_with_an_error_after_its_limit():
     case = Case()
     case.wait.begin()
     assert case.wait.seconds_left() == ENGINE_SECONDS == 30
@@ -29,7 +29,7 @@ def test_it_ends_when_none_has_come():
         case.wait.seconds_left()
 
 
-def test_one_that_died_before_it_came_is_no_engine():
+def test_an_engine_that_died_before_connecting_does_not_restart_the_wait():
     case = Case()
     case.wait.begin()
     case.now += 20
@@ -37,7 +37,7 @@ def test_one_that_died_before_it_came_is_no_engine():
     assert case.wait.seconds_left() == 10
 
 
-def test_one_that_came_in_time_ends_the_wait_until_it_is_lost():
+def test_a_connected_engine_ends_the_wait_until_it_is_lost():
     case = Case()
     case.wait.begin()
     case.now += 20

@@ -1,6 +1,6 @@
-"""Steps of each family on "cuda": no mixed devices, no wait, and only operators that are known.
+"""Steps of every model family on "cuda": no mixed devices, no waits, only known operators.
 
-Without a GPU; what a GPU is still to be asked is tests/gpu/operators.json.
+Runs without a GPU; tests/gpu/operators.json lists the operators to run on one.
 """
 
 import warnings
@@ -30,7 +30,7 @@ from worker.kv_cache import KVCache
 @pytest.fixture
 def watch() -> Iterator[HotPath]:
     with warnings.catch_warnings():
-        # Addresses of fake tensors, which no kernel gets.
+        # Addresses of fake tensors, which are passed to no kernel.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with watched() as watch:
             yield watch
@@ -65,7 +65,7 @@ def test_mixed_devices_and_waits_are_refused(name: str, watch: HotPath) -> None:
         VIOLATIONS[name]()
 
 
-def test_what_a_step_does_is_not_refused(watch: HotPath) -> None:
+def test_calls_of_a_step_are_accepted(watch: HotPath) -> None:
     memory = FakeAccelerator(watch).pinned(8)
     with watch:
         zeros(8, dtype=torch.uint8).copy_(memory, non_blocking=True)
@@ -79,7 +79,7 @@ def test_what_a_step_does_is_not_refused(watch: HotPath) -> None:
         (DeviceTokens, "fill_pending", lambda self, ids, rows: torch.where(ids.cpu() < 0, 0, ids)),
         (KVCache, "copy_blocks", lambda self, a, b: torch.tensor([1, 2], device=CUDA)),
     ],
-    ids=["tokens by way of the host", "numbers of blocks from a list"],
+    ids=["tokens through the host", "block ids from a list"],
 )
 def test_a_fault_in_a_step_is_found(
     owner: type,
@@ -93,7 +93,7 @@ def test_a_fault_in_a_step_is_found(
         run_steps(watch, "llama")
 
 
-def test_the_operators_of_all_families_are_those_that_a_gpu_is_asked_for() -> None:
+def test_the_stored_operators_are_those_of_all_families() -> None:
     assert {each["architectures"][0] for each in FAMILIES.values()} == set(SUPPORTED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -102,16 +102,14 @@ def test_the_operators_of_all_families_are_those_that_a_gpu_is_asked_for() -> No
     assert found == stored, "stale: run python -m tests.gpu.operators --write"
 
 
-def test_each_stored_call_is_one_that_torch_takes() -> None:
-    """On a CPU, which has nearly all of them."""
+def test_every_stored_call_is_valid() -> None:
+    """Run on a CPU, which has nearly all of the operators."""
     found = operators.run_pairs(torch.device("cpu"))
     assert len(found) > 80
     assert {name: error for name, error in found.items() if error != "ok"} == {}
 
 
-def test_an_operator_that_a_device_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_operator_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     tensor = {"tensor": [2], "dtype": "float8_e4m3fn", "device": "cuda"}
     index = {"tensor": [1], "dtype": "int64", "device": "cuda"}
     call = {

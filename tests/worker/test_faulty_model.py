@@ -1,4 +1,4 @@
-"""Numbers that break on purpose."""
+"""Models with injected NaN logits."""
 
 from unittest.mock import Mock
 
@@ -8,7 +8,7 @@ from proto.faults import Fault, FaultInjector
 from worker.runner_builder import FaultyModel
 
 
-def test_only_the_step_that_is_meant_is_broken() -> None:
+def test_only_the_chosen_step_has_nan_logits() -> None:
     model = Mock(spec=["forward"])
     model.forward.return_value = torch.ones(2, 3)
     injector = FaultInjector([Fault("worker", 0, "nan", 2)])

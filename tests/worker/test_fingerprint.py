@@ -1,4 +1,4 @@
-"""The digest that KV blocks are found by: everything that changes their values is in it."""
+"""The KV fingerprint covers all facts that change the values of KV blocks."""
 
 from typing import Any
 
@@ -34,17 +34,17 @@ FACTS: dict[str, Any] = {
         ("rank_of", (0, 2)),
     ],
 )
-def test_it_changes_with_each_fact(fact: str, other: Any) -> None:
+def test_the_fingerprint_depends_on_every_fact(fact: str, other: Any) -> None:
     assert kv_fingerprint(**FACTS | {fact: other}) != kv_fingerprint(**FACTS)
 
 
-def test_it_is_the_same_for_the_same_facts_in_another_order() -> None:
+def test_the_fingerprint_ignores_the_order_of_facts() -> None:
     config = {"b": 2, "a": 1}
     assert kv_fingerprint(**FACTS | {"model_config": config}) == kv_fingerprint(**FACTS)
     assert len(kv_fingerprint(**FACTS)) == 32
 
 
-def test_every_dtype_of_the_cache_has_a_fingerprint_of_its_own() -> None:
+def test_every_cache_dtype_has_its_own_fingerprint() -> None:
     layout = kv_layout([None, 8])
     fingerprints = {
         kv_fingerprint("00", {}, kv_cache_geometry(layout, 2, 16, dtype), 16, activations, "f32")

@@ -1,4 +1,4 @@
-"""FlashInfer's modules are loaded before the weights, or the start fails in one line."""
+"""FlashInfer's modules are loaded before the weights; a failure is an error of one line."""
 
 import importlib
 import os
@@ -70,7 +70,7 @@ def load(
     ],
     ids=["plain", "window", "fp8", "cascade", "reference", "no such heads"],
 )
-def test_what_a_configuration_needs_is_loaded(
+def test_the_modules_of_a_configuration_are_loaded(
     spec: ModelSpec,
     kv_dtype: torch.dtype,
     settings: dict[str, Any],
@@ -84,7 +84,7 @@ def test_what_a_configuration_needs_is_loaded(
     assert not modules.compiled
 
 
-def test_a_host_without_compilers_is_told_what_to_do_in_one_line(
+def test_the_error_without_a_compiler_names_the_build_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     modules = FakeModules(prebuilt={"norm", "rope"})
@@ -105,7 +105,7 @@ def test_a_host_without_compilers_is_told_what_to_do_in_one_line(
     assert why_not_compiled() == "FLASHINFER_DISABLE_JIT is set"
 
 
-def test_the_command_is_one_that_the_build_understands() -> None:
+def test_the_named_build_command_is_valid() -> None:
     command = build_command(
         DeviceConfig(cascade_attention_from=4), spec_of(sliding_window=7), torch.float16, FP8
     )
@@ -117,7 +117,7 @@ def test_the_command_is_one_that_the_build_understands() -> None:
     assert options.rows
 
 
-def test_what_is_not_prebuilt_is_compiled_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_modules_are_compiled_if_a_compiler_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = FakeModules(prebuilt=ROWS, can_compile=True)
     modules.install(monkeypatch)
     monkeypatch.setattr(flashinfer_modules, "why_not_compiled", lambda: None)
@@ -130,7 +130,7 @@ def test_what_is_not_prebuilt_is_compiled_where_it_can_be(monkeypatch: pytest.Mo
     assert "\n" not in str(raised.value)
 
 
-def test_without_the_library_only_its_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_only_its_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (flashinfer_modules, flashinfer):
         monkeypatch.setattr(module, "installed_version", lambda: None)
     assert load(spec_of()) == []
@@ -138,10 +138,10 @@ def test_without_the_library_only_its_backend_is_refused(monkeypatch: pytest.Mon
         load(spec_of(), attention_backend="flashinfer")
 
 
-def test_a_step_whose_module_was_not_loaded_is_refused(
+def test_the_fake_refuses_a_step_without_its_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is loaded is enough for steps and graphs; without any one of them the fake refuses."""
+    """The loaded modules suffice for steps and graphs; without one of them the fake refuses."""
     compute_by_torch(monkeypatch)
     model = Model("llama", tmp_path)
     modules = FakeModules(prebuilt=ROWS | {FULL})
@@ -162,7 +162,7 @@ def test_a_step_whose_module_was_not_loaded_is_refused(
 def test_modules_are_loaded_before_the_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A worker that cannot have them reads no weight."""
+    """A worker without its modules reads no weights."""
     model = Model("llama", tmp_path)
     FakeModules().install(monkeypatch)
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
@@ -177,10 +177,10 @@ def test_modules_are_loaded_before_the_weights(
         )
 
 
-def test_norms_do_not_go_through_another_compiler(
+def test_norms_do_not_use_the_cute_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The library looks at the environment while it is imported, and never again."""
+    """The library reads the environment only while it is imported."""
     (tmp_path / "flashinfer.py").write_text(
         "import os\n"
         "if os.environ.get('FLASHINFER_USE_CUDA_NORM') != '1':\n"

@@ -1,7 +1,7 @@
-"""The whole worker on the FlashInfer backend, without a GPU: tokens equal the reference's.
+"""The model runner on the FlashInfer backend, without a GPU: tokens equal the reference's.
 
-Tiny models of bfloat16 with heads that the library has kernels for; the engine of
-test_model_runner.py mixes prefills and decodes, and spoils blocks that a window has passed.
+Tiny bfloat16 models with head sizes that the library supports. The engine of test_model_runner.py
+mixes prefills and decodes and overwrites freed blocks of windows with NaN.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
@@ -25,7 +25,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 DTYPE = torch.bfloat16
@@ -34,7 +33,7 @@ OPTIONS = Options(capture_sizes=(1, 2, 3), capture_pages=NUM_BLOCKS * len(CHUNKS
 
 
 class Worker:
-    """A runner over a cache of its own, on either backend."""
+    """A runner over a cache of its own, with a choice of backends."""
 
     def __init__(self, decoder: Decoder) -> None:
         spec = decoder.spec
@@ -64,7 +63,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     return load_model(prepared, spec, DTYPE, torch.device("cpu"), lambda fraction: None)
 
 
-def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
+def test_tokens_equal_the_reference(decoder: Decoder) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = {
         seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
@@ -85,5 +84,5 @@ def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
     found = faked.tokens(DeviceAttentionForHost(device, backend), prompts)
     assert found == plain.tokens(ReferenceAttention(plain.cache, plain.shape), prompts)
     assert all(len(set(tokens)) > 5 for tokens in found.values())
-    # Prefills, mixed decodes and those of each captured size have all been planned.
+    # Prefills, mixed decodes and decodes of every captured size have been planned.
     assert all(wrapper.num_plans for wrapper in library.wrappers)

@@ -1,4 +1,4 @@
-"""Masks come beside the steps, and a step waits for its own."""
+"""Grammar masks arrive separately from steps, and a step waits for its own."""
 
 import tempfile
 from pathlib import Path
@@ -26,7 +26,7 @@ ONLY = 7
 
 
 def step(number: int, epoch: int = 1, *, known: bool = False) -> SchedulerOutput:
-    """A constrained sequence of two tokens begins, or goes on."""
+    """A step that starts or continues a constrained sequence of two tokens."""
     new = NewRequestData(
         seq_id=3,
         prompt_token_ids=[1, 2],
@@ -57,7 +57,7 @@ def masks(number: int, vocab_size: int, epoch: int = 1) -> GrammarOutput:
     return GrammarOutput(epoch, number, [3], words.tobytes())
 
 
-def test_steps_keep_their_order_and_masks_wait_beside_them():
+def test_steps_keep_their_order_and_masks_are_matched_by_step():
     inbox = Inbox()
     inbox.add_messages([step(1), step(2, known=True), masks(1, 40)])
     assert [inbox.pop_message().step, inbox.pop_message().step] == [1, 2]
@@ -66,12 +66,12 @@ def test_steps_keep_their_order_and_masks_wait_beside_them():
     assert inbox.pop_grammars(1).step == 1
     assert inbox.pop_grammars(1) is None
     inbox.add_messages([masks(2, 40), masks(3, 40)])
-    assert inbox.pop_grammars(2) is None  # of a step that had no use for them
+    assert inbox.pop_grammars(2) is None  # masks of a step without constrained rows
     assert inbox.pop_grammars(3).step == 3
 
 
 class Engine:
-    """The other end of a worker with a tiny model."""
+    """The engine's link to a worker with a tiny model."""
 
     def __init__(self, running: Running, run_dir: str, epoch: int) -> None:
         received = WorkerReady | CacheReady | ModelRunnerOutput
@@ -81,7 +81,7 @@ class Engine:
         self.epoch = epoch
 
     def start(self) -> int:
-        """Until it takes steps; returns the size of its vocabulary."""
+        """Initialise the worker; returns its vocabulary size."""
         ready = self.expect(WorkerReady)
         self.link.send(InitializeCache(PROTOCOL_VERSION, self.epoch, 8, 16, 32))
         self.expect(CacheReady)
@@ -100,7 +100,9 @@ class Engine:
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         monkeypatch.setattr(
-            Running, "_meet", lambda self, epoch: Link.connect(f"{run_dir}/e{epoch}", FromEngine)
+            Running,
+            "_connect_engine",
+            lambda self, epoch: Link.connect(f"{run_dir}/e{epoch}", FromEngine),
         )
         running = Running(tmp_path, run_dir)
         yield running, run_dir
@@ -108,7 +110,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             link.close()
 
 
-def test_a_step_waits_for_its_masks_and_the_next_one_may_come_first(pair):
+def test_a_step_waits_for_its_masks_even_if_the_next_step_arrives_first(pair):
     running, run_dir = pair
     engine = Engine(running, run_dir, 1)
     vocab_size = engine.start()
@@ -125,7 +127,7 @@ def test_a_step_waits_for_its_masks_and_the_next_one_may_come_first(pair):
     assert not running.thread.is_alive()
 
 
-def test_a_worker_that_waits_for_masks_hears_of_another_engine_and_of_the_end(pair):
+def test_a_worker_waiting_for_masks_handles_a_new_engine_and_shutdown(pair):
     running, run_dir = pair
     first = Engine(running, run_dir, 1)
     first.start()

@@ -1,4 +1,4 @@
-"""The input batch across steps: add, grow, preempt, resume, finish; against plain Python lists."""
+"""The input batch across steps (add, grow, preempt, resume, finish) against plain lists."""
 
 import random
 
@@ -8,7 +8,7 @@ import pytest
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.worker.sampled_positions import last_positions
+from tests.worker.sampling.settings import last_positions
 from worker.input_batch import InputBatch, build_inputs
 from worker.sampling.logit_edits import RowEdits
 
@@ -52,7 +52,7 @@ def rows() -> InputBatch:
     return InputBatch(num_rows=3, max_model_len=32, block_size=BLOCK)
 
 
-def test_a_new_sequence_gets_its_tokens_and_settings(rows: InputBatch) -> None:
+def test_a_new_sequence_has_its_tokens_and_parameters(rows: InputBatch) -> None:
     (row,) = rows.apply(step([new(7, [5, 6, 7, 8, 9], [3, 4])]))
     assert rows.token_ids[row, :5].tolist() == [5, 6, 7, 8, 9]
     assert rows.num_tokens[row] == rows.num_prompt_tokens[row] == 5
@@ -80,8 +80,8 @@ def test_inputs_of_a_mixed_step(rows: InputBatch) -> None:
     assert inputs.sample_tokens.tolist() == [5]
 
 
-def test_each_group_has_its_own_blocks() -> None:
-    """Both tables grow, and a resumption replaces them."""
+def test_every_group_has_its_own_block_table() -> None:
+    """Both tables grow, and resuming replaces them."""
     rows = InputBatch(num_rows=2, max_model_len=32, block_size=BLOCK, num_groups=2)
     begin = step([new(1, [10, 11, 12, 13, 14], [], block_ids=[[2, 3], [4, 5]])])
     inputs = build_inputs(begin, rows.apply(begin), rows)
@@ -118,8 +118,8 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: InputBatch) -> None
     assert rows.num_prompt_tokens[step_rows[0]] == 3
 
 
-def test_a_late_token_is_filled_into_its_own_sequence_only() -> None:
-    """A preempted sequence's row is given to another, which waits for a token in the same place."""
+def test_a_pending_token_is_written_only_to_its_own_sequence() -> None:
+    """A preempted sequence's row is reused by another that awaits a token at the same position."""
     rows = InputBatch(num_rows=1, max_model_len=32, block_size=BLOCK)
     at = rows.apply(step([new(1, [1, 2, 3], [2])]))
     first = last_positions(rows, at, [1])
@@ -133,8 +133,8 @@ def test_a_late_token_is_filled_into_its_own_sequence_only() -> None:
     assert rows.token_ids[at[0], :4].tolist() == [5, 6, 7, 8]
 
 
-def test_changes_of_scores_follow_the_tokens_through_a_preemption(rows: InputBatch) -> None:
-    """Rebuilt they are as they grew, and the row leaves nothing to who has it next."""
+def test_logits_edits_survive_a_preemption(rows: InputBatch) -> None:
+    """Rebuilt edits equal the grown ones, and the row's next sequence has none of them."""
     edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=1.0, bad_words=((4, 5), (7,)))
     params = SamplingParams(max_tokens=8, edits=edits)
     (row,) = rows.apply(step([new(1, [1, 2, 2], [2], sampling_params=params)]))
@@ -159,7 +159,7 @@ def counted(edits: RowEdits) -> dict[int, float]:
     return dict(zip(edits.counts.ids.tolist(), edits.counts.counts.tolist(), strict=True))
 
 
-def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: InputBatch) -> None:
+def test_tokens_sent_by_the_engine_are_appended_like_sampled_ones(rows: InputBatch) -> None:
     params = SamplingParams(max_tokens=8, beam_width=2, eos_token_ids=(0,))
     (row,) = rows.apply(step([new(1, [1, 2, 3], [2], sampling_params=params)]))
     assert rows.num_candidates[row] == 3
@@ -169,7 +169,7 @@ def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: InputBatch) -> 
     assert inputs.sample_start.tolist() == [0, 1]
 
 
-def test_a_running_sequence_may_get_other_tokens_and_blocks(rows: InputBatch) -> None:
+def test_a_running_sequence_can_replace_its_tokens_and_blocks(rows: InputBatch) -> None:
     (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
     rows.append_sampled(np.array([row]), np.array([4]))
     other = step(cached=CachedRequestData([1], [4], [1], [[[8, 9]]], [1], [[5, 6]]))
@@ -181,7 +181,7 @@ def test_a_running_sequence_may_get_other_tokens_and_blocks(rows: InputBatch) ->
     assert rows.num_sequences == 3
 
 
-def test_a_sequence_taken_over_from_an_earlier_engine_continues(rows: InputBatch) -> None:
+def test_a_sequence_of_an_earlier_engine_continues(rows: InputBatch) -> None:
     (row,) = rows.apply(step([new(1, [1, 2], [2], output_token_ids=[9], num_scheduled_tokens=3)]))
     assert rows.token_ids[row, :3].tolist() == [1, 2, 9]
     assert rows.num_tokens[row] - rows.num_prompt_tokens[row] == 1
@@ -201,15 +201,15 @@ def test_a_finished_seq_id_frees_its_row_for_the_same_step(rows: InputBatch) -> 
     assert len(rows.apply(step([new(4, [1], [9])], finished=[2]))) == 1
 
 
-def test_clear_forgets_everything(rows: InputBatch) -> None:
+def test_clear_frees_all_rows(rows: InputBatch) -> None:
     rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
     rows.clear()
     assert rows.num_sequences == 0
     assert len(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)]))) == 3
 
 
-def test_a_long_random_life_agrees_with_plain_lists() -> None:
-    """Decodes, preemptions and ends in random order; inputs are checked each step."""
+def test_random_operations_agree_with_plain_lists() -> None:
+    """Decodes, preemptions and finishes in random order; inputs are checked in every step."""
     rng = random.Random(0)
     rows = InputBatch(num_rows=4, max_model_len=64, block_size=BLOCK)
     tokens: dict[int, list[int]] = {}
@@ -284,7 +284,7 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
             tokens[seq_id].append(token)
 
 
-def test_the_bytes_needed_are_no_less_than_what_the_arrays_have():
+def test_the_estimated_bytes_cover_the_arrays():
     rows = InputBatch(num_rows=5, max_model_len=33, block_size=BLOCK, num_groups=3)
     arrays = [each for each in vars(rows).values() if isinstance(each, np.ndarray)]
     taken = sum(each.nbytes for each in [*arrays, rows.block_table.ids])

@@ -26,7 +26,7 @@ echo library > "$2"
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a g++ on an otherwise empty PATH; it refuses flags that contain `refused`."""
+    """Installs a g++ on an otherwise empty PATH that rejects flags containing `refused`."""
 
     def install(refused: str) -> None:
         fake = tmp_path / "bin" / "g++"
@@ -48,7 +48,7 @@ def test_every_variant_is_built_once(tmp_path: Path, compiler) -> None:
     assert built[0].read_text() == "kept"
 
 
-def test_an_installation_for_this_machine_has_what_it_loads(tmp_path: Path, compiler) -> None:
+def test_building_for_this_machine_builds_the_variant_it_loads(tmp_path: Path, compiler) -> None:
     compiler(refused="nothing-at-all")
     stale = tmp_path / "libtokend_amx_00000000.so"
     stale.touch()
@@ -58,10 +58,10 @@ def test_an_installation_for_this_machine_has_what_it_loads(tmp_path: Path, comp
     assert set(tmp_path.glob("*.so")) == set(built)
     assert set(build(tmp_path)) >= set(built)
     assert build_here(tmp_path) == built
-    assert len(set(tmp_path.glob("*.so"))) == len(machine_variants()), "it leaves the others alone"
+    assert len(set(tmp_path.glob("*.so"))) == len(machine_variants()), "other variants are kept"
 
 
-def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compiler) -> None:
+def test_a_variant_rejected_by_the_compiler_is_skipped(tmp_path: Path, compiler) -> None:
     best = machine_variants()[0]
     flags = best.all_flags
     if not flags:
@@ -73,16 +73,16 @@ def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compile
     assert best not in understood
 
 
-def test_variants_share_what_they_compile_alike(tmp_path: Path, compiler, monkeypatch) -> None:
+def test_variants_share_equal_object_files(tmp_path: Path, compiler, monkeypatch) -> None:
     compiler(refused="nothing-at-all")
     commands: list[tuple[str, ...]] = []
     run = build_kernels._run
 
-    def watched(command: list[str]) -> None:
+    def recorded_compile(command: list[str]) -> None:
         commands.append(tuple(command[:-1]))
         run(command)
 
-    monkeypatch.setattr(build_kernels, "_run", watched)
+    monkeypatch.setattr(build_kernels, "_run", recorded_compile)
     built = build(tmp_path / "out")
     compiled = [each for each in commands if "-c" in each]
     assert len(compiled) == len(set(compiled))
@@ -99,19 +99,21 @@ def test_libraries_of_other_sources_are_removed(tmp_path: Path, compiler) -> Non
     assert not stale.exists()
 
 
-def test_a_compiler_that_refuses_everything_says_why(tmp_path: Path, compiler) -> None:
+def test_a_failing_compiler_is_reported_with_its_error(tmp_path: Path, compiler) -> None:
     compiler(refused="-fPIC")
     with pytest.raises(KernelBuildError, match="unknown flag -fPIC"):
         build(tmp_path / "out")
 
 
-def test_no_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelBuildError, match=r"g\+\+ is not on the PATH"):
         build(tmp_path / "out")
 
 
-def test_changed_sources_change_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_change_the_library_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build_kernels, "SOURCE_DIR", tmp_path)
     variant, names = machine_variants()[-1], set()
     for text in ("int a;", "int b;"):
@@ -120,7 +122,7 @@ def test_changed_sources_change_the_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(names) == 2
 
 
-def test_a_folder_without_libraries_says_how_to_make_them(tmp_path: Path) -> None:
+def test_the_error_without_libraries_names_the_build_command(tmp_path: Path) -> None:
     with pytest.raises(KernelsUnavailableError, match=r"python -m worker\.build_kernels"):
         load_kernels(tmp_path)
 

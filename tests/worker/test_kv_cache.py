@@ -1,4 +1,4 @@
-"""Layout and laziness of the KV cache."""
+"""Layout and memory use of the KV cache."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def small_cache(dtype: torch.dtype = torch.bfloat16) -> KVCache:
     return KVCache(kv_cache_geometry(LAYOUT, 3, 16, dtype), LAYOUT, num_blocks=5, block_size=8)
 
 
-def test_geometry_counts_all_slots_and_both_k_and_v() -> None:
+def test_geometry_counts_all_layers_and_both_k_and_v() -> None:
     geometry = kv_cache_geometry(kv_layout([None] * 30), 3, 64, torch.bfloat16)
     assert geometry.bytes_per_token == 30 * 2 * 3 * 64 * 2
     assert geometry.dtype == "bfloat16"
@@ -53,7 +53,7 @@ def test_dtype_of_the_cache(setting, activations: torch.dtype, dtype: torch.dtyp
     assert resolve_kv_dtype(setting, activations, 64) == dtype
 
 
-def test_scales_of_int8_must_be_aligned() -> None:
+def test_int8_head_sizes_must_be_aligned() -> None:
     with pytest.raises(ConfigError, match="int8 needs heads of a multiple of 4, got 18") as raised:
         resolve_kv_dtype("int8", torch.float32, 18)
     assert raised.value.parameter == "kv_cache_dtype"
@@ -72,7 +72,7 @@ def test_layers_of_several_groups_share_slots() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str
 )
-def test_cache_agrees_with_its_geometry(dtype: torch.dtype) -> None:
+def test_the_cache_has_the_size_of_its_geometry(dtype: torch.dtype) -> None:
     cache = small_cache(dtype)
     assert cache.dtype == dtype == cache.buffer.dtype
     assert cache.bytes_per_token == cache.geometry.bytes_per_token
@@ -94,8 +94,8 @@ def test_layers_are_strided_views_with_equal_strides() -> None:
         assert (cache.buffer[:, layer, 1] == -layer - 1).all()
 
 
-def test_int8_rows_and_scales_of_all_layers_lie_side_by_side() -> None:
-    """Every byte of the buffer belongs to one row or one scale of one layer."""
+def test_int8_rows_and_scales_fill_the_buffer_without_overlap() -> None:
+    """Every byte of the buffer belongs to exactly one row or scale of one layer."""
     cache = small_cache(torch.int8)
     for layer in range(4):
         key, value = (pages for pages in cache.layer_pages(layer))
@@ -111,7 +111,7 @@ def test_int8_rows_and_scales_of_all_layers_lie_side_by_side() -> None:
     assert (cache.buffer == 1).all()
 
 
-def test_a_copied_block_of_int8_has_its_scales() -> None:
+def test_copying_an_int8_block_copies_its_scales() -> None:
     cache = small_cache(torch.int8)
     tokens = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(0))
     pages = cache.layer_pages(2)[1]
@@ -132,7 +132,7 @@ def test_a_block_is_one_contiguous_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_blocks_are_copied_with_all_layers(dtype: torch.dtype) -> None:
+def test_copying_a_block_copies_all_layers(dtype: torch.dtype) -> None:
     cache = small_cache(dtype)
     for block in range(5):
         cache.buffer[block] = block
@@ -141,7 +141,7 @@ def test_blocks_are_copied_with_all_layers(dtype: torch.dtype) -> None:
     assert copied == [[1], [1], [2], [1], [2]]
 
 
-def test_buffer_starts_on_a_cache_line() -> None:
+def test_the_buffer_is_aligned_to_a_cache_line() -> None:
     assert small_cache().buffer.data_ptr() % 64 == 0
 
 
@@ -153,7 +153,7 @@ def resident() -> int:
     return int(line.split()[1]) << 10
 
 
-def test_an_untouched_pool_takes_no_memory() -> None:
+def test_an_unused_pool_has_no_resident_memory() -> None:
     before = resident()
     layout = kv_layout([None] * 30)
     cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 11, 16)
@@ -162,7 +162,7 @@ def test_an_untouched_pool_takes_no_memory() -> None:
     assert resident() - before < 32 << 20
 
 
-def test_a_populated_pool_has_all_its_memory() -> None:
+def test_a_populated_pool_is_fully_resident() -> None:
     before = resident()
     layout = kv_layout([None] * 30)
     cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 8, 16)

@@ -1,4 +1,4 @@
-"""Layers dealt out to groups of equal size."""
+"""Layers are distributed to KV cache groups of equal size."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def groups_of(windows: list[Window]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("window", [None, W])
-def test_layers_of_one_kind_are_one_group(window: Window) -> None:
+def test_layers_of_one_kind_form_one_group(window: Window) -> None:
     assert groups_of([window] * 4) == [[0, 1, 2, 3]]
     assert kv_layout([window] * 4).windows == (window,)
 
@@ -46,10 +46,12 @@ def test_gemma3_270m_has_six_groups_of_three() -> None:
         ([W, None, W], [[1], [0], [2]]),
     ],
 )
-def test_kinds_of_different_numbers(windows: list[Window], expected: list[list[int]]) -> None:
+def test_kinds_with_different_layer_counts(
+    windows: list[Window], expected: list[list[int]]
+) -> None:
     assert groups_of(windows) == expected
 
 
-def test_each_window_is_a_kind() -> None:
+def test_every_window_size_is_a_kind() -> None:
     assert groups_of([128, 1024, None, 128]) == [[2], [1], [0], [3]]
     assert kv_layout([128, 1024, None, 128]).windows == (None, 1024, 128, 128)

@@ -1,4 +1,4 @@
-"""int8 rows and their scales."""
+"""Quantisation of K and V to int8 rows with scales."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from worker.kv_cache import num_scales, quantise
 
 
-def test_int8_is_off_by_at_most_half_a_scale() -> None:
+def test_the_int8_error_is_at_most_half_a_scale() -> None:
     rows = torch.randn(50, 3, 24, generator=torch.Generator().manual_seed(0)) * 10.0
     for parts in (1, 2, 4):
         whole, scales = quantise(rows, parts)
@@ -19,12 +19,12 @@ def test_int8_is_off_by_at_most_half_a_scale() -> None:
         assert cut.abs().amax(dim=-1).eq(127).all()
 
 
-def test_rows_of_whole_128_numbers_have_a_scale_for_each() -> None:
+def test_heads_of_a_multiple_of_128_have_one_scale_per_128_values() -> None:
     counted = {head_dim: num_scales(head_dim) for head_dim in (8, 64, 96, 128, 192, 256, 512, 1024)}
     assert counted == {8: 1, 64: 1, 96: 1, 128: 1, 192: 1, 256: 2, 512: 4, 1024: 1}
 
 
-def test_the_scale_of_one_row_is_its_own() -> None:
+def test_every_row_has_its_own_scale() -> None:
     rows = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     alone = [quantise(row, 2) for row in rows]
     rows[2] *= 1e6
@@ -35,7 +35,7 @@ def test_the_scale_of_one_row_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_with_what_is_not_finite_has_no_scale(value: float) -> None:
+def test_a_nonfinite_row_has_a_nan_scale(value: float) -> None:
     rows = torch.ones(3, 8)
     rows[1, 4] = value
     whole, scales = quantise(rows, 2)
@@ -43,7 +43,7 @@ def test_a_row_with_what_is_not_finite_has_no_scale(value: float) -> None:
     assert (whole[1] == 0).all()
 
 
-def test_rows_of_zeros_and_of_next_to_nothing_are_zeros() -> None:
+def test_zero_and_tiny_rows_become_zeros() -> None:
     rows = torch.stack((torch.zeros(8), torch.full((8,), 1e-40), torch.full((8,), 1e-31)))
     whole, scales = quantise(rows, 1)
     assert (whole == 0).all()

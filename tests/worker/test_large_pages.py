@@ -1,4 +1,4 @@
-"""Memory for weights: parts of maps that do not touch one another."""
+"""Memory for weights: disjoint parts of large mappings."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +9,8 @@ from worker import large_pages
 from worker.large_pages import WeightArena
 
 
-def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From several threads, across maps, and also those that are larger than a map."""
+def test_parts_are_aligned_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From several threads, across mappings, and parts larger than a mapping."""
     monkeypatch.setattr(large_pages, "_MAP_BYTES", 4096)
     memory = WeightArena()
     sizes = [1, 63, 64, 65, 1000, 4096, 4097, 9000] * 20
@@ -23,7 +23,7 @@ def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all((part == number % 251).all() for number, part in enumerate(parts))
 
 
-def test_a_part_outlives_the_memory_it_is_of() -> None:
+def test_a_part_keeps_its_mapping_alive() -> None:
     part = WeightArena().allocate(100)
     part.fill_(7)
     others = [WeightArena().allocate(100).fill_(8) for _ in range(20)]
@@ -31,7 +31,7 @@ def test_a_part_outlives_the_memory_it_is_of() -> None:
     assert len(others) == 20
 
 
-def test_a_map_is_zeros_from_a_large_page_on() -> None:
+def test_a_mapping_is_zeroed_and_aligned_to_a_large_page() -> None:
     found = large_pages.large_pages(5000)
     assert torch.equal(found, torch.zeros(5000, dtype=torch.uint8))
     assert found.data_ptr() % (2 << 20) == 0

@@ -1,7 +1,7 @@
 """The model runner over several KV cache groups, against transformers.
 
-The test plays the engine: every group has a block table of its own, all blocks come
-from one pool, and what a window has passed is overwritten with NaN and used again.
+The test acts as the engine: every group has its own block table, all blocks come from one pool, and
+blocks behind a window are overwritten with NaN and reused.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
@@ -19,18 +19,17 @@ from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
 NUM_BLOCKS = 81
 NUM_OUTPUT_TOKENS = 40
 CHUNKS = {1: (5, 1, 13, 10), 2: (23,), 3: (2,)}
-"""How the prompt of each sequence is cut, so that steps are mixed."""
+"""The chunks of every sequence's prompt, so that steps are mixed."""
 
 
 class Blocks:
-    """The pool and the tables of the sequences; a passed block is None in its table."""
+    """The block pool and the block tables of sequences; a freed block is None in its table."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -39,7 +38,7 @@ class Blocks:
         self.most_used = 0
 
     def grow(self, seq_id: int, num_computed: int, num_scheduled: int) -> BlockIds:
-        """Free what is out of sight, then add blocks for the step; returns the new ones."""
+        """Free blocks behind the windows, then add blocks for the step; returns the new ones."""
         windows = self._cache.layout.windows
         tables = self._tables.setdefault(seq_id, [[] for _ in windows])
         for table, window in zip(tables, windows, strict=True):
@@ -70,7 +69,7 @@ class Blocks:
 
 
 class Engine:
-    """Makes steps by hand and collects what they sample."""
+    """Builds steps by hand and collects the sampled tokens."""
 
     def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
         self._runner = runner
@@ -78,7 +77,7 @@ class Engine:
         self._step = 0
 
     def generate(self, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-        """Greedy tokens of each prompt; sequence n begins at step n."""
+        """Greedy tokens of every prompt; sequence n begins at step n."""
         outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
         computed = dict.fromkeys(prompts, 0)
         chunks = {seq_id: list(CHUNKS[seq_id]) for seq_id in prompts}
@@ -181,6 +180,6 @@ def test_greedy_tokens_equal_transformers_past_the_window(
         with torch.no_grad():
             best = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(dim=-1)
         assert outputs[seq_id] == best.tolist()
-    # What full attention would keep until the end.
+    # The blocks that full attention would hold at the end.
     pages = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS - 1) // BLOCK) for prompt in prompts.values())
     assert engine.blocks.most_used < 0.7 * pages * layout.num_groups

@@ -1,4 +1,4 @@
-"""Which sequences of a step have numbers, and which do not."""
+"""Detection of sequences with NaN or infinity in a step."""
 
 import numpy as np
 import pytest
@@ -24,28 +24,28 @@ def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[boo
 
 
 @each_way
-@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_one_odd_number_anywhere_breaks_its_sequence(
-    variant, odd: float, dtype: torch.dtype
+def test_a_nonfinite_value_anywhere_is_found_in_its_sequence(
+    variant, value: float, dtype: torch.dtype
 ) -> None:
     for size in (1, 5, 16, 37):
         for token, expected in ((0, [1, 0, 0]), (3, [0, 1, 0]), (6, [0, 0, 1])):
             hidden = torch.randn(9, size).to(dtype)
-            hidden[token, size // 2] = odd
+            hidden[token, size // 2] = value
             assert find(variant, hidden) == expected
         assert find(variant, torch.randn(9, size).to(dtype)) == [0, 0, 0]
 
 
 @each_way
-def test_large_numbers_of_one_sign_are_not_odd(variant) -> None:
-    """Their sum would be."""
+def test_large_finite_values_are_not_reported(variant) -> None:
+    """Although their sum is infinite."""
     hidden = torch.full((9, 32), 3e38)
     assert find(variant, hidden) == [0, 0, 0]
     assert find(variant, hidden, np.array([0, 9], dtype=np.int32)) == [0]
 
 
-def test_on_this_machine() -> None:
+def test_a_detector_is_selected_for_this_machine() -> None:
     hidden = torch.randn(9, 16)
     hidden[8, 0] = NAN
     assert nonfinite_sequences(hidden, STARTS).tolist() == [False, False, True]

@@ -1,4 +1,4 @@
-"""The model runner when a sequence reads a NaN: it is named, and the others do not notice."""
+"""The model runner reports sequences that read a NaN; other sequences are unaffected."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
@@ -15,7 +15,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
@@ -24,7 +23,7 @@ TABLES = {1: [1, 2], 2: [3, 4]}
 
 
 class Runner:
-    """A tiny model over a cache that can be written to; makes steps by hand.
+    """A tiny model over a cache that tests can overwrite; builds steps by hand.
 
     params: of both sequences, or by seq_id.
     """
@@ -44,7 +43,7 @@ class Runner:
         self._step = 0
 
     def start(self, num_scheduled: dict[int, int]) -> ModelRunnerOutput:
-        """The first step; of each prompt so many tokens."""
+        """Run the first step with the given number of tokens of each prompt."""
         return self._execute(
             [
                 NewRequestData(
@@ -103,23 +102,23 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     ],
     ids=["greedy", "sampled"],
 )
-def test_it_samples_nothing_and_the_next_step_may_be_under_way(
+def test_a_failed_sequence_samples_nothing_even_with_a_step_in_flight(
     decoder: Decoder, backend: str, params: SamplingParams
 ) -> None:
-    whole, spoilt = (Runner(decoder, backend, params) for _ in range(2))
+    whole, failing = (Runner(decoder, backend, params) for _ in range(2))
     lengths = {seq_id: len(prompt) for seq_id, prompt in PROMPTS.items()}
-    for runner in (whole, spoilt):
+    for runner in (whole, failing):
         assert runner.start(lengths).failed_seq_ids == []
-    spoilt.cache.buffer[TABLES[1][0]] = float("nan")
+    failing.cache.buffer[TABLES[1][0]] = float("nan")
     for _ in range(2):
-        expected, found = whole.decode(lengths), spoilt.decode(lengths)
+        expected, found = whole.decode(lengths), failing.decode(lengths)
         assert (expected.failed_seq_ids, found.failed_seq_ids) == ([], [1])
         assert found.sampled_token_ids == [[], expected.sampled_token_ids[1]]
         assert found.logprobs == [each for each in expected.logprobs if each.seq_id == 2]
         lengths = {seq_id: length + 1 for seq_id, length in lengths.items()}
 
 
-def test_it_is_named_before_its_prompt_is_complete(decoder: Decoder) -> None:
+def test_a_failed_sequence_is_reported_during_its_prefill(decoder: Decoder) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
     runner = Runner(decoder, "auto", params)
     assert runner.start({1: 2, 2: 3}).failed_seq_ids == []
@@ -129,7 +128,7 @@ def test_it_is_named_before_its_prompt_is_complete(decoder: Decoder) -> None:
     assert found.prompt_logprobs == []
 
 
-def test_odd_logits_of_finite_hidden_states_count_too(
+def test_nonfinite_logits_of_finite_hidden_states_are_reported(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(decoder, "auto", SamplingParams(max_tokens=8, temperature=0.0))
@@ -146,11 +145,11 @@ def test_odd_logits_of_finite_hidden_states_count_too(
     assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]
 
 
-@pytest.mark.parametrize("spoilt", [None, 1, 2])
-def test_who_wants_the_best_token_gets_it_beside_who_wants_more(
-    decoder: Decoder, spoilt: int | None
+@pytest.mark.parametrize("failing", [None, 1, 2])
+def test_plain_greedy_rows_do_not_depend_on_edited_rows(
+    decoder: Decoder, failing: int | None
 ) -> None:
-    """Each has the tokens that it has among its like, also when the other one breaks."""
+    """Both rows have the tokens of a uniform batch, also if the other row fails."""
     plain = SamplingParams(max_tokens=8, temperature=0.0)
     edits = LogitEdits(repetition_penalty=1.4, bad_words=((3,),), presence_penalty=1.0)
     other = SamplingParams(max_tokens=8, temperature=0.9, logprobs=2, edits=edits)
@@ -159,11 +158,11 @@ def test_who_wants_the_best_token_gets_it_beside_who_wants_more(
     for runner in runners:
         runner.start(lengths)
     for step in range(3):
-        if spoilt is not None and step == 2:
-            runners[2].cache.buffer[TABLES[spoilt][0]] = float("nan")
+        if failing is not None and step == 2:
+            runners[2].cache.buffer[TABLES[failing][0]] = float("nan")
         computed = {seq_id: length + step for seq_id, length in lengths.items()}
         alike, others, mixed = (runner.decode(computed) for runner in runners)
-        broken = [spoilt] if spoilt is not None and step == 2 else []
+        broken = [failing] if failing is not None and step == 2 else []
         assert mixed.failed_seq_ids == broken
         assert mixed.sampled_token_ids == [
             [] if 1 in broken else alike.sampled_token_ids[0],

@@ -1,4 +1,4 @@
-"""The worker's links: its start, its wait for another engine, one that cannot be understood."""
+"""The worker process: its start, changes of the engine, and messages that cannot be decoded."""
 
 import tempfile
 import threading
@@ -53,7 +53,7 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     load_model.assert_not_called()
 
 
-def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def replace_model_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = SimpleNamespace(num_kv_heads=1, head_dim=8)
     spec = SimpleNamespace(
         windows=(None,), attention_shape=heads, vocab_size=10, compute_shape=ComputeShape()
@@ -65,15 +65,15 @@ def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_model, "read_config", lambda _: {})
 
 
-def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_to_load(monkeypatch)
+def test_more_blocks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_model_loading(monkeypatch)
     config = ServeConfig(cache=CacheConfig(num_gpu_blocks_override=1 << 50))
     with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
         service.Worker(boots.boot("worker", config=config), Mock(), Mock())
 
 
 class Running:
-    """A worker with a tiny model in a thread; the test is its supervisor and its engines."""
+    """A worker with a tiny model in a thread; the test acts as its supervisor and engines."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Running:
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         )
         boot = boots.boot("worker", config=config, model=model)
-        worker = service.Worker(boot, self._meet, link)
+        worker = service.Worker(boot, self._connect_engine, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
 
     def engine(self, epoch: int) -> Link:
-        """One that meets the worker at the path of this epoch."""
+        """Bind the engine's end of the link of this epoch."""
         self.links.append(Link.bind(f"{self._run_dir}/e{epoch}", WorkerReady | CacheReady))
         return self.links[-1]
 
@@ -109,7 +109,7 @@ class Running:
         while not any(isinstance(each, kind) for each in link.receive()):
             assert poller.wait(LIMIT_SECONDS), f"no {kind.__name__}"
 
-    def _meet(self, epoch: int) -> Link:
+    def _connect_engine(self, epoch: int) -> Link:
         return Link.connect(f"{self._run_dir}/e{epoch}", InitializeCache | SchedulerOutput)
 
     def _run(self, worker: Any) -> None:
@@ -128,7 +128,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
             link.close()
 
 
-def test_a_worker_waits_for_another_engine_and_not_for_ever(
+def test_a_worker_waits_for_the_next_engine_with_a_limit(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.expect(running.engine(1), WorkerReady)
@@ -139,7 +139,7 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     engine.send(InitializeCache(PROTOCOL_VERSION, 2, 4, 16, 32))
     running.expect(engine, CacheReady)
     running.thread.join(1.0)
-    assert running.thread.is_alive(), "it has an engine, if one without work"
+    assert running.thread.is_alive(), "an idle engine is connected"
     running.supervisor.send(NewEngine(3, 3))
     running.thread.join(LIMIT_SECONDS)
     assert [str(each) for each in running.errors] == ["no engine has connected for 0.5 s"]
@@ -150,18 +150,18 @@ def test_messages_of_another_epoch_are_dropped(running: Running) -> None:
     running.expect(engine, WorkerReady)
     for epoch in (7, 1):
         engine.send(InitializeCache(PROTOCOL_VERSION, epoch, 4, 16, 32))
-    assert [each.epoch for each in heard(engine)] == [1]
+    assert [each.epoch for each in receive(engine)] == [1]
     running.supervisor.send(Shutdown())
     running.thread.join(LIMIT_SECONDS)
     assert engine.receive() == []
 
 
-def first_words(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[str]]:
-    """What a worker with this form of the weights tells its engine, and its notices."""
+def ready_and_notices(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[str]]:
+    """The ready message and the notices of a worker with this weight format."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         worker = Running(folder, run_dir, weights)
-        (ready,) = heard(worker.engine(1))
+        (ready,) = receive(worker.engine(1))
         notices = [each.message for each in worker.supervisor.receive() if isinstance(each, Notice)]
         worker.supervisor.send(Shutdown())
         worker.thread.join(LIMIT_SECONDS)
@@ -170,10 +170,10 @@ def first_words(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[st
     return ready, notices
 
 
-def test_the_form_of_the_weights_is_told_and_sets_its_kv_apart(tmp_path: Path) -> None:
-    """The inner size of this model is 112: products over it are no whole blocks."""
-    blocks, notices = first_words(tmp_path / "blocks", "int8")
-    dense, no_notices = first_words(tmp_path / "dense", "f32")
+def test_the_weight_format_is_reported_and_changes_the_kv_fingerprint(tmp_path: Path) -> None:
+    """The MLP's inner size of this model is 112, not a multiple of 32."""
+    blocks, notices = ready_and_notices(tmp_path / "blocks", "int8")
+    dense, no_notices = ready_and_notices(tmp_path / "dense", "f32")
     forms = {each.form: each.num_bytes for each in blocks.weights}
     assert min(forms.values()) > 0
     assert "int8" in forms
@@ -185,11 +185,11 @@ def test_the_form_of_the_weights_is_told_and_sets_its_kv_apart(tmp_path: Path) -
     assert blocks.fingerprint != dense.fingerprint
     assert [each.what for each in blocks.phases] == ["imports", "weights"]
     assert all(each.seconds > 0 for each in blocks.phases)
-    again, _ = first_words(tmp_path / "again", "int8")
+    again, _ = ready_and_notices(tmp_path / "again", "int8")
     assert again.fingerprint == blocks.fingerprint
 
 
-def test_more_rows_than_memory_holds_are_refused_before_they_are_made(tmp_path: Path) -> None:
+def test_more_rows_than_memory_are_refused_before_allocation(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         running = Running(tmp_path, run_dir, max_num_seqs=1 << 40)
         engine = running.engine(1)
@@ -203,7 +203,7 @@ def test_more_rows_than_memory_holds_are_refused_before_they_are_made(tmp_path: 
             link.close()
 
 
-def heard(link: Link, count: int = 1) -> list[Any]:
+def receive(link: Link, count: int = 1) -> list[Any]:
     messages: list[Any] = []
     poller = Poller([link])
     while len(messages) < count:
@@ -212,35 +212,35 @@ def heard(link: Link, count: int = 1) -> list[Any]:
     return messages
 
 
-def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
+def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_to_load(monkeypatch)
+    replace_model_loading(monkeypatch)
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
-        def meet(epoch: int) -> Link:
+        def connect(epoch: int) -> Link:
             return Link.connect(worker_path(run_dir, epoch, 0), InitializeCache | SchedulerOutput)
 
         answers = WorkerReady | CacheReady | ModelRunnerOutput
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boots.boot("worker"), meet, own)
+        worker = service.Worker(boots.boot("worker"), connect, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
-        assert heard(engine)[0].epoch == 1
+        assert receive(engine)[0].epoch == 1
         engine.zmq_socket.send(b"\xc1")
-        assert heard(supervisor) == [
+        assert receive(supervisor) == [
             ProtocolViolation("engine_core", 0, 1, "it sent what is no message")
         ]
         engine.zmq_socket.send(b"\xc1")
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         following = Link.bind(worker_path(run_dir, 8, 0), answers)
         supervisor.send(NewEngine(7, 8))
-        assert heard(following)[0].epoch == 8
-        assert engine.receive() == [], "what came after the garbage is not obeyed"
+        assert receive(following)[0].epoch == 8
+        assert engine.receive() == [], "messages after the undecodable one are ignored"
         following.zmq_socket.send(b"\xc1")
-        assert [each.epoch for each in heard(supervisor)] == [7]
+        assert [each.epoch for each in receive(supervisor)] == [7]
         supervisor.send(Shutdown())
         thread.join(20.0)
         assert not thread.is_alive()
@@ -248,28 +248,28 @@ def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
             link.close()
 
 
-def test_a_step_is_answered_before_the_next_one_is_computed(
+def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where both have come at once: the engine schedules a third one meanwhile."""
-    first_heard = threading.Event()
+    """Also if both steps arrive together: the engine schedules a third one meanwhile."""
+    first_received = threading.Event()
 
     class Runner:
         def launch(self, step: SchedulerOutput, get_grammars: GrammarMaskSource) -> FinishedStep:
-            assert step.step == 1 or first_heard.wait(LIMIT_SECONDS)
+            assert step.step == 1 or first_received.wait(LIMIT_SECONDS)
             return FinishedStep(ModelRunnerOutput(step.epoch, step.step, [], []))
 
-    pretend_to_load(monkeypatch)
+    replace_model_loading(monkeypatch)
     monkeypatch.setattr(RunnerBuilder, "build_model_runner", lambda *_: (Runner(), NO_CONNECTOR))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
-        def meet(epoch: int) -> Link:
+        def connect(epoch: int) -> Link:
             return Link.connect(f"{run_dir}/e", InitializeCache | SchedulerOutput)
 
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boots.boot("worker"), meet, own)
+        worker = service.Worker(boots.boot("worker"), connect, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])
@@ -286,9 +286,9 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
             )
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
-        *_, first = heard(engine, 3)
-        first_heard.set()
-        (second,) = heard(engine)
+        *_, first = receive(engine, 3)
+        first_received.set()
+        (second,) = receive(engine)
         assert (first.step, second.step) == (1, 2)
         supervisor.send(Shutdown())
         thread.join(LIMIT_SECONDS)

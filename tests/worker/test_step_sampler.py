@@ -1,4 +1,4 @@
-"""Tokens of a step by what its rows request, side by side; rows with several sampled positions."""
+"""The step sampler: rows with different parameters, and rows with several sampled positions."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def greedy(**params) -> SamplingParams:
 
 
 class Step:
-    """One step of sequences with these parameters, each with the prompt and these outputs."""
+    """One step of sequences with these parameters, the common prompt and these outputs."""
 
     def __init__(self, params: list[SamplingParams], outputs: list[list[int]] | None = None):
         outputs = outputs or [[] for _ in params]
@@ -98,7 +98,7 @@ def some_logits() -> torch.Tensor:
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_row_gets_what_it_gets_alone(variant, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_batch(variant, dtype: torch.dtype) -> None:
     sampler = Sampler(backend_of(variant))
     step = Step(list(PARAMS.values()))
     logits = some_logits().repeat(len(PARAMS), 1).to(dtype)
@@ -116,7 +116,7 @@ def test_each_row_gets_what_it_gets_alone(variant, dtype: torch.dtype) -> None:
 
 
 @each_backend
-def test_a_row_may_end_once_it_has_enough_tokens(variant) -> None:
+def test_stop_tokens_are_allowed_after_min_tokens(variant) -> None:
     sampler = Sampler(backend_of(variant))
     tokens: list[list[list[int]]] = []
     for _ in range(3):
@@ -148,7 +148,7 @@ def ragged_step(params: SamplingParams) -> Step:
     step = Step([params] * 3, OUTPUTS)
     step.batch.num_tokens[step.inputs.rows[2]] -= 2
     if params.edits is not None:
-        # The edits of the row know its tokens only.
+        # The edits of a row depend only on its own tokens.
         known = Step([params], [OUTPUTS[2][:1]]).batch
         step.batch.edits[int(step.inputs.rows[2])] = known.edits.popitem()[1]
     sample_start, sample_tokens = sample_last_tokens(
@@ -175,7 +175,7 @@ def ragged_logits() -> torch.Tensor:
 
 @each_backend
 @pytest.mark.parametrize("name", RAGGED)
-def test_each_sampled_position_gets_the_token_it_gets_alone(variant, name: str) -> None:
+def test_a_sampled_position_does_not_depend_on_its_batch(variant, name: str) -> None:
     params, sampler, logits = RAGGED[name], Sampler(backend_of(variant)), ragged_logits()
     step = ragged_step(params)
     found = step.sample(sampler, logits.clone())
@@ -200,7 +200,7 @@ def test_each_sampled_position_gets_the_token_it_gets_alone(variant, name: str) 
 
 
 @pytest.mark.parametrize("name", RAGGED)
-def test_sampled_positions_on_a_device_get_the_tokens_of_the_host(name: str) -> None:
+def test_sampled_positions_on_a_device_equal_those_of_the_host(name: str) -> None:
     params, sampler, logits = RAGGED[name], Sampler(backend_of("reference")), ragged_logits()
     host, step = ragged_step(params), ragged_step(params)
     expected = host.sample(sampler, logits.clone())
@@ -231,7 +231,7 @@ def test_sampled_positions_on_a_device_get_the_tokens_of_the_host(name: str) -> 
             requests.named,
         )
         assert [arrays.first_position for arrays in packed] == [1, 1, 2, 3]
-    # The next step of the third sequence has all tokens of this one in its counts.
+    # The token counts of the third sequence include all tokens of this step.
     if params.edits is not None and params.edits.penalises:
         slot = device_sampler._counts._slots[int(step.inputs.rows[2]), 0]
         counts = device_sampler._counts.counts[slot.number]
@@ -243,7 +243,7 @@ def test_sampled_positions_on_a_device_get_the_tokens_of_the_host(name: str) -> 
 
 
 @each_backend
-def test_each_sampled_position_has_its_own_grammar_mask(variant) -> None:
+def test_every_sampled_position_has_its_own_grammar_mask(variant) -> None:
     allowed = [[3], [4], [5], [6]]
     words = np.zeros((4, -(-VOCAB // 32)), dtype="<u4")
     for index, (token,) in enumerate(allowed):

@@ -1,6 +1,6 @@
-"""The Triton kernels compile for Hopper, which needs no GPU.
+"""The Triton kernels compile for Hopper without a GPU.
 
-One process compiles all of them: starting it takes longer than compiling most kernels.
+One process compiles all kernels, because starting one takes longer than most compilations.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Uploads of a step: what arrives, and what is waited for."""
+"""Uploads of a step's arrays to the device."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from tests.fakes.fake_device import FakeDevice, on_host
 from worker.device.transfers import Uploader
 
 
-def test_everything_arrives_with_its_dtype() -> None:
+def test_uploaded_arrays_keep_their_dtype() -> None:
     device = FakeDevice()
     uploader = Uploader(device)
     rng = np.random.default_rng(0)
@@ -24,7 +24,7 @@ def test_everything_arrives_with_its_dtype() -> None:
             assert torch.equal(on_host(tensor), torch.from_numpy(array.reshape(-1)))
 
 
-def test_only_the_copy_before_the_last_is_waited_for() -> None:
+def test_an_upload_waits_only_for_the_second_to_last_copy() -> None:
     device = FakeDevice()
     uploader = Uploader(device)
     copied = []

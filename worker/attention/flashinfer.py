@@ -31,7 +31,7 @@ from worker.attention.flashinfer_group import (
     SentOffsets,
     WrapperMaker,
 )
-from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
@@ -49,26 +49,6 @@ QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
 """The other dtype of K and V, without scales."""
 DEFAULTS: Final = Options()
-
-
-def create_flashinfer(
-    kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, options: Options = DEFAULTS
-) -> "FlashInferAttention":
-    """Return the backend on the device of `kv_cache`, for activations of `dtype`.
-
-    Raises ConfigError if heads, dtypes or the installed version are not supported.
-    """
-    refuse_unsupported(shape, dtype, kv_cache.dtype)
-    accelerator = Accelerator(kv_cache.buffer.device)
-    return FlashInferAttention(
-        kv_cache,
-        shape,
-        dtype,
-        accelerator,
-        load_library(),
-        TritonStore(),
-        options,
-    )
 
 
 def load_library() -> Library:
@@ -110,7 +90,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         accelerator: Accelerator,
         library: Library,
-        store: KVStore,
+        store: TritonStore,
         options: Options = DEFAULTS,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)

@@ -127,7 +127,6 @@ class PlannedWrapper:
         sizes: tuple[int, int, int, int],
         settings: dict[str, Any],
     ) -> None:
-        """Plan a part of decodes."""
         self.plan(
             torch.from_numpy(part.kv_indptr),
             indices,
@@ -190,14 +189,12 @@ class WrapperMaker:
         self._workspace = accelerator.zeros(num_bytes, torch.uint8)
 
     def prefill(self) -> PlannedWrapper:
-        """Return a wrapper for any number of prefills."""
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, _LAYOUT, use_cuda_graph=False, backend=_BACKEND
         )
         return PlannedWrapper(wrapper, self._accelerator)
 
     def decode(self) -> PlannedWrapper:
-        """Return a wrapper for any number of decodes."""
         wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             _LAYOUT,

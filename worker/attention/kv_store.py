@@ -7,31 +7,14 @@
 Values are rounded to the dtype of the pages; float8_e4m3fn saturates at its largest number.
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from worker.kv_cache import Pages
 
 PADDING_SLOT: Final = -1
-"""Of a token that has no place: nothing is written that anybody reads."""
-
-
-class KVStore(Protocol):
-    """A way to write K and V."""
-
-    def __call__(
-        self,
-        slots: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: tuple[Pages, Pages],
-    ) -> None:
-        """Write key and value [T, num_kv_heads, head_dim] at slots int64 [T].
-
-        Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
-        """
-        ...
+"""The slot of a padding token, whose K and V are not written."""
 
 
 class TritonStore:
@@ -50,6 +33,10 @@ class TritonStore:
         value: torch.Tensor,
         pages: tuple[Pages, Pages],
     ) -> None:
+        """Write key and value [T, num_kv_heads, head_dim] at slots int64 [T].
+
+        Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
+        """
         num_tokens, num_heads, head_dim = key.shape
         key_rows, value_rows = pages[0].rows, pages[1].rows
         self.kernel[(num_tokens, num_heads)](

@@ -91,7 +91,6 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens."""
         return int(self.qo_indptr[-1])
 
     @property
@@ -139,7 +138,6 @@ class StepPages:
 
     @property
     def num_pages(self) -> int:
-        """Page indices of all groups."""
         return sum(group.num_pages for group in self.groups)
 
 

@@ -82,7 +82,7 @@ def causal_attention(
     if window is not None:
         hidden |= distance >= window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-    # Zero times NaN is NaN: what is no number reaches those who see it, and nobody else.
+    # Zero times NaN is NaN, so a masked key would spread its NaN to queries that do not see it.
     broken = ~value.isfinite().all(dim=-1)
     output = torch.einsum("hgqn,hnd->qhgd", weights, value.masked_fill(broken[..., None], 0.0))
     seen = torch.einsum("qn,hn->qh", (~hidden).float(), broken.float()) > 0

@@ -18,7 +18,6 @@ class Accelerator:
         self._pool = torch.cuda.graph_pool_handle()
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor [size] of zeros on the device."""
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -52,7 +51,6 @@ class Accelerator:
         return torch.cuda.memory_reserved(self._device)
 
     def num_multiprocessors(self) -> int:
-        """Return the number of streaming multiprocessors."""
         return torch.cuda.get_device_properties(self._device).multi_processor_count
 
 

@@ -33,7 +33,6 @@ class HostPlacement:
         return [torch.from_numpy(array) for array in arrays]
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself."""
         return tensor
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from proto.config import ServeConfig
-from proto.kv_connector import NO_PAYLOAD, Payload
+from proto.kv_connector import NO_PAYLOAD, Payload, find_class, load_class
+from proto.kv_transfer_config import FIELD, KVTransferConfig
 from proto.sockets import NO_DESCRIPTOR
 from worker.kv_cache import KVCache
 
@@ -95,3 +96,24 @@ class WorkerConnector:
 
 
 NO_CONNECTOR: Final = WorkerConnector()
+
+
+CONNECTORS: Final = {
+    "OffloadingConnector": "worker.kv_connector.offload.connector:OffloadingWorker",
+    "MultiConnector": "worker.kv_connector.multi:MultiWorker",
+    "SharedStorageConnector": "worker.kv_connector.shared_storage:SharedStorageWorker",
+}
+"""Classes by name; their modules are imported on demand."""
+
+
+def create_worker_connector(config: KVTransferConfig, context: WorkerContext) -> WorkerConnector:
+    """Create the workers' half; NO_CONNECTOR if none is configured. Raises ConfigError."""
+    name, module_path = config.kv_connector, config.kv_connector_module_path
+    if not name:
+        return NO_CONNECTOR
+    if module_path:
+        connector_class = load_class(f"{module_path}:{name}Worker", FIELD)
+    else:
+        connector_class = find_class(CONNECTORS, name, FIELD)
+    connector: WorkerConnector = connector_class(config, context)
+    return connector

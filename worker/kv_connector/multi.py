@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from proto.kv_connector import NO_PAYLOAD, MultiReport, MultiStep, Payload, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig, child_configs
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import FinishedTransfers, WorkerConnector, WorkerContext
-from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.base import (
+    FinishedTransfers,
+    WorkerConnector,
+    WorkerContext,
+    create_worker_connector,
+)
 
 
 class MultiWorker(WorkerConnector):

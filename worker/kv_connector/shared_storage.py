@@ -23,10 +23,7 @@ from proto.kv_connector import (
 from proto.kv_media import shared_storage_file, shared_storage_folder
 from proto.kv_transfer_config import KVTransferConfig
 from worker.kv_cache import KVCache
-from worker.kv_connector.base import (
-    WorkerConnector,
-    WorkerContext,
-)
+from worker.kv_connector.base import WorkerConnector, WorkerContext
 
 _CHECKSUM_BYTES = 4
 

@@ -10,7 +10,7 @@ from worker.parallel.group import RankGroup
 
 
 class EmbeddingTable(Protocol):
-    """Rows of numbers [vocab, hidden], whatever their format."""
+    """Rows of numbers [vocab, hidden] in any format."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Linear layers: x @ weight.T + bias, whatever the weight looks like in memory.
+"""Linear layers, x @ weight.T + bias, for all formats of the weight in memory.
 
     DenseLinear    rows of the weight as they are
     OneDnnLinear   float32 and bfloat16 on a CPU: reordered once into oneDNN's blocked layout
@@ -151,7 +151,6 @@ class MixedLinear:
         self._many = many
 
     def for_rows(self, num_rows: int) -> Linear:
-        """Return the layer that multiplies so many rows."""
         return self._few if num_rows < self.many_from else self._many
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +222,6 @@ class ResidualLinear:
             self.add_to = linear.add_to  # type: ignore[method-assign]  # one fused product
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return residual [T, hidden] plus the product of x [T, in]."""
         return self.output.add_to(residual, self.linear(x))
 
 

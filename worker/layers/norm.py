@@ -57,7 +57,6 @@ class RMSNorm:
         self._norm = arithmetic.norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of x as a new contiguous tensor of its shape and dtype."""
         return self._norm(x)
 
 

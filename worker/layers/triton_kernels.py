@@ -118,7 +118,6 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
 
 @functools.cache
 def _gate_kernel(interpreted: str | None = None) -> Any:
-    """Return the kernel; see _norm_kernel."""
     import triton
     import triton.language as tl
 

@@ -1,7 +1,7 @@
 """Tensors in the memory-mapped files of a prepared model: GGUF or safetensors.
 
-read_index says which bytes of which file are which tensor; TensorFiles reads them. GGUF tensors in
-quantisation blocks can also be taken as they are stored (StoredBlocks).
+`read_index` returns the position of each tensor in these files, `TensorFiles` reads tensors.
+`StoredBlocks` is a GGUF weight in its quantisation blocks, without dequantisation.
 """
 
 import math
@@ -30,9 +30,8 @@ _SAFETENSORS_DTYPES: Final = {
 }
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROW_NUMBERS: Final = 8192
-"""The gguf package dequantises 16 rows at a time, whatever their length: short rows
-cost more for the interpreter than for the numbers, so it is given blocks as
-rows of this many numbers."""
+"""Numbers in a row as the gguf package gets them. It dequantises 16 rows per call of numpy, so
+with the short rows of small layers most of the time would be overhead of these calls."""
 
 
 def read_index(prepared: PreparedModel) -> TensorIndex:
@@ -84,7 +83,7 @@ class TensorFiles:
         ]
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor of entry.shape in whatever float dtype costs least.
+        """Return the tensor of entry.shape in the float dtype that needs the least work.
 
         A view of the mapped file for plain types, valid while this object lives; new float32
         numbers for quantisation blocks. Raises ModelError naming the tensor for types and sizes

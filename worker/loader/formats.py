@@ -3,7 +3,7 @@
     DenseFormat    the activations' dtype, in the layout that the device likes best
     Bf16Format     bfloat16 in the layout of our own kernels
     PackedFormat   the quantisation blocks of a GGUF file
-    Int8Format     blocks of 8 bits, made of whatever numbers the file has
+    Int8Format     blocks of 8 bits, quantised from any format of the file
     RotatedFormat  8 bits and one scale per output, rotated
     MixedFormat    PackedFormat for few rows, and the same rotated for many
     AmxFormat      MixedFormat with a second, dense head for many rows
@@ -227,13 +227,12 @@ class PackedFormat:
         return KernelLinear(weights, bias)
 
     def build_head(self, weights: list[PackedWeight]) -> Linear:
-        """Return the product that computes logits, in float32 whatever the activations are."""
+        """Return the product that computes logits, always in float32."""
         (weight,) = weights
         self.memory[self.name] += weight.nbytes
         return KernelLinear([weight], None, torch.float32)
 
     def build_table(self, weights: list[PackedWeight], ends: Ends) -> EmbeddingTable:
-        """Return the embedding."""
         (table,) = weights
         self.memory[self.name] += 0 if ends.tied else table.nbytes
         return KernelTable(table, self._dtype)
@@ -254,7 +253,7 @@ class PackedFormat:
 
 
 class Int8Format(PackedFormat):
-    """Blocks of 8 bits (GGUF's Q8_0), made of whatever numbers the file has."""
+    """Blocks of 8 bits (GGUF's Q8_0), quantised from any format of the file."""
 
     name = "int8"
 
@@ -268,7 +267,7 @@ class Int8Format(PackedFormat):
 
 
 class RotatedFormat:
-    """8 bits and one scale per output for the layers, whatever the number of rows.
+    """8 bits and one scale per output for the layers, for any number of rows.
 
     Embedding and head, which lose more by one scale per output, are in the format of `ends`.
     """

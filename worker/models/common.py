@@ -141,7 +141,6 @@ def layer_windows(
 
 
 def window_from_config(config: ConfigReader) -> int | None:
-    """Return the value of `sliding_window`, or None."""
     return None if config.get("sliding_window") is None else config.integer("sliding_window")
 
 

@@ -187,7 +187,7 @@ class StackDescription:
     def _norm(self, *norms: RMSNorm) -> ctypes.Structure:
         """Describe one norm; without an argument, a norm that the model does not have."""
         structures = [
-            each.arithmetic.row_norm for each in norms if isinstance(each.arithmetic, KernelNorm)
+            norm.arithmetic.row_norm for norm in norms if isinstance(norm.arithmetic, KernelNorm)
         ]
         self.complete &= len(structures) == len(norms)
         return structures[0] if structures else RowNorm()

@@ -1,4 +1,4 @@
-"""The seam between a model and the parts of its layers: attention, MLP and whatever comes next.
+"""The seam between a model and the parts of its layers: attention, MLP and later kinds.
 
 A part is described by a PartSpec, which knows its weights, how ranks divide them and how they
 become a LayerPart that runs. The loader, the sharding over ranks and the layer stacks ask the

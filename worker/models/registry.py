@@ -5,9 +5,9 @@ To add one: a file here with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, a
 """
 
 import json
-import os
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from proto.errors import ModelError
@@ -36,14 +36,13 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def spec_of(prepared: PreparedModel) -> ModelSpec:
-    """Return the spec of a prepared model, from the config.json in its folder."""
-    path = os.path.join(prepared.folder, "config.json")
+def read_config(prepared: PreparedModel) -> dict[str, Any]:
+    """Return the model's config.json; raises ModelError naming the file."""
+    path = Path(prepared.folder, "config.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object")
-    return spec_from_config(config)
+    return config

@@ -285,7 +285,6 @@ class DeviceCounts:
         self.counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, one)
 
     def _slot_number(self, key: tuple[int, int]) -> int:
-        """Return the present slot of the key, or a free one."""
         if key in self._slots:
             return self._slots[key].number
         if not self._free:

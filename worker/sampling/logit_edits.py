@@ -57,7 +57,6 @@ class TokenCounts:
         self._counts[: len(distinct)] = counts
 
     def count_output(self, token_id: int) -> None:
-        """Count one more output token."""
         index = self._index_of.setdefault(token_id, len(self._index_of))
         if index == len(self._ids):
             self._reserve(2 * index + 8)
@@ -107,7 +106,6 @@ class BadWords:
         self._longest = longest
 
     def append(self, token_id: int) -> None:
-        """Append an output token."""
         if self._longest:
             self._tail.append(token_id)
             del self._tail[: -self._longest]
@@ -193,7 +191,6 @@ class RowEdits:
         )
 
     def append(self, token_id: int) -> None:
-        """Append an output token of the sequence."""
         if self.penalises:
             self.counts.count_output(token_id)
         self._bad_words.append(token_id)
@@ -205,7 +202,7 @@ class RowEdits:
 
     @property
     def forbidden_always(self) -> list[int]:
-        """Tokens that bad words forbid whatever the outputs are."""
+        """Tokens that are bad words by themselves, which are always forbidden."""
         return self._bad_words.always
 
     def forbidden_after(self) -> list[tuple[int, int]]:

@@ -18,7 +18,6 @@ Most rows need only their best token. It is found in the same pass that looks fo
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,21 +71,19 @@ class SamplingBatch:
     masks: Sequence[RowMask] = ()
 
 
-class SamplerOutput(NamedTuple):
-    """Sampled tokens, int64 [N], and [N] log-probabilities or None."""
-
-    token_ids: npt.NDArray[np.int64]
-    logprobs: list[LogprobsArrays | None]
-
-
 class Sampler:
     """Samples one token for each row of a batch of logits; has no state between steps."""
 
     def __init__(self, backend: SamplingBackend) -> None:
         self.backend = backend
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Return a token for each row of logits, float32 [N, V], which are overwritten."""
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch
+    ) -> tuple[npt.NDArray[np.int64], list[LogprobsArrays | None]]:
+        """Return tokens int64 [N] and the log-probabilities of rows that request some.
+
+        logits: float32 [N, V]; they are overwritten.
+        """
         with_logprobs = np.flatnonzero(batch.num_logprobs != NO_LOGPROBS)
         raw = logits[torch.from_numpy(with_logprobs)] if len(with_logprobs) else logits[:0]
         for row, token_ids in batch.suppressed:
@@ -95,7 +92,7 @@ class Sampler:
             self.backend.edit(logits, batch.edits)
         apply_grammar_masks(logits, batch.masks)
         tokens = self._choose_tokens(logits, batch.params)
-        return SamplerOutput(tokens, _spread_logprobs(raw, with_logprobs, tokens, batch))
+        return tokens, _spread_logprobs(raw, with_logprobs, tokens, batch)
 
     def _choose_tokens(self, logits: torch.Tensor, params: RowParams) -> npt.NDArray[np.int64]:
         random = params["temperature"] >= GREEDY_TEMPERATURE
@@ -260,12 +257,13 @@ class StepSampler:
             positions, logits = positions.select(~beams), logits[torch.from_numpy(~beams)]
         if len(positions) == 0:
             return
-        sampled = self._sampler.sample(logits, self._sampling_batch(positions, grammars))
-        self._append_tokens(positions, sampled.token_ids, nonfinite, output)
+        batch = self._sampling_batch(positions, grammars)
+        token_ids, logprobs = self._sampler.sample(logits, batch)
+        self._append_tokens(positions, token_ids, nonfinite, output)
         output.logprobs += logprobs_of_sequences(
             (seq_id, arrays)
             for seq_id, sequence, arrays in zip(
-                positions.seq_ids, positions.sequences.tolist(), sampled.logprobs, strict=True
+                positions.seq_ids, positions.sequences.tolist(), logprobs, strict=True
             )
             if arrays is not None and not nonfinite[sequence]
         )

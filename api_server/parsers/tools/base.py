@@ -121,7 +121,6 @@ def json_call_prefix(name: str, arguments_key: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 

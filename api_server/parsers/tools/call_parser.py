@@ -152,7 +152,6 @@ class PartsBuilder:
         self._whitespace.clear()
 
     def take_parts(self) -> Sequence[OutputPart]:
-        """Return the parts since the last call of this method."""
         parts, self._parts = self._parts, []
         return parts
 

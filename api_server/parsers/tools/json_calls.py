@@ -11,7 +11,7 @@ turns out not to be a call, the text from the marker on is content, and no chara
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.base import (
@@ -33,6 +33,7 @@ from api_server.parsers.tools.call_parser import (
     may_become_json_call,
     read_json_call,
 )
+from proto.config import ToolCallParser
 
 _IS_NAME: Final = re.compile(TOOL_NAME_PATTERN)
 _NAME_SO_FAR: Final = re.compile(TOOL_NAME_PATTERN.replace("{1,128}", "{0,129}"))
@@ -104,9 +105,9 @@ class Llama3Json(ToolCallFormat):
 class Mistral(ToolCallFormat):
     """`[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, of Mistral 7B and Nemo."""
 
-    name = "mistral"
+    name: ClassVar[ToolCallParser] = "mistral"
     markers = ("[TOOL_CALLS]", _ARGUMENTS_MARKER, _CALL_ID_MARKER)
-    template_markers = (("[TOOL_CALLS]",),)
+    template_markers: ClassVar[Sequence[Sequence[str]]] = (("[TOOL_CALLS]",),)
 
     def new_parser(self, tool_names: Collection[str]) -> OutputParser:
         return JsonCallParser(JsonCallSyntax(self.markers[0], may_be_named=True), tool_names)
@@ -130,15 +131,11 @@ class Mistral(ToolCallFormat):
         return f"{self.markers[0]} [{', '.join(objects)}]"
 
 
-class MistralNamed(ToolCallFormat):
-    """`[TOOL_CALLS]name[ARGS]{…}`, of newer Mistral models."""
+class MistralNamed(Mistral):
+    """`[TOOL_CALLS]name[ARGS]{…}`, of newer Mistral models; one parser reads both formats."""
 
     name = "mistral_named"
-    markers = Mistral.markers
     template_markers = (("[TOOL_CALLS]", _ARGUMENTS_MARKER),)
-
-    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
-        return JsonCallParser(JsonCallSyntax(self.markers[0], may_be_named=True), tool_names)
 
     def grammar(self, rules: CallRules) -> CallGrammar:
         opening, arguments = rules.marker(self.markers[0]), rules.marker(_ARGUMENTS_MARKER)
@@ -317,8 +314,8 @@ class JsonCallParser(CallParser):
         return True
 
     def _may_become_call(self, held: str) -> bool:
-        if not self._is_bare:
-            return True
+        if not self._is_bare or self._state == self._read_text:
+            return True  # a marker has come, or has begun
         return may_become_json_call(held.lstrip(self._syntax.separator), self._tool_names)
 
     def _reject_candidate(self) -> None:

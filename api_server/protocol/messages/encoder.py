@@ -150,7 +150,6 @@ class MessageEncoder:
             self._is_block_open = False
 
     def _take_events(self) -> str:
-        """Return the events since the last call."""
         events = "".join(self._events)
         self._events.clear()
         return events
@@ -201,7 +200,6 @@ class _Block:
         return _event("content_block_start", index=self._index, content_block=block)
 
     def append_text(self, text: str) -> str:
-        """Add text to the block and return its event."""
         self._texts.append(text)
         return f"{self._before}{json_string(text)}{self._after}"
 
@@ -214,7 +212,6 @@ class _Block:
         return signature + _event("content_block_stop", index=self._index)
 
     def full_block(self) -> Json:
-        """Return the block with all its text."""
         text = "".join(self._texts)
         if self.type == "text":
             return {"type": "text", "text": text}

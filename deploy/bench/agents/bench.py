@@ -42,7 +42,7 @@ def document(
         "command": command,
         "grid": settings,
         "measured": measured,
-        "cells": [asdict(each) for each in cells],
+        "cells": [asdict(cell) for cell in cells],
     }
     return json.dumps(found, indent=1) + "\n"
 
@@ -52,21 +52,20 @@ def measured_table(num_jobs: int, measured: Sequence[SeedBaseline]) -> Table:
     titles = ("seed", "capacity, jobs/s", "working set, blocks", "mean", "requests", "mean job, s")
     for title in titles:
         table.add_column(title, justify="right")
-    for each in measured:
+    for baseline in measured:
         table.add_row(
-            str(each.seed),
-            f"{each.capacity_jobs_per_s:.3f}",
-            str(each.working_set_blocks),
-            f"{each.working_set_mean_blocks:.0f}",
-            str(each.num_requests),
-            f"{each.unpressed_job_s_mean:.1f}",
+            str(baseline.seed),
+            f"{baseline.capacity_jobs_per_s:.3f}",
+            str(baseline.working_set_blocks),
+            f"{baseline.working_set_mean_blocks:.0f}",
+            str(baseline.num_requests),
+            f"{baseline.unpressed_job_s_mean:.1f}",
         )
     table.caption = "mean job: with a sufficient pool, at 90 % of the capacity"
     return table
 
 
 def measured_line(measured: SeedBaseline) -> str:
-    """Return a line about the baseline of a seed."""
     return (
         f"seed {measured.seed}: capacity {measured.capacity_jobs_per_s:.3f} jobs/s, working set "
         f"{measured.working_set_blocks:,} blocks, mean job {measured.unpressed_job_s_mean:.1f} s"
@@ -74,7 +73,6 @@ def measured_line(measured: SeedBaseline) -> str:
 
 
 def cell_line(cell: GridCell) -> str:
-    """Return a line about a cell, without comparison."""
     failed = f", {cell.num_failed} jobs failed" if cell.num_failed else ""
     return (
         f"seed {cell.seed}, pool {cell.pool_percent} %, arrivals {cell.rate_percent} %, "
@@ -133,7 +131,7 @@ def _rows(cells: Sequence[GridCell]) -> Iterator[list[str]]:
             _range(group, "ratio_p99"),
             f"{_mean(group, 'found_percent'):.1f} %",
             f"{_mean(group, 'preemptions'):.0f}",
-            " / ".join(f"{_mean(group, each):.0f}" for each in pins),
+            " / ".join(f"{_mean(group, name):.0f}" for name in pins),
         ]
         if _has_others(cells):
             row.append(f"{_mean(group, 'other_s_mean'):.1f}, {_mean(group, 'other_s_p99'):.0f}")
@@ -194,12 +192,11 @@ def _range(group: Sequence[GridCell], name: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure all cells, print the tables and write the figures."""
     options = _parse(words)
     grid = _grid(options)
     with writable("--json", options.json) as files:
         measured, found = _run(grid)
-        rows = [asdict(each) for each in measured]
+        rows = [asdict(baseline) for baseline in measured]
         write(files, document("tokend bench agents", asdict(grid), rows, found))
     show(options, measured_table(grid.num_jobs, measured), found)
 
@@ -266,11 +263,11 @@ _NUM_JOBS = 120
 
 
 def _whole(text: str) -> list[int]:
-    return [at_least_one(each) for each in text.split(",")]
+    return [at_least_one(number) for number in text.split(",")]
 
 
 def _seeds(text: str) -> list[int]:
-    return [from_zero(each) for each in text.split(",")]
+    return [from_zero(number) for number in text.split(",")]
 
 
 def _variants(text: str) -> list[str]:
@@ -302,11 +299,7 @@ def add_grid(parser: BenchParser, defaults: Mapping[str, str]) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench agents", description=__doc__)
     add_grid(parser, {"jobs": "120", "seeds": "0", "pools": "50", "rates": "90"})
     parser.add_argument(
         "--tool-scale",

@@ -134,7 +134,6 @@ class ChaosFindings:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         return {
             "kills": [
                 {"kind": result.disruption.name, "gap": result.gap, "gaps": list(result.gaps)}
@@ -156,7 +155,6 @@ def _kills_only(result: DisruptionResult, title: str) -> bool:
 
 
 def show(console: Console, findings: ChaosFindings) -> None:
-    """Print all findings."""
     counts, comparison = findings.counts, findings.counts.comparison
     console.print(_gap_table(findings.disruptions))
     for role, seconds in findings.starts.items():
@@ -206,7 +204,6 @@ _REQUEST_SECONDS: Final = 300
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the benchmark and print the findings; raises TokendError naming missed limits."""
     options = _parse(words)
     with writable("--json", options.json) as files:
         with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:

@@ -268,7 +268,6 @@ class ProcessKiller:
         return self.rng.choice(self._workers) if title == WORKER else title
 
     def _replaced_with(self, titles: Sequence[str]) -> set[str]:
-        """Return the titles whose processes are replaced."""
         return {*titles, *(self._workers if WORKER in titles else ())}
 
     @property

@@ -234,7 +234,6 @@ class OverloadRun:
         return result.requests_per_second
 
     async def measure_overload(self, per_second: float, seconds: float) -> PartResult:
-        """Send requests at a fixed rate."""
         result = await self.clients.run_open_loop(per_second, seconds, self.memory)
         self.report.overload = self.report.add_part(f"{per_second:.1f} requests per second", result)
         return result
@@ -286,7 +285,6 @@ def nonzero_gauges(url: str) -> list[str]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the benchmark and print its results; raises TokendError naming missed limits."""
     options = _parse(words)
     with writable("--json", options.json) as files:
         limits, figures = _measure(options)
@@ -349,11 +347,7 @@ def _nonzero(url: str) -> list[str]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(
-        prog="tokend bench overload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser(prog="tokend bench overload", description=__doc__)
     parser.add_argument(
         "--max-num-seqs", type=int, default=16, help="batch size of the daemon (16)"
     )

@@ -15,7 +15,7 @@ const PANELS = [
 const SHOWN_AS = {
   decode: "decode", prefill: "prefill", running: "running", waiting: "waiting",
   blocked: "set aside", requests: "of sequences", held: "held by a connector",
-  pinned: "pinned", cached: "cached, nobody's", free: "free", local: "in the pool",
+  pinned: "pinned", cached: "cached, unused", free: "free", local: "in the pool",
   external: "by a connector",
 };
 

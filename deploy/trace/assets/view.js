@@ -122,7 +122,7 @@ class View {
   }
 }
 
-// When each row is over, what is pinned after its end included.
+// The last moment of each row, including the time in which its KV is pinned after its end.
 function lastMoments({ columns, numRows }) {
   const last = new Float64Array(numRows);
   columns.segment_row.forEach((row, at) => { last[row] = Math.max(last[row], columns.segment_to[at]); });

@@ -2,7 +2,7 @@
 
 The connector knows requests, steps and device blocks. A manager (`OffloadingManager`) knows which
 offloaded blocks its medium has, by key, and allocates slots; it never blocks. `create_manager`
-selects the manager for a spec name; a filter before it can skip blocks that are rarely reused.
+selects the manager for a spec name; `ReuseTracker` finds the blocks that are worth storing.
 
 A medium from outside is a module (spec_module_path) with two functions:
 
@@ -77,11 +77,10 @@ class OffloadingManager(Protocol):
 
     medium: str
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         """Return the length of the longest prefix of `keys` that is present.
 
-        None: not known yet; `notify` follows. is_new_use: False if the same request repeats its
-        lookup.
+        None: not known yet; `notify` follows.
         """
         ...
 
@@ -154,10 +153,7 @@ def create_manager(
     else:
         make = find_class(MANAGERS, settings.spec_name, FIELD)
     manager: OffloadingManager = make(extra, context)
-    if settings.store_threshold < 2:
-        return manager
-    tracker = ReuseTracker(settings.store_threshold, settings.max_tracker_size)
-    return FilterReusedOffloadingManager(manager, tracker)
+    return manager
 
 
 class ReuseTracker:
@@ -177,60 +173,3 @@ class ReuseTracker:
 
     def reaches_threshold(self, key: OffloadKey) -> bool:
         return self._counts.get(key, 0) >= self._threshold
-
-
-class FilterReusedOffloadingManager:
-    """OffloadingManager that stores only blocks that were looked up often enough."""
-
-    def __init__(self, backing: OffloadingManager, tracker: ReuseTracker) -> None:
-        self._backing = backing
-        self._tracker = tracker
-        self.medium = backing.medium
-
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
-        """Count all keys of a new use, including those after the first miss."""
-        if is_new_use:
-            for key in keys:
-                self._tracker.record_lookup(key)
-        return self._backing.lookup(keys, is_new_use=is_new_use)
-
-    def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
-        return self._backing.contains(keys)
-
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        return self._backing.prepare_load(keys)
-
-    def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
-        self._backing.complete_load(keys, success=success)
-
-    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        return self._backing.prepare_store(
-            [key for key in keys if self._tracker.reaches_threshold(key)]
-        )
-
-    def complete_store(
-        self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
-    ) -> None:
-        self._backing.complete_store(keys, success=success, cancelled=cancelled)
-
-    def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._backing.discard(keys)
-
-    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
-        self._backing.touch(keys, is_new_use=is_new_use)
-
-    @property
-    def usage(self) -> float:
-        return self._backing.usage
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._backing.take_events()
-
-    def reset_cache(self) -> bool:
-        return self._backing.reset_cache()
-
-    def on_worker_restart(self) -> None:
-        self._backing.on_worker_restart()
-
-    def close(self) -> None:
-        self._backing.close()

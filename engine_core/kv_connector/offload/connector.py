@@ -11,16 +11,14 @@ from collections.abc import Iterable
 from operator import add
 from typing import Any
 
-from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
-from engine_core.kv_connector.offload.base import ManagerContext, create_manager
+from engine_core.kv_connector.offload.base import ManagerContext, ReuseTracker, create_manager
 from engine_core.kv_connector.offload.planners import LoadPlanner, StorePlanner
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
     CopyStatistics,
     JobsInFlight,
     TrackedRequest,
-    TrackedRequests,
     parse_key,
 )
 from engine_core.request import Request, RequestStatus
@@ -35,7 +33,7 @@ from proto.kv_connector import (
 )
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_transfer_config import KVTransferConfig, offload_settings
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import BlockIds, SchedulerOutput
 from proto.sockets import EventFd
 from proto.stats import KVMediumStats
 
@@ -66,9 +64,14 @@ class OffloadingScheduler(SchedulerConnector):
         )
         self._statistics = CopyStatistics(self._manager.medium)
         self._jobs = JobsInFlight(context.num_ranks, context.transfer_refs)
-        self._loads = LoadPlanner(self._layout, self._manager, self._jobs, context.unblock)
-        self._stores = StorePlanner(self._layout, self._manager, self._jobs, self._statistics)
-        self._requests = TrackedRequests()
+        reuse = None
+        if settings.store_threshold > 1:
+            reuse = ReuseTracker(settings.store_threshold, settings.max_tracker_size)
+        self._loads = LoadPlanner(self._layout, self._manager, self._jobs, context.unblock, reuse)
+        self._stores = StorePlanner(
+            self._layout, self._manager, self._jobs, self._statistics, reuse
+        )
+        self._requests: dict[int, TrackedRequest] = {}  # by seq_id
         self._has_deferred = False
 
     # Scheduling a step
@@ -76,15 +79,21 @@ class OffloadingScheduler(SchedulerConnector):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         if not self._may_load or request.skip_reading_prefix_cache:
             return NO_MATCH
-        return self._loads.match(self._requests.get_or_create(request), num_computed_tokens)
+        return self._loads.match(self._track_request(request), num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        tracked = self._requests.get_or_create(request)
+        tracked = self._track_request(request)
         tracked.is_loading = False
         if num_external_tokens:
             self._loads.plan(tracked, block_ids, num_external_tokens)
+
+    def _track_request(self, request: Request) -> TrackedRequest:
+        tracked = self._requests.get(request.seq_id)
+        if tracked is None:
+            tracked = self._requests[request.seq_id] = TrackedRequest(request)
+        return tracked
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:
         if self._may_store:

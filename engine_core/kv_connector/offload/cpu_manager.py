@@ -43,7 +43,7 @@ class CPUOffloadingManager:
         self._freed: list[int] = []
         self._events: list[OffloadingEvent] = []
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         count = 0
         for key in keys:
             block = self._policy.get(key)
@@ -121,7 +121,6 @@ class CPUOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Used fraction of the slots."""
         return len(self._policy) / self._num_slots
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -98,7 +98,7 @@ class DiskOffloadingManager:
         self._wait_timer.daemon = True
         self._wait_timer.start()
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         found = self.contains(keys)
         if found is None:
             return None
@@ -235,7 +235,6 @@ class DiskOffloadingManager:
 
     @property
     def usage(self) -> float:
-        """Used fraction of the limit, including files of other models."""
         return (len(self._blocks) + self._other_bytes / self._set_bytes) / self._capacity
 
     @property

@@ -41,8 +41,6 @@ class OffloadedBlock:
 
 
 class Victim(NamedTuple):
-    """An evicted block."""
-
     key: OffloadKey
     block: OffloadedBlock
 

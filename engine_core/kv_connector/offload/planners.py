@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
-from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
+from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
     CopyStatistics,
@@ -26,6 +26,7 @@ from engine_core.kv_connector.offload.tracking import (
 )
 from engine_core.request import Request
 from proto.kv_connector import DeviceBlocks, TransferJob
+from proto.scheduler_output import BlockIds
 
 _TOUCH_GROWTH: Final = 4
 """A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
@@ -115,7 +116,8 @@ class LoadPlanner:
     """Plans loads from one medium.
 
     A block that is being loaded for one request is not loaded again for another: the other request
-    waits and then finds it in the prefix cache. unblock: reschedules a waiting request.
+    waits and then finds it in the prefix cache. unblock: reschedules a waiting request. reuse:
+    counts the lookups of each block, once for each request; None: every block is stored.
     """
 
     def __init__(
@@ -124,11 +126,13 @@ class LoadPlanner:
         manager: OffloadingManager,
         jobs: JobsInFlight,
         unblock: Callable[[Request], None],
+        reuse: ReuseTracker | None,
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._jobs = jobs
         self._unblock = unblock
+        self._reuse = reuse
         self._planned: list[InFlightJob] = []
         self._loading: Counter[OffloadKey] = Counter()
         self._waiting: dict[int, Request] = {}
@@ -183,7 +187,6 @@ class LoadPlanner:
         tracked.next_at = (tracked.next_block + 1) * layout.size
 
     def pop_planned(self) -> list[InFlightJob]:
-        """Return the loads planned since the last call."""
         planned, self._planned = self._planned, []
         return planned
 
@@ -208,11 +211,9 @@ class LoadPlanner:
             self._unblock(request)
 
     def remove_request(self, seq_id: int) -> None:
-        """Stop tracking a finished request."""
         self._waiting.pop(seq_id, None)
 
     def on_worker_restart(self) -> None:
-        """Drop all loads; the workers are gone."""
         self._planned.clear()
         self._loading.clear()
         self.unblock_all()
@@ -226,15 +227,17 @@ class LoadPlanner:
     ) -> int | None:
         """Return the longest hit of all groups; None if the medium does not know yet.
 
-        All groups are looked up even after a miss, so that the reuse filter counts every key once
-        for each request.
+        All groups are looked up even after a miss, so that every key is counted.
         """
         groups, is_known = [], True
         for group, window in enumerate(self._layout.windows):
             keys = self._layout.keys.of_range(request.block_hashes, group, extent.first, num_blocks)
             present: list[bool] | None = None
+            if is_new_use and self._reuse is not None:
+                for key in keys:
+                    self._reuse.record_lookup(key)
             if window is None or is_new_use:
-                run = self._manager.lookup(keys, is_new_use=is_new_use)
+                run = self._manager.lookup(keys)
                 present = None if run is None else [True] * run
             if window is not None:
                 present = self._manager.contains(keys)
@@ -271,7 +274,8 @@ class StorePlanner:
 
     The beginning of a sequence should be evicted last, so the whole sequence is touched as it
     grows: after each growth by a quarter and at its end, because touching all of it with every
-    block would take quadratic time.
+    block would take quadratic time. reuse: knows which blocks were looked up often enough to be
+    stored; None: every block is stored.
     """
 
     def __init__(
@@ -280,11 +284,13 @@ class StorePlanner:
         manager: OffloadingManager,
         jobs: JobsInFlight,
         statistics: CopyStatistics,
+        reuse: ReuseTracker | None,
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._jobs = jobs
         self._statistics = statistics
+        self._reuse = reuse
         self._planned: list[InFlightJob] = []
 
     def plan(self, tracked: TrackedRequest, tables: BlockIds, num_tokens: int) -> None:
@@ -299,7 +305,10 @@ class StorePlanner:
         wanted = self._storable(tracked, tables, first, end)
         if not wanted:
             return
-        prepared = self._manager.prepare_store(list(wanted))
+        keys = list(wanted)
+        if self._reuse is not None:
+            keys = [key for key in keys if self._reuse.reaches_threshold(key)]
+        prepared = self._manager.prepare_store(keys)
         if end > tracked.touched + tracked.touched // _TOUCH_GROWTH:
             self._touch(tracked, end)
         if prepared is None:
@@ -322,12 +331,10 @@ class StorePlanner:
         return bool(self._planned)
 
     def pop_planned(self) -> list[InFlightJob]:
-        """Return the stores planned since the last call."""
         planned, self._planned = self._planned, []
         return planned
 
     def complete(self, job: InFlightJob) -> None:
-        """Finish a store that all ranks have reported."""
         cancelled = not (job.succeeded or job.has_failed)
         self._manager.complete_store(job.keys, success=job.succeeded, cancelled=cancelled)
 
@@ -340,7 +347,6 @@ class StorePlanner:
         self._manager.discard(list(dict.fromkeys(keys)))
 
     def on_worker_restart(self) -> None:
-        """Drop planned stores; the workers are gone."""
         self._planned.clear()
 
     def _touch(self, tracked: TrackedRequest, end: int) -> None:

@@ -10,7 +10,7 @@ immediately while there is no connection, also while the thread resolves a host 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from engine_core.kv_connector.offload.base import OffloadKey
 from proto.circuit_breaker import CircuitBreaker
@@ -30,11 +30,8 @@ MAX_DISCARDED: Final = 1 << 16
 _STOP_SECONDS: Final = 0.5
 
 
-class LookupResult(NamedTuple):
-    """Whether a block is present on all ranks."""
-
-    key: OffloadKey
-    present: bool
+LookupResult = tuple[OffloadKey, bool]
+"""A key, and whether its block is present on all ranks."""
 
 
 class RemoteLookups:
@@ -72,7 +69,6 @@ class RemoteLookups:
 
     @property
     def connected(self) -> bool:
-        """Whether the server can be queried."""
         return self._connected
 
     def request(self, keys: Sequence[OffloadKey]) -> None:
@@ -82,11 +78,10 @@ class RemoteLookups:
                 self._requested += keys
                 self._changed.notify()
                 return
-            self._results += [LookupResult(key, False) for key in keys]
+            self._results += [(key, False) for key in keys]
         self._notify()
 
     def pop_results(self) -> list[LookupResult]:
-        """Return the lookup results since the last call."""
         with self._changed:
             results, self._results = self._results, []
         return results
@@ -161,7 +156,7 @@ class RemoteLookups:
     def _query(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         connection.set_deadline(self._seconds)
         connection.send([[b"EXISTS", *self._names(key)] for key in keys])
-        return [LookupResult(key, connection.reply() == self._num_ranks) for key in keys]
+        return [(key, connection.reply() == self._num_ranks) for key in keys]
 
     def _names(self, key: OffloadKey) -> list[bytes]:
         return [remote_name(self._folder, key, rank) for rank in range(self._num_ranks)]
@@ -199,7 +194,7 @@ class RemoteLookups:
 
     def _add_results(self, results: Sequence[LookupResult]) -> None:
         with self._changed:
-            answered = {result.key for result in results}
+            answered = {key for key, _ in results}
             self._requested = [key for key in self._requested if key not in answered]
             self._results += results
         self._notify()
@@ -214,7 +209,7 @@ class RemoteLookups:
         with self._changed:
             self._connected = False
             requested = list(dict.fromkeys(self._requested))
-        self._add_results([LookupResult(key, False) for key in requested])
+        self._add_results([(key, False) for key in requested])
 
     def _log_recovery(self) -> None:
         if self._failure_logged:

@@ -7,11 +7,12 @@ one is outdated, or the server fails, a load fails and its blocks are recomputed
 """
 
 import logging
+import math
 import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
     MAX_BYTES_IN_FLIGHT,
@@ -36,11 +37,6 @@ MAX_LOOKUP_KEYS: Final = 1024
 _FAILURES_ALLOWED: Final = 1
 
 
-class _CachedResult(NamedTuple):
-    present: bool
-    expires_at: float
-
-
 class RemoteOffloadingManager:
     """OffloadingManager of a Redis server. lookups: thread that queries the server."""
 
@@ -56,7 +52,8 @@ class RemoteOffloadingManager:
         self._lookups = lookups
         self._block_bytes = block_bytes + HEADER_BYTES
         self._clock = clock
-        self._cache: OrderedDict[OffloadKey, _CachedResult] = OrderedDict()
+        # whether a block is present, and when the result expires
+        self._cache: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._pending: set[OffloadKey] = set()
         self._storing: set[OffloadKey] = set()
         self._storing_bad: set[OffloadKey] = set()
@@ -70,7 +67,7 @@ class RemoteOffloadingManager:
         """Always 0: the server's memory limit is not queried."""
         return 0.0
 
-    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         self._process_results()
         if self._loads.is_open:
             return 0
@@ -183,10 +180,8 @@ class RemoteOffloadingManager:
             self._lookups.discard(keys)
 
     def _cached_presence(self, key: OffloadKey) -> bool | None:
-        cached = self._cache.get(key)
-        if cached is None or cached.expires_at < self._clock():
-            return None
-        return cached.present
+        present, expires_at = self._cache.get(key, (False, -math.inf))
+        return None if expires_at < self._clock() else present
 
     def _request_lookup(self, keys: Sequence[OffloadKey]) -> bool:
         """Look up unknown keys; False if there is no connection, so no result will follow."""
@@ -206,7 +201,7 @@ class RemoteOffloadingManager:
 
     def _cache_result(self, key: OffloadKey, present: bool) -> None:
         seconds = PRESENT_SECONDS if present else ABSENT_SECONDS
-        self._cache[key] = _CachedResult(present, self._clock() + seconds)
+        self._cache[key] = (present, self._clock() + seconds)
         self._cache.move_to_end(key)
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)

@@ -95,7 +95,6 @@ class JobsInFlight:
         self._next_id = 0
 
     def next_id(self) -> int:
-        """Return a new unique job id."""
         self._next_id += 1
         return self._next_id
 
@@ -128,7 +127,6 @@ class JobsInFlight:
         return job
 
     def stores_of(self, seq_id: int) -> Iterator[InFlightJob]:
-        """Yield the stores of a sequence's blocks that are in flight."""
         for job in self._jobs.values():
             if job.seq_id == seq_id and not job.transfer.is_load:
                 yield job
@@ -160,16 +158,6 @@ class TrackedRequest:
     touched: int = 0
     hit: int = 0
     is_loading: bool = False
-
-
-class TrackedRequests(dict[int, TrackedRequest]):
-    """Tracked requests by sequence id."""
-
-    def get_or_create(self, request: Request) -> TrackedRequest:
-        tracked = self.get(request.seq_id)
-        if tracked is None:
-            tracked = self[request.seq_id] = TrackedRequest(request)
-        return tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +205,6 @@ class CopyStatistics:
         self._seconds = {True: 0.0, False: 0.0}
 
     def record(self, job: InFlightJob) -> None:
-        """Count a copy that all ranks have finished."""
         is_load = job.transfer.is_load
         if not job.succeeded:
             self._num_failed += 1

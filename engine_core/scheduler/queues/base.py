@@ -230,7 +230,7 @@ class LowestKeyFirst:
     def remove_running(self, request: Request) -> None:
         del self._requests[request.seq_id]
         if len(self._heap) > 2 * len(self._requests) + _SLACK:
-            self._heap = [(self._key(each), each) for each in self._requests.values()]
+            self._heap = [(self._key(request), request) for request in self._requests.values()]
             heapify(self._heap)
 
     def peek_victim(self) -> Request:

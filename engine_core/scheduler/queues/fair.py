@@ -127,7 +127,9 @@ class FairQueue:
         served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._queues}
         requests = [request for queue in self._queues.values() for request in queue]
         return iter(
-            sorted(requests, key=lambda each: (self._priority_key(each), served[each.tenant]))
+            sorted(
+                requests, key=lambda request: (self._priority_key(request), served[request.tenant])
+            )
         )
 
     def _queue_for(self, request: Request) -> RequestQueue:
@@ -139,7 +141,6 @@ class FairQueue:
         return queue
 
     def _count_ready(self, tenant: int) -> None:
-        """Count one more ready request of a tenant."""
         self._num_ready += 1
         self._note_head(tenant)
 
@@ -152,7 +153,6 @@ class FairQueue:
             self._clean_up()
 
     def _count_removed(self, tenant: int) -> None:
-        """Count one request of a tenant less."""
         self._len -= 1
         if not len(self._queues[tenant]):
             del self._queues[tenant]
@@ -212,7 +212,6 @@ class FairSchedulingPolicy:
         return self.priority_key(request), self._usage.served(request.tenant)
 
     def served(self, tenant: int) -> float:
-        """Return the weighted tokens that a tenant was served."""
         return self._usage.served(tenant)
 
     def preemption_rank(self, request: Request) -> tuple[int, float, Any]:

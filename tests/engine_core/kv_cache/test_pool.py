@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.integrity import check_pool
 from engine_core.kv_cache.pool import BlockPool
 

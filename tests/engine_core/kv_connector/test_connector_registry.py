@@ -1,12 +1,16 @@
-"""Creating connectors by name or module path, on demand, and the refusals."""
+"""Lazy creation of connectors by name or module path, and its errors."""
 
 import subprocess
 import sys
 
 import pytest
 
-from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerContext
-from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
+from engine_core.kv_connector.base import (
+    CONNECTORS,
+    NO_CONNECTOR,
+    SchedulerContext,
+    create_scheduler_connector,
+)
 from engine_core.worker_group import KVOutputAggregator
 from proto.errors import ConfigError
 from proto.kv_connector import KVConnectorOutput
@@ -59,7 +63,7 @@ def test_supports_hma_a_hybrid_model_needs_a_connector_that_says_so() -> None:
 def test_the_registry_imports_connectors_on_first_use() -> None:
     modules = [target.partition(":")[0] for target in CONNECTORS.values()]
     code = (
-        "import sys, engine_core.kv_connector.factory; "
+        "import sys, engine_core.kv_connector.base; "
         f"print([each for each in {modules!r} if each in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,13 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_core.kv_connector.offload.base import (
-    FilterReusedOffloadingManager,
-    OffloadKey,
-    ReuseTracker,
-)
-from engine_core.kv_connector.offload.cpu_manager import CPUOffloadingManager
-from engine_core.kv_connector.offload.eviction import LRUPolicy
+from engine_core.kv_connector.offload.base import OffloadKey, ReuseTracker
 from tests.fakes.offload_rig import OffloadRig
 
 A, B, C, D = (bytes([number]) for number in range(4))
@@ -51,73 +45,24 @@ def test_tracker_needs_a_positive_capacity() -> None:
         ReuseTracker(threshold=2, max_size=0)
 
 
-def filtered() -> tuple[FilterReusedOffloadingManager, CPUOffloadingManager]:
-    backing = CPUOffloadingManager(4, LRUPolicy())
-    return FilterReusedOffloadingManager(backing, ReuseTracker(2, 10)), backing
-
-
-def test_lookup_records_every_key_and_delegates() -> None:
-    manager, backing = filtered()
-    backing.prepare_store([A, B])
-    backing.complete_store([A, B])
-    assert manager.lookup([A, B, C]) == 2
-    assert manager.lookup([A, B, C]) == 2
-    output = manager.prepare_store([C])
-    assert output is not None
-    assert output.keys == [C], "also what came after the first miss"
-    assert manager.contains([A, D]) == [True, False]
-
-
-def test_prepare_store_passes_on_only_what_reached_the_threshold() -> None:
-    manager, _ = filtered()
-    manager.lookup([A, B])
-    manager.lookup([A])
-    output = manager.prepare_store([A, B])
-    assert output is not None
-    assert output.keys == [A]
-    nothing = manager.prepare_store([B])
-    assert nothing is not None
-    assert nothing.keys == []
-
-
-def test_everything_else_is_delegated() -> None:
-    manager, backing = filtered()
-    backing.prepare_store([A, B])
-    manager.complete_store([A, B])
-    assert [event.removed for event in manager.take_events()] == [False]
-    assert manager.usage == 0.5
-    assert manager.prepare_load([A]) == [0]
-    assert not manager.reset_cache()
-    manager.complete_load([A])
-    manager.touch([A])
-    output = backing.prepare_store([C, D, b"e"])
-    assert output is not None
-    assert output.evicted == [B]
-    manager.on_worker_restart()
-    assert backing.usage == 0.0
-    assert manager.reset_cache()
-    assert manager.medium == "CPU"
-
-
 @pytest.mark.parametrize("windows", [(None,), (None, 14)])
 def test_repeated_lookups_of_a_request_count_once(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits for a slow medium is counted and touched only once."""
     rig = OffloadRig(windows=windows, extra={"store_threshold": 2})
-    manager = rig.offloading._manager
-    assert isinstance(manager, FilterReusedOffloadingManager)
-    backing, touched, num_asked = manager._backing, list[bool](), 0
-    lookup = backing.lookup
+    manager, touched, num_asked = rig.offloading._manager, list[bool](), 0
+    reuse, lookup = rig.offloading._loads._reuse, manager.lookup
+    assert reuse is not None
 
-    def slow(keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+    def slow(keys: Sequence[OffloadKey]) -> int | None:
         nonlocal num_asked
         num_asked += 1
         return lookup(keys) if num_asked > 6 else None
 
-    monkeypatch.setattr(backing, "lookup", slow)
+    monkeypatch.setattr(manager, "lookup", slow)
     monkeypatch.setattr(
-        backing, "touch", lambda keys, *, is_new_use=True: touched.append(is_new_use)
+        manager, "touch", lambda keys, *, is_new_use=True: touched.append(is_new_use)
     )
     request = rig.add_one(list(range(37)), 1)
     while rig.finish_reason_of(request) is None:
@@ -127,12 +72,4 @@ def test_repeated_lookups_of_a_request_count_once(
     assert num_asked > 6
     assert touched.count(True) == 1
     assert rig.stores == []
-    assert set(manager._tracker._counts.values()) == {1}
-
-
-def test_discard_is_delegated_for_counted_and_uncounted_keys() -> None:
-    manager, backing = filtered()
-    backing.prepare_store([A])
-    backing.complete_store([A])
-    manager.discard([A])
-    assert backing.contains([A]) == [False]
+    assert set(reuse._counts.values()) == {1}

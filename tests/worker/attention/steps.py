@@ -1,4 +1,4 @@
-"""Random steps for attention tests, and the float64 answer to compare with."""
+"""Random steps for attention tests, and their expected output in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -17,9 +17,9 @@ NO_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """sequences: (KV tokens before the step, query tokens) of each. window: of the layer.
+    """sequences: (KV tokens before the step, query tokens). window: the layer's, in tokens.
 
-    dtype: of the activations. kv_dtype: of the cache, where it is another.
+    dtype: of the activations. kv_dtype: of the cache, if it differs.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -42,11 +42,10 @@ class Case:
 
 
 class Step:
-    """A case with its cache filled, its step's q, k, v and its inputs.
+    """The tensors and inputs of a case, over a filled cache.
 
-    Everything in the cache that no sequence of the step may read is NaN. q, k and v
-    are slices of one fused tensor, as a model makes them. Positions of the rotation are
-    those in the sequences.
+    All parts of the cache that no sequence of the step may read are NaN. q, k and v are slices of
+    one fused tensor, as in a model. Rotary positions are the positions in the sequences.
     """
 
     def __init__(self, case: Case) -> None:
@@ -116,7 +115,7 @@ class Step:
         )
 
     def clear_written(self) -> None:
-        """Make the slots of the step NaN again, for another backend to write."""
+        """Reset the slots of the step to NaN before another backend writes them."""
         self.kv_cache.buffer.copy_(self._before)
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
@@ -124,13 +123,13 @@ class Step:
         return backend.run(LAYER, self.query, self.key, self.value, self.rotation)
 
     def of_all_groups(self, inputs: AttentionInputs) -> list[AttentionInputs]:
-        """What `plan` takes: the other group, whose layer does not run, gets no blocks."""
+        """Inputs of all groups for `plan`; the group whose layer does not run has no blocks."""
         nothing = replace(inputs, block_table=np.full_like(inputs.block_table, NO_BLOCK))
         *others, _ = self.kv_cache.layout.windows
         return [nothing] * len(others) + [inputs]
 
     def only(self, row: int) -> AttentionInputs:
-        """The inputs of one of the sequences by itself."""
+        """The inputs of a single sequence."""
         tokens = slice(*self.inputs.query_start[row : row + 2])
         return AttentionInputs(
             query_start=np.array([0, tokens.stop - tokens.start], dtype=np.int32),
@@ -139,8 +138,8 @@ class Step:
             slot_mapping=self.inputs.slot_mapping[tokens],
         )
 
-    def turned(self, heads: torch.Tensor) -> torch.Tensor:
-        """q or k of the step after rotation, in float64."""
+    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
+        """q or k of the step after the rotary embedding, in float64."""
         cosines, sines = self.rotation.double()[:, None].unbind(2)
         first, second = heads.double().chunk(2, dim=-1)
         return torch.cat(
@@ -148,15 +147,15 @@ class Step:
         )
 
     def written(self, part: int) -> torch.Tensor:
-        """K (0) or V (1) of the step's tokens as they stand in the pages, [T, heads, head_dim]."""
+        """K (0) or V (1) of the step's tokens as stored in the pages, [T, heads, head_dim]."""
         return self._read(part, torch.from_numpy(self.inputs.slot_mapping))
 
     def expected(self) -> torch.Tensor:
-        """The answer in float64, over what the pages hold, [T, num_heads, head_dim]."""
+        """Attention output in float64 over the stored K and V, [T, num_heads, head_dim]."""
         case = self.case
         answer = torch.empty(self.query.shape, dtype=torch.float64)
         group = case.num_heads // case.num_kv_heads
-        queries = self.turned(self.query).to(case.dtype).double()
+        queries = self.rotated(self.query).to(case.dtype).double()
         for row, (before, new) in enumerate(case.sequences):
             start = int(self.inputs.query_start[row])
             first, slots = self._in_sight[row]

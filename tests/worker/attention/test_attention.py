@@ -22,10 +22,10 @@ from worker.kernels import AttentionStep
 from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import Rotation
 
-# Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are
-# compared after rounding the output to 8 or 11 bits. Where bfloat16 is multiplied the
-# weights are rounded to 8 bits too: each is off by 2^-9 of itself at most, so the sum by
-# 2^-9 of the largest value in sight, and in truth by much less.
+# Largest error relative to the largest value: 1e-5 for float32; the 16-bit types are compared after
+# rounding the output to 8 or 11 bits. Kernels that multiply in bfloat16 round the attention weights
+# to 8 bits too: the relative error of a weight is at most 2^-9, so that of the sum is at most 2^-9
+# of the largest visible value, usually far less.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 DTYPES = list(TOLERANCE)
 KV_DTYPES = [*DTYPES, torch.int8]
@@ -80,7 +80,7 @@ def all_backends_of(step: Step) -> dict[str, AttentionBackend]:
 
 
 def error_of(step: Step, backend: AttentionBackend) -> float:
-    """Largest error beside the largest value; NaN when anything leaked."""
+    """Largest error relative to the largest value; NaN if a NaN of the cache was read."""
     output = step.run(backend)
     expected = step.expected()
     return float((output.double() - expected).abs().max() / expected.abs().max())
@@ -88,7 +88,7 @@ def error_of(step: Step, backend: AttentionBackend) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_reference_and_kernels_match_float64(name: str) -> None:
-    """With each pair of dtypes, by the reference and by the kernels of every variant."""
+    """All pairs of dtypes, by the reference and by the kernels of every variant."""
     for dtype, kv_dtype in PAIRS:
         step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
         for backend_name, backend in all_backends_of(step).items():
@@ -128,7 +128,7 @@ IN_SIGHT = {torch.float32: (None, 300), torch.bfloat16: (None,), torch.int8: (No
 
 @each_variant
 def test_a_row_does_not_depend_on_its_batch(variant) -> None:
-    """Decodes and chunks, alone and together: the same bits."""
+    """Decodes and chunks give the same bits alone and in a batch."""
     sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30), (999, 3), (255, 1), (256, 1))
     kernels = load_variant(variant)
     for kv_dtype, windows in IN_SIGHT.items():
@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_its_batch(variant) -> None:
 
 
 def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tensor:
-    """The only sequence of the step, computed from cut to cut."""
+    """Compute the only sequence of the step in chunks that end at `cuts`."""
     (total,) = step.inputs.seq_lens.tolist()
     before = total - step.inputs.num_tokens
     outputs = []
@@ -164,27 +164,29 @@ def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tenso
     return torch.cat(outputs)
 
 
-def sums_of_decodes_and_chunks_are_one(variant, kv_dtype: torch.dtype) -> bool:
-    """The tile unit over pages of bfloat16; elsewhere a decode has a kernel of its own."""
+def decodes_sum_like_chunks(variant, kv_dtype: torch.dtype) -> bool:
+    """Whether decodes run in the kernel of chunks: with AMX over bfloat16 pages."""
     return variant.name == "amx" and kv_dtype == torch.bfloat16
 
 
 @each_variant
 def test_a_row_does_not_depend_on_the_chunk_it_is_in(variant) -> None:
-    """Chunks of a prompt cut anywhere, down to one token where decodes sum alike: the same bits."""
+    """Chunks cut anywhere give the same bits; of one token only if decodes sum like chunks."""
     for kv_dtype, window in itertools.product(IN_SIGHT, (None, 300)):
         dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
         step = Step(Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window))
         backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
         whole = in_chunks(step, backend, [0, 400])
         assert torch.equal(whole, in_chunks(step, backend, [0, 64, 107, 300, 400])), kv_dtype
-        if sums_of_decodes_and_chunks_are_one(variant, kv_dtype):
+        if decodes_sum_like_chunks(variant, kv_dtype):
             cuts = [0, 7, 8, 9, 10, 100, 101, 323, 324, 326, 398, 399, 400]
             assert torch.equal(whole, in_chunks(step, backend, cuts)), (kv_dtype, window)
 
 
-def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: str) -> None:
-    """Rows before the last token of each sequence do not see it; the last one does."""
+def assert_rows_before_a_nan_are_unchanged(
+    step: Step, backend: AttentionBackend, part: str
+) -> None:
+    """A NaN in the last token of each sequence reaches that row and none before it."""
     clean = step.run(backend)
     last = torch.from_numpy(step.inputs.query_start[1:].astype(np.int64)) - 1
     for each in (step.key, step.value):
@@ -197,25 +199,25 @@ def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: s
     assert torch.equal(output[before], clean[before])
 
 
-NO_NUMBERS = Case(((0, 60), (0, 3), (30, 5), (600, 1), (1200, 90)))
+NAN_CASE = Case(((0, 60), (0, 3), (30, 5), (600, 1), (1200, 90)))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
-def test_what_is_no_number_stays_with_those_who_see_it(kv_dtype: torch.dtype) -> None:
+def test_nan_reaches_only_rows_that_attend_to_it(kv_dtype: torch.dtype) -> None:
     dtype = torch.bfloat16 if kv_dtype == torch.int8 else kv_dtype
     for window in (None, 40):
-        step = Step(replace(NO_NUMBERS, dtype=dtype, kv_dtype=kv_dtype, window=window))
+        step = Step(replace(NAN_CASE, dtype=dtype, kv_dtype=kv_dtype, window=window))
         key, value = step.key.clone(), step.value.clone()
         for backend in all_backends_of(step).values():
             for part in ("both", "key", "value"):
                 step.clear_written()
                 step.key.copy_(key)
                 step.value.copy_(value)
-                rows_before_what_is_no_number(step, backend, part)
+                assert_rows_before_a_nan_are_unchanged(step, backend, part)
 
 
 @each_variant
-def test_int8_of_what_is_not_finite_has_no_scale(variant) -> None:
+def test_int8_rows_with_nonfinite_values_have_a_nan_scale(variant) -> None:
     for value in (float("inf"), float("-inf"), float("nan")):
         step = Step(Case(((20, 3),), kv_dtype=torch.int8))
         step.key[1, 0, 5] = step.value[2, 1, 7] = value
@@ -230,16 +232,16 @@ def test_int8_of_what_is_not_finite_has_no_scale(variant) -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_is_as_near_as_the_cache_allows(
+def test_stored_keys_and_values_are_as_exact_as_the_cache_dtype(
     dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    """Turned keys and values: off by half a step of the element type, or of the int8 scale."""
+    """The error is at most half a step of the dtype or of the int8 scale."""
     case = Case(((20, 3), (5, 1), (0, 30)), dtype=dtype, kv_dtype=kv_dtype, head_dim=40)
     step = Step(case)
     for backend in all_backends_of(step).values():
         step.clear_written()
         step.run(backend)
-        for part, exact in enumerate((step.turned(step.key), step.value.double())):
+        for part, exact in enumerate((step.rotated(step.key), step.value.double())):
             error = (step.written(part).double() - exact).abs()
             if kv_dtype == torch.int8:
                 half_step = exact.abs().amax(dim=-1, keepdim=True) / 127 / 2
@@ -268,7 +270,7 @@ def test_kernels_and_reference_write_the_same_int8(variant) -> None:
 
 
 @each_variant
-def test_number_of_threads_does_not_change_a_bit(variant) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
     step = Step(Case(((600, 1), (0, 150), (1400, 1))))
     backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
     before = torch.get_num_threads()
@@ -283,8 +285,8 @@ def test_number_of_threads_does_not_change_a_bit(variant) -> None:
 
 
 @each_variant
-def test_little_memory_for_partial_results_changes_no_bit(variant) -> None:
-    """Long sequences in several rounds, one of them with a tile that needs more than there is."""
+def test_results_do_not_depend_on_the_workspace_size(variant) -> None:
+    """Long sequences take several rounds; one tile alone needs more than the workspace."""
     case = Case(((900, 1), (3, 1), (2500, 40), (700, 2), (0, 50), (1200, 1)))
     step = Step(case)
     kernels = load_variant(variant)
@@ -299,7 +301,7 @@ def test_little_memory_for_partial_results_changes_no_bit(variant) -> None:
 
 
 @each_variant
-def test_memory_for_partial_results_is_bounded(variant) -> None:
+def test_the_workspace_is_bounded(variant) -> None:
     """A long chunk of a very long prompt, and decodes that share a long prefix."""
     shape = AttentionShape(32, 8, 128, 1.0)
     for num_seqs, new, total in ((1, 8192, 131_072), (2048, 1, 100_000)):
@@ -324,8 +326,8 @@ def test_memory_for_partial_results_is_bounded(variant) -> None:
 
 
 @each_variant
-def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
-    """One KV head and 512 tokens in sight, whatever the length of the sequence."""
+def test_a_decode_over_a_window_is_split_between_two_threads(variant) -> None:
+    """One KV head and a window of 512 tokens, for any length of the sequence."""
     lengths = {}
     for seq_len in (600, 30_000):
         query_start, seq_lens = np.array([0, 1], np.int32), np.array([seq_len], np.int32)
@@ -349,7 +351,7 @@ def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
 
 @each_variant
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
-def test_only_the_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) -> None:
+def test_only_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) -> None:
     step = Step(Case(((20, 3), (5, 1)), kv_dtype=kv_dtype))
     before = step.kv_cache.buffer.clone()
     slots = torch.from_numpy(step.inputs.slot_mapping)
@@ -367,8 +369,8 @@ def test_only_the_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) 
 
 
 @each_variant
-def test_infinite_scores_in_float16_stay_apart(variant) -> None:
-    """A value of one sequence that overflows is nobody else's business."""
+def test_a_float16_overflow_affects_only_its_sequence(variant) -> None:
+    """Infinite attention scores of one sequence do not change the others."""
     step = Step(Case(((40, 1), (40, 1)), dtype=torch.float16))
     step.value[0] = float("inf")
     output = step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
@@ -392,7 +394,7 @@ def test_inputs_count_tokens_and_sequences() -> None:
 
 @each_variant
 def test_layers_of_several_groups_read_their_own_blocks(variant) -> None:
-    """Full, window, window: each layer with the block table of its group, planned at once."""
+    """Full attention and two windows, planned at once, with the block tables of their groups."""
     layout = kv_layout([None, 6, 6])
     cache = KVCache(kv_cache_geometry(layout, 1, 8, torch.float32), layout, 16, 4)
     shape = AttentionShape(2, 1, 8, 0.3)

@@ -1,4 +1,4 @@
-"""The fake device refuses what would wait for a real one, or race with it."""
+"""The fake device refuses calls that would wait for a real device or race with it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def written_too_early(device: FakeDevice) -> None:
 
 
 def read_too_early(device: FakeDevice) -> None:
-    """Not refused, but rubbish: the copy has not run."""
+    """Not refused, but garbage: the copy has not run."""
     memory, source = device.pinned(4), device.zeros(4, torch.uint8)
     memory.copy_(source, non_blocking=True)
     if memory.any():
@@ -73,7 +73,7 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS_AND_RACES)
-def test_waits_and_races_are_refused(name: str) -> None:
+def test_waits_and_data_races_are_refused(name: str) -> None:
     with pytest.raises(DeviceError):
         WAITS_AND_RACES[name](FakeDevice())
 
@@ -86,7 +86,7 @@ def test_waits_and_races_are_refused(name: str) -> None:
         lambda: torch.zeros(2).to(CUDA),
     ],
 )
-def test_numbers_of_the_host_are_put_on_the_device_while_loading_alone(
+def test_host_numbers_reach_the_device_only_during_loading(
     make: Callable[[], torch.Tensor],
 ) -> None:
     with FakeCuda() as cuda:
@@ -96,7 +96,7 @@ def test_numbers_of_the_host_are_put_on_the_device_while_loading_alone(
             make()
 
 
-def test_a_result_arrives_with_its_event() -> None:
+def test_a_result_is_valid_after_its_event() -> None:
     device = FakeDevice()
     downloader = Downloader(device)
     sent = [torch.arange(5), torch.tensor([0.5]), torch.tensor([True, False])]
@@ -108,8 +108,8 @@ def test_a_result_arrives_with_its_event() -> None:
         assert [each.dtype for each in found] == [each.numpy().dtype for each in sent]
 
 
-def recorded(device: FakeDevice, run: Callable[[torch.Tensor], Any]) -> Any:
-    """A graph of `run` over a tensor of the device, of which nothing is to be kept."""
+def capture(device: FakeDevice, run: Callable[[torch.Tensor], Any]) -> Any:
+    """Capture `run` over a tensor of the device as a graph."""
     given = device.zeros(2, torch.float32)
 
     def running() -> torch.Tensor:
@@ -119,13 +119,13 @@ def recorded(device: FakeDevice, run: Callable[[torch.Tensor], Any]) -> Any:
     return device.capture(running)
 
 
-def test_a_replay_computes_from_what_stands_there_now() -> None:
+def test_a_replay_reads_current_tensor_contents() -> None:
     device = FakeDevice()
     given, chosen = device.zeros(2, torch.float32), [1.0]
     graph, result = device.capture(lambda: (given * 2 + chosen[0]).relu_())
     assert on_host(result).isnan().all()
     given += 3
-    chosen[0] = 100.0  # decided when it was recorded
+    chosen[0] = 100.0  # fixed at capture
     graph.replay()
     assert on_host(result).tolist() == [7.0, 7.0]
     given -= 9
@@ -133,7 +133,7 @@ def test_a_replay_computes_from_what_stands_there_now() -> None:
     assert on_host(result).tolist() == [0.0, 0.0]
 
 
-def test_a_tensor_in_the_place_of_another_is_not_seen() -> None:
+def test_a_replay_ignores_a_rebound_tensor() -> None:
     device = FakeDevice()
     places = [device.zeros(1, torch.float32)]
     graph, result = device.capture(lambda: places[0] + 1)
@@ -155,8 +155,8 @@ NOT_CAPTURED: dict[str, Callable[[FakeDevice, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
-def test_what_cannot_be_recorded_is_refused(name: str) -> None:
+def test_calls_that_cannot_be_captured_are_refused(name: str) -> None:
     device = FakeDevice()
-    recorded(device, lambda given: given.add_(1))
+    capture(device, lambda given: given.add_(1))
     with pytest.raises((DeviceError, CaptureError)):
-        recorded(device, lambda given: NOT_CAPTURED[name](device, given))
+        capture(device, lambda given: NOT_CAPTURED[name](device, given))

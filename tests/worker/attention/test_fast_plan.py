@@ -1,4 +1,4 @@
-"""Planning a graph's wrapper again: what the library leaves to its caller, broken once each."""
+"""FlashInfer's rules for planning a graph's wrapper again, each violated once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Replanning:
-    """A wrapper for two sequences, planned in full once."""
+class ReplannedWrapper:
+    """A graph's wrapper for two sequences that has been planned once."""
 
     def __init__(self) -> None:
         self.device = device = FakeDevice()
@@ -75,11 +75,11 @@ class Replanning:
         )
 
 
-def change(name: str, value: Any) -> Callable[[Replanning], None]:
+def set_attribute(name: str, value: Any) -> Callable[[ReplannedWrapper], None]:
     return lambda calls: setattr(calls, name, value)
 
 
-def eager(calls: Replanning) -> None:
+def eager(calls: ReplannedWrapper) -> None:
     calls.wrapper = calls.library.BatchDecodeWithPagedKVCacheWrapper(
         calls.device.zeros(1 << 20, torch.uint8),
         "HND",
@@ -89,9 +89,9 @@ def eager(calls: Replanning) -> None:
     )
 
 
-VIOLATIONS: dict[str, tuple[Callable[[Replanning], None], str]] = {
-    "never planned in full": (change("is_planned", False), "planned in full before"),
-    "buffers left as they were": (change("fills", False), "fills the buffers"),
+VIOLATIONS: dict[str, tuple[Callable[[ReplannedWrapper], None], str]] = {
+    "never planned in full": (set_attribute("is_planned", False), "planned in full before"),
+    "buffers left as they were": (set_attribute("fills", False), "fills the buffers"),
     "no graph": (eager, "only a graph's buffers"),
     "another scale": (lambda calls: calls.settings.update(sm_scale=0.5), "as it was planned"),
     "another window": (lambda calls: calls.settings.update(window_left=3), "as it was planned"),
@@ -109,8 +109,8 @@ VIOLATIONS: dict[str, tuple[Callable[[Replanning], None], str]] = {
 }
 
 
-def test_a_second_plan_is_right_when_nothing_is_changed() -> None:
-    calls = Replanning()
+def test_a_correct_second_plan_is_accepted() -> None:
+    calls = ReplannedWrapper()
     calls.run()
     assert calls.wrapper.num_plans == 2
 
@@ -118,14 +118,14 @@ def test_a_second_plan_is_right_when_nothing_is_changed() -> None:
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_each_violation_is_refused(name: str) -> None:
     violate, message = VIOLATIONS[name]
-    calls = Replanning()
+    calls = ReplannedWrapper()
     violate(calls)
     with pytest.raises(ContractError, match=message):
         calls.run()
 
 
-def test_a_plan_waits_for_the_copy_of_the_one_before() -> None:
-    calls = Replanning()
+def test_a_plan_before_the_previous_copy_is_refused() -> None:
+    calls = ReplannedWrapper()
     calls.run()
     calls.is_planned = False
     with pytest.raises(ContractError, match="before the copy"):

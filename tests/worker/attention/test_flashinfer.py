@@ -26,8 +26,8 @@ DECODES = ((20, 1), (15, 1), (40, 1))
 PREFILLS = ((0, 7), (33, 5), (0, 32))
 
 
-class Fakes:
-    """The backend over a case's cache, and what it runs on."""
+class FakeBackend:
+    """The FlashInfer backend over a case's cache, its fake device and fake library."""
 
     def __init__(self, step: Step, options: Options = OPTIONS) -> None:
         self.device = FakeDevice()
@@ -72,9 +72,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference_bit_by_bit(name: str) -> None:
+def test_output_equals_the_reference_bit_by_bit(name: str) -> None:
     step, twin = Step(CASES[name]), Step(CASES[name])
-    result = step.run(Fakes(step).backend)
+    result = step.run(FakeBackend(step).backend)
     wanted = twin.run(ReferenceAttention(twin.kv_cache, twin.case.shape))
     assert result.dtype == wanted.dtype
     assert result.is_contiguous()
@@ -88,28 +88,28 @@ def test_equals_the_reference_bit_by_bit(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_of_eight_bits(dtype: torch.dtype) -> None:
     step = Step(case_of(MIXED, dtype=dtype, kv_dtype=torch.float8_e4m3fn, window=6))
-    result = step.run(Fakes(step).backend)
+    result = step.run(FakeBackend(step).backend)
     exact = step.expected()
     assert (result.double() - exact).norm() < 5e-3 * exact.norm()
     assert torch.equal(step.written(1), step.value.to(torch.float8_e4m3fn).float())
 
 
-def test_each_kind_is_planned_once_a_step_and_group() -> None:
+def test_every_kind_of_wrapper_is_planned_once_per_step_and_group() -> None:
     step = Step(case_of(MIXED, window=6))
-    fakes = Fakes(step)
+    fakes = FakeBackend(step)
     for _ in range(3):
         step.run(fakes.backend)
     num_groups = len(step.kv_cache.layout.windows)
     assert [each.num_plans for each in fakes.library.wrappers] == [3] * 2 * num_groups
     only_decodes = Step(case_of(DECODES))
-    fakes = Fakes(only_decodes)
+    fakes = FakeBackend(only_decodes)
     only_decodes.run(fakes.backend)
     assert sorted(each.num_plans for each in fakes.library.wrappers) == [0, 1]
 
 
-def test_nothing_is_waited_for_but_copies_of_earlier_steps() -> None:
+def test_a_step_waits_only_for_copies_of_earlier_steps() -> None:
     step = Step(case_of(MIXED))
-    fakes = Fakes(step)
+    fakes = FakeBackend(step)
     for _ in range(4):
         before = fakes.device.queued
         step.run(fakes.backend)
@@ -117,10 +117,10 @@ def test_nothing_is_waited_for_but_copies_of_earlier_steps() -> None:
     assert fakes.device.completed > 0
 
 
-def test_steps_that_grow_and_shrink_share_their_staging() -> None:
+def test_steps_of_any_size_share_one_staging_buffer() -> None:
     sequences = ((0, 7), (20, 1), (33, 5), (15, 1), (90, 1), (0, 40))
     step, twin = Step(case_of(sequences)), Step(case_of(sequences))
-    fakes = Fakes(step)
+    fakes = FakeBackend(step)
     reference = ReferenceAttention(twin.kv_cache, twin.case.shape)
     assert torch.equal(step.run(fakes.backend), twin.run(reference))
     for row in (5, 1, 0, 4, 2, 3):
@@ -134,10 +134,10 @@ def test_steps_that_grow_and_shrink_share_their_staging() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> None:
+def test_a_padded_batch_uses_the_wrapper_of_its_captured_size(window: int | None) -> None:
     case = case_of(DECODES, window=window)
     step, plain = Step(case), Step(case)
-    fakes = Fakes(step, capturing(4, 8))
+    fakes = FakeBackend(step, capturing(4, 8))
     padded = pad_decodes(step.inputs, 4)
 
     def torch_columns(tokens: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> N
     fakes.backend.plan(step.of_all_groups(padded))
     parts = map(torch_columns, (step.query, step.key, step.value, step.rotation))
     result = fakes.backend.run(LAYER, *parts)
-    assert torch.equal(result[:3], plain.run(Fakes(plain).backend))
+    assert torch.equal(result[:3], plain.run(FakeBackend(plain).backend))
     assert not result[3].any()
     for part in (0, 1):
         assert torch.equal(step.written(part), plain.written(part))
@@ -155,17 +155,17 @@ def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> N
     assert len(planned) == len(step.kv_cache.layout.windows)
 
 
-def test_decodes_beside_a_prefill_are_not_the_captured_ones() -> None:
+def test_mixed_steps_use_no_captured_graph() -> None:
     step = Step(case_of(MIXED))
     num_decodes = sum(new == 1 for _, new in MIXED)
-    fakes = Fakes(step, capturing(num_decodes))
+    fakes = FakeBackend(step, capturing(num_decodes))
     step.run(fakes.backend)
     assert all(each.batch_size is None for each in fakes.library.wrappers if each.num_plans)
 
 
-def test_a_captured_size_keeps_its_buffers_from_plan_to_plan() -> None:
+def test_a_captured_size_reuses_its_buffers() -> None:
     step, twin = Step(case_of(DECODES)), Step(case_of(DECODES))
-    fakes = Fakes(step, capturing(1, 3))
+    fakes = FakeBackend(step, capturing(1, 3))
     reference = ReferenceAttention(twin.kv_cache, twin.case.shape)
     for _ in range(3):
         assert torch.equal(step.run(fakes.backend), twin.run(reference))
@@ -179,7 +179,7 @@ SHARING = {
 
 
 def sharing_two_pages(step: Step) -> AttentionInputs:
-    """All sequences begin with the first one's pages."""
+    """Let all sequences begin with the first one's pages."""
     table = step.inputs.block_table.copy()
     table[:, :2] = table[0, :2]
     return replace(step.inputs, block_table=table)
@@ -187,11 +187,11 @@ def sharing_two_pages(step: Step) -> AttentionInputs:
 
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
 @pytest.mark.parametrize("name", SHARING)
-def test_a_shared_prefix_is_read_once_and_merged(name: str, soft_cap: float) -> None:
+def test_cascade_attention_reads_a_shared_prefix_once(name: str, soft_cap: float) -> None:
     case = case_of(SHARING[name], soft_cap=soft_cap)
     step, twin = Step(case), Step(case)
     inputs = sharing_two_pages(step)
-    fakes = Fakes(step, replace(OPTIONS, cascade_from=2))
+    fakes = FakeBackend(step, replace(OPTIONS, cascade_from=2))
     reference = ReferenceAttention(twin.kv_cache, case.shape)
     results = []
     for each, backend in ((step, fakes.backend), (twin, reference)):
@@ -202,10 +202,10 @@ def test_a_shared_prefix_is_read_once_and_merged(name: str, soft_cap: float) -> 
 
 
 @pytest.mark.parametrize(("window", "cascade_from"), [(None, 0), (None, 3), (40, 1)])
-def test_no_prefix_is_shared(window: int | None, cascade_from: int) -> None:
-    """Off, too short to be worth it, or in a group whose window passes over it."""
+def test_cascade_attention_is_not_used(window: int | None, cascade_from: int) -> None:
+    """If disabled, for a short prefix, or in a group with a window."""
     step = Step(case_of(SHARING["mixed"], window=window))
-    fakes = Fakes(step, replace(OPTIONS, cascade_from=cascade_from))
+    fakes = FakeBackend(step, replace(OPTIONS, cascade_from=cascade_from))
     inputs = sharing_two_pages(step)
     table = inputs.block_table
     different = np.arange(table.size, dtype=np.int32).reshape(table.shape)
@@ -243,7 +243,7 @@ def backend_for(
         (torch.bfloat16, torch.bfloat16, 96, "heads of 64, 128, 256, not 96", "attention_backend"),
     ],
 )
-def test_what_there_are_no_kernels_for_is_a_config_error(
+def test_unsupported_dtypes_and_heads_are_a_config_error(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, message: str, parameter: str
 ) -> None:
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
@@ -269,7 +269,7 @@ def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "sizes", "mebibytes"),
     [
-        # The first two as the library's own planner finds them.
+        # The first two sizes are those that the library's planner computes.
         (32, 8, 128, (256,), 80),
         (32, 8, 128, (1, 512), 161),
         (32, 8, 128, (), 66),
@@ -277,7 +277,7 @@ def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> N
         (4, 1, 256, (8,), 66),
     ],
 )
-def test_the_workspace_has_room_for_any_plan(
+def test_the_workspace_is_large_enough_for_any_plan(
     heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...], mebibytes: int
 ) -> None:
     shape = AttentionShape(heads, kv_heads, head_dim, scale=1.0)

@@ -1,4 +1,4 @@
-"""The fake of FlashInfer refuses each way of calling it that the library would not notice."""
+"""The fake FlashInfer refuses misuse that the library does not notice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ from tests.fakes.flashinfer_calls import (
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_the_calls_are_right_when_nothing_is_changed(kind: str) -> None:
+def test_unchanged_calls_are_accepted(kind: str) -> None:
     calls = Calls(kind)
     assert on_host(calls.all()).isfinite().all()
     if kind == "decode":

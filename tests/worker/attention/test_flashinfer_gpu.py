@@ -1,7 +1,7 @@
-"""The FlashInfer backend on a GPU against float64, over the cases of the fake's tests.
+"""The FlashInfer backend on a GPU against float64, in the cases of test_flashinfer.py.
 
-Without kernels built ahead of time the library compiles them on first use, some minutes for all of
-them. The tests of plans ahead of the device and of graphs run on the strict fake as well.
+Without prebuilt kernels the library compiles them on first use, which takes minutes. The tests of
+graphs and of plans ahead of the device run on the strict fake as well.
 """
 
 import copy
@@ -45,16 +45,18 @@ class Gpu:
         self.store: Any = TritonStore()
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers in the device's memory."""
+        """Copy a tensor to the device."""
         return tensor.to(CUDA)
 
     def keep_busy(self) -> None:
-        """Queue something that takes longer than what the host queues behind it."""
+        """Queue work that takes longer than the host needs to queue the next."""
         torch.cuda._sleep(LONG_SLEEP)
 
 
 class StrictFake(Gpu):
-    """A device that runs only as far as it is waited for, and a library that refuses misuse."""
+    """A fake device that runs queued work only when waited for, and a fake library that refuses
+    misuse.
+    """
 
     def __init__(self) -> None:
         self.accelerator = FakeDevice()
@@ -86,7 +88,7 @@ def device(request: pytest.FixtureRequest) -> Gpu:
 
 
 class OnDevice:
-    """A step whose cache and tensors are the device's too."""
+    """A step whose cache and tensors are on the device."""
 
     def __init__(self, device: Gpu, step: Step, **options: Any) -> None:
         self.step = step
@@ -111,12 +113,12 @@ class OnDevice:
         self.backend.plan(self.step.of_all_groups(inputs))
 
     def run(self, parts: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Queued, not waited for. The backend rotates q and k in place: each run has its own."""
+        """Queue the step; q and k are copied, because the backend rotates them in place."""
         query, key, value, rotation = parts or self.parts
         return self.backend.run(LAYER, query.clone(), key.clone(), value, rotation)
 
     def result(self) -> torch.Tensor:
-        """Of the whole step, float64 on the host."""
+        """Wait for the output of the whole step, float64 on the host."""
         self.plan(self.step.inputs)
         return self.on_host(self.run()).double()
 
@@ -125,14 +127,14 @@ class OnDevice:
         return fetched
 
     def expected(self) -> torch.Tensor:
-        """float64, over what the device has written."""
+        """Expected output in float64 over the K and V that the device wrote."""
         self.step.kv_cache.buffer.copy_(self.on_host(self._cache.buffer))
         return self.step.expected()
 
 
 @on_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_equals_float64(device: Gpu, name: str) -> None:
+def test_output_equals_float64(device: Gpu, name: str) -> None:
     there = OnDevice(device, Step(CASES[name]))
     result = there.result()
     exact = there.expected()
@@ -150,7 +152,7 @@ def test_keys_and_values_of_eight_bits(device: Gpu) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("name", SHARING)
-def test_a_shared_prefix_gives_what_it_gives_alone(device: Gpu, name: str) -> None:
+def test_cascade_attention_equals_separate_attention(device: Gpu, name: str) -> None:
     results = []
     for cascade_from in (0, 1):
         there = OnDevice(device, Step(case_of(SHARING[name])), cascade_from=cascade_from)
@@ -161,7 +163,7 @@ def test_a_shared_prefix_gives_what_it_gives_alone(device: Gpu, name: str) -> No
 
 @on_both
 @torch.inference_mode()
-def test_plans_made_ahead_of_the_device_do_not_meet(device: Gpu) -> None:
+def test_plans_made_ahead_of_the_device_do_not_interfere(device: Gpu) -> None:
     there = OnDevice(device, Step(case_of(tuple((40 * n, 1 + n % 3) for n in range(1, 9)))))
     rows = [0, 7, 3, 5, 1, 6, 2, 4] * 5
 
@@ -179,7 +181,7 @@ def test_plans_made_ahead_of_the_device_do_not_meet(device: Gpu) -> None:
 
 @on_both
 @torch.inference_mode()
-def test_a_replayed_graph_reads_the_plan_of_the_moment(device: Gpu) -> None:
+def test_a_replayed_graph_uses_the_latest_plan(device: Gpu) -> None:
     step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES)))
     there = OnDevice(device, step, capture_sizes=(4,), capture_pages=64)
     parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in there.parts]

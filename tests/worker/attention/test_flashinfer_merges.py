@@ -1,4 +1,4 @@
-"""The fake of FlashInfer refuses merges of two results that would go wrong."""
+"""The fake FlashInfer refuses wrong merges of two attention states."""
 
 from collections.abc import Callable
 
@@ -21,14 +21,14 @@ MERGES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 def states() -> list[torch.Tensor]:
-    """v, s, v_other, s_other of two queries, on a device that owns the library."""
+    """Return v, s, v_other and s_other of two queries."""
     shape = (2, NUM_HEADS, HEAD_DIM)
     results, sums = torch.randn(2, *shape).bfloat16(), torch.randn(2, *shape[:2])
     return [each for pair in zip(results, sums, strict=True) for each in pair]
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_merges_that_would_go_wrong_are_refused(name: str) -> None:
+def test_wrong_merges_are_refused(name: str) -> None:
     device = FakeDevice()
     arguments = [device.adopt(each) for each in states()]
     FakeFlashInfer(device).merge_state_in_place(*arguments)

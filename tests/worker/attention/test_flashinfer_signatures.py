@@ -1,7 +1,7 @@
-"""The fake's parameters beside those of the installed FlashInfer.
+"""The signatures of the fake FlashInfer agree with the installed library.
 
-What the backend passes runs on the fake, so what the fake takes is what is relied on. The
-library imports without a GPU; where it is not installed the comparison is skipped:
+The backend's calls run on the fake, so its signatures are the ones relied on. The library imports
+without a GPU; if it is not installed the comparison is skipped:
 pip install --no-deps flashinfer-python==VERSION apache-tvm-ffi nvidia-ml-py einops
 """
 
@@ -25,7 +25,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "making a decode": (FakeFlashInfer.BatchDecodeWithPagedKVCacheWrapper, DECODE, "__init__"),
     "planning a prefill": (FakePrefill.plan, PREFILL, "plan"),
     "its memory": (FakeDecode.reset_workspace_buffer, DECODE, "reset_workspace_buffer"),
-    # Its plan takes keywords as **kwargs, for positions that are going away, and hands them on.
+    # Its plan takes keywords as **kwargs, because positional arguments are deprecated.
     "planning a decode": (FakeDecode.plan, DECODE, "_plan_impl"),
     "running a prefill": (FakePrefill.run, PREFILL, "run"),
     "running a decode": (FakeDecode.run, DECODE, "run"),
@@ -45,7 +45,7 @@ KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWO
 
 
 def differences(ours: inspect.Signature, theirs: inspect.Signature) -> list[str]:
-    """What a call that fits `ours` would meet at `theirs`."""
+    """List why a call that fits `ours` would fail or differ with `theirs`."""
     found = []
     places = [each.name for each in theirs.parameters.values() if each.kind in POSITIONAL]
     for place, (name, own) in enumerate(ours.parameters.items()):
@@ -67,7 +67,7 @@ def differences(ours: inspect.Signature, theirs: inspect.Signature) -> list[str]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_library_takes_what_the_fake_takes(call: str) -> None:
+def test_the_library_accepts_calls_that_the_fake_accepts(call: str) -> None:
     try:
         found = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def test_the_library_takes_what_the_fake_takes(call: str) -> None:
     assert differences(ours, inspect.signature(real)) == []
 
 
-def test_the_comparison_sees_what_has_changed() -> None:
+def test_the_comparison_finds_changed_parameters() -> None:
     def ours(self: object, a: int, b: int = 1, *, c: int, d: int = 2, e: int = 3) -> None: ...
 
     def theirs(self: object, b: int, a: int, f: int, /, c: int, *, e: int = 4) -> None: ...
@@ -98,7 +98,7 @@ def test_the_comparison_sees_what_has_changed() -> None:
     assert differences(inspect.signature(ours), inspect.signature(ours)) == []
 
 
-def test_the_extra_names_the_version_that_the_backend_asks_for() -> None:
+def test_the_gpu_extra_pins_the_version_of_the_backend() -> None:
     root = Path(__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert f"flashinfer-python=={VERSION}" in project["optional-dependencies"]["gpu"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.reference.torch_kernels import store_by_index
-from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore
+from worker.attention.kv_store import PADDING_SLOT, TritonStore
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
@@ -22,7 +22,7 @@ def need_triton() -> None:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVStore:
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonStore:
     if request.param == "torch":
         return store_by_index
     need_triton()
@@ -40,14 +40,14 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KV
     ],
 )
 @pytest.mark.parametrize("num_heads", [1, 3])
-def test_every_token_stands_at_its_slot_and_nothing_else_changes(
-    store: KVStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+def test_tokens_are_stored_in_their_slots_only(
+    store: TritonStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     layout = kv_layout([None, None])
     geometry = kv_cache_geometry(layout, num_heads, HEAD_DIM, kv_dtype)
     cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
-    # What 8 bits hold exactly, and now and then more than they hold.
+    # Values that 8 bits represent exactly, and sometimes larger ones.
     fused = torch.randint(-15, 16, (len(SLOTS), 3, num_heads * HEAD_DIM), generator=generator)
     fused[:, :, ::7] *= 128
     _, key, value = (
@@ -63,5 +63,5 @@ def test_every_token_stands_at_its_slot_and_nothing_else_changes(
             if slot != PADDING_SLOT:
                 block, offset = divmod(slot, BLOCK_SIZE)
                 expected[block, 1, part, :, offset] = token.float().clamp(-largest, largest)
-    # The null block may hold anything.
+    # The contents of the null block are arbitrary.
     assert torch.equal(cache.buffer[1:].float(), expected[1:])

@@ -1,4 +1,4 @@
-"""Index arrays against a model that lists the tokens one by one."""
+"""The index arrays of a paged batch against a model that lists the tokens one by one."""
 
 from dataclasses import dataclass, replace
 
@@ -24,9 +24,8 @@ NO_BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Batch:
-    """sequences: (KV tokens before the step, query tokens). windows: of the groups.
-
-    common: pages that are the same block in all tables, as far as a sequence has computed them.
+    """sequences: (KV tokens before the step, query tokens). windows: of the groups. common: leading
+    pages that are the same block in all tables, up to a sequence's computed tokens.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -51,7 +50,7 @@ batches = st.builds(
 
 
 def inputs_of(batch: Batch, group: int) -> AttentionInputs:
-    """A step whose blocks are all different, with NO_BLOCK wherever nobody may look."""
+    """A step whose blocks are all different, with NO_BLOCK in entries that must not be read."""
     size, window = batch.block_size, batch.windows[group]
     lens = [before + new for before, new in batch.sequences]
     width = -(-max(lens) // size) + batch.spare
@@ -75,8 +74,8 @@ def inputs_of(batch: Batch, group: int) -> AttentionInputs:
     )
 
 
-def shared_of(batch: Batch, step: list[AttentionInputs]) -> list[int]:
-    """Of each group the pages of a shared prefix, 0 with a window or where nobody shares."""
+def num_shared_pages(batch: Batch, step: list[AttentionInputs]) -> list[int]:
+    """The pages of the shared prefix of every group; 0 with a window or without sharing."""
     return [
         shared_pages(inputs, batch.block_size) if window is None and len(batch.sequences) > 1 else 0
         for inputs, window in zip(step, batch.windows, strict=True)
@@ -90,9 +89,9 @@ def gathered(step: list[AttentionInputs], pages: StepPages) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(batches)
-def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) -> None:
+def test_every_query_is_planned_once_with_its_visible_tokens(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
-    shared = shared_of(batch, step)
+    shared = num_shared_pages(batch, step)
     pages = step_pages(step, batch.windows, batch.block_size, shared)
     indices = gathered(step, pages)
     assert indices.dtype == torch.int32
@@ -131,7 +130,7 @@ def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) ->
                     int(table[t // batch.block_size]) * batch.block_size + t % batch.block_size
                     for t in range(first, position + 1)
                 ]
-                # As the kernel masks: query j of n ends at length - n + j.
+                # The kernel's causal mask: query j of n ends at length - n + j.
                 end = len(slots) - new + query + 1
                 assert slots[end - len(seen) : end] == seen
             assert all(slot < NO_BLOCK for slot in slots)
@@ -143,7 +142,7 @@ def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) ->
 
 @settings(deadline=None)
 @given(batches)
-def test_shared_pages_are_those_that_all_have_computed(batch: Batch) -> None:
+def test_shared_pages_are_those_that_all_sequences_have_computed(batch: Batch) -> None:
     inputs = inputs_of(replace(batch, windows=(None,)), 0)
     least = min(before // batch.block_size for before, _ in batch.sequences)
     expected = least if len(batch.sequences) == 1 else min(batch.common, least)
@@ -153,7 +152,7 @@ def test_shared_pages_are_those_that_all_have_computed(batch: Batch) -> None:
     assert shared_pages(pad_decodes(inputs, len(batch.sequences) + 1), batch.block_size) == 0
 
 
-def test_pages_that_agree_again_are_not_shared() -> None:
+def test_equal_pages_after_a_difference_are_not_shared() -> None:
     inputs = AttentionInputs(
         query_start=np.array([0, 1, 2], dtype=np.int32),
         seq_lens=np.array([17, 18], dtype=np.int32),
@@ -165,9 +164,9 @@ def test_pages_that_agree_again_are_not_shared() -> None:
 
 @settings(deadline=None)
 @given(batches)
-def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
+def test_arrays_have_the_dtypes_and_shapes_that_the_library_requires(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
-    shared = shared_of(batch, step)
+    shared = num_shared_pages(batch, step)
     pages = step_pages(step, batch.windows, batch.block_size, shared)
     num_decodes = sum(new == 1 for _, new in batch.sequences)
     decodes, prefills = zip(*((each.decodes, each.prefills) for each in pages.groups), strict=True)
@@ -198,7 +197,7 @@ def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=40))
-def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
+def test_decodes_are_first_and_rows_are_restored_to_their_order(counts: list[int]) -> None:
     start = np.cumsum([0, *counts], dtype=np.int32)
     order = order_of(start)
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -223,7 +222,7 @@ def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
     st.integers(0, 5),
     st.one_of(st.none(), st.integers(1, 9)),
 )
-def test_padding_reads_nothing_and_writes_nothing(
+def test_padding_rows_read_and_write_no_sequence(
     before: list[int], missing: int, window: int | None
 ) -> None:
     batch = Batch(tuple((n, 1) for n in before), (window,), 4, 1, 0)

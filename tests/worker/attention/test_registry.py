@@ -1,4 +1,4 @@
-"""Which backend a name gives."""
+"""Selection of the attention backend by its name."""
 
 import logging
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_reference_by_name(kv_cache: KVCache) -> None:
     assert isinstance(registry.create_backend("reference", kv_cache, SHAPE), ReferenceAttention)
 
 
-def test_auto_takes_the_kernels_when_they_are_built(kv_cache: KVCache) -> None:
+def test_auto_selects_the_kernels_if_built(kv_cache: KVCache) -> None:
     try:
         load_kernels()
     except KernelsUnavailableError as reason:
@@ -41,7 +41,7 @@ def test_auto_takes_the_kernels_when_they_are_built(kv_cache: KVCache) -> None:
     assert isinstance(registry.create_backend("auto", kv_cache, SHAPE), CpuAttention)
 
 
-def test_auto_without_kernels_warns_and_takes_the_reference(
+def test_auto_without_kernels_warns_and_selects_the_reference(
     kv_cache: KVCache, no_kernels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -56,7 +56,9 @@ def test_cpu_without_kernels_is_a_config_error(kv_cache: KVCache, no_kernels: No
     assert raised.value.parameter == "attention_backend"
 
 
-def test_heads_that_the_kernels_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_head_sizes_fall_back_or_are_a_config_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     try:
         load_kernels()
     except KernelsUnavailableError as reason:

@@ -19,7 +19,7 @@ def image(content: bytes = CONTENT) -> bytearray:
     return made
 
 
-def test_an_image_is_what_was_sealed() -> None:
+def test_a_sealed_image_is_valid() -> None:
     made = image()
     assert is_valid(memoryview(made), LABEL)
     assert made[HEADER_BYTES:] == CONTENT
@@ -36,12 +36,12 @@ def test_an_image_is_what_was_sealed() -> None:
     ],
     ids=lambda each: next(iter(each)),
 )
-def test_an_image_is_of_one_block_only(other: dict[str, object]) -> None:
+def test_an_image_is_valid_for_its_own_block_only(other: dict[str, object]) -> None:
     assert not is_valid(memoryview(image()), replace(LABEL, **other))
 
 
 @given(st.integers(0, (HEADER_BYTES + len(CONTENT)) * 8 - 1))
-def test_no_flipped_bit_that_counts_is_overlooked(bit: int) -> None:
+def test_every_flipped_bit_of_header_and_content_is_detected(bit: int) -> None:
     made = image()
     made[bit // 8] ^= 1 << bit % 8
     counts = bit // 8 < 48 + MAX_KEY_BYTES or bit // 8 >= HEADER_BYTES
@@ -50,12 +50,12 @@ def test_no_flipped_bit_that_counts_is_overlooked(bit: int) -> None:
 
 
 @given(st.integers(0, HEADER_BYTES + len(CONTENT) - 1))
-def test_a_torn_image_is_none(length: int) -> None:
+def test_a_truncated_image_is_invalid(length: int) -> None:
     assert not is_valid(memoryview(image())[:length], LABEL)
     assert not is_valid(memoryview(image()[:length] + bytes(len(CONTENT))), LABEL)
 
 
-def test_the_longest_key_has_room() -> None:
+def test_the_longest_key_fits_into_the_header() -> None:
     label = replace(LABEL, key=bytes(range(MAX_KEY_BYTES)))
     made = bytearray(HEADER_BYTES + 8)
     seal(memoryview(made), label)

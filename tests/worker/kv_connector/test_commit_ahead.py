@@ -18,7 +18,7 @@ def resident_bytes() -> int:
 
 
 def can_commit() -> bool:
-    """Return whether the kernel supports MADV_POPULATE_WRITE, found independently."""
+    """Return whether the kernel supports MADV_POPULATE_WRITE, by a call of our own."""
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         try:
             memory.madvise(23)
@@ -28,7 +28,7 @@ def can_commit() -> bool:
 
 
 @pytest.mark.skipif(not can_commit(), reason="the system does not commit memory on demand")
-def test_memory_is_committed_and_keeps_what_it_holds() -> None:
+def test_committed_memory_keeps_its_content() -> None:
     memory = large_pages(64 * MIB)
     memory[5 * MIB : 6 * MIB].fill_(7)
     before = resident_bytes()
@@ -37,26 +37,26 @@ def test_memory_is_committed_and_keeps_what_it_holds() -> None:
     assert memory.sum(dtype=torch.int64).item() == 7 * MIB
 
 
-def test_all_of_it_is_asked_for_and_nothing_around_it() -> None:
+def test_all_pages_of_the_pool_are_committed_and_no_others() -> None:
     memory = large_pages(64 * MIB)
     part = memory[MIB + 5 : 9 * MIB + 7]
-    asked: list[tuple[int, int]] = []
+    committed: list[tuple[int, int]] = []
 
     def commit(address: int, num_bytes: int) -> bool:
-        asked.append((address - memory.data_ptr(), num_bytes))
+        committed.append((address - memory.data_ptr(), num_bytes))
         return True
 
     CommitAhead(part, commit).wait()
-    assert [begin for begin, _ in asked] == [MIB + 4096 + 2 * MIB * each for each in range(4)]
-    assert sum(num_bytes for _, num_bytes in asked) == 8 * MIB - 4096
+    assert [begin for begin, _ in committed] == [MIB + 4096 + 2 * MIB * each for each in range(4)]
+    assert sum(num_bytes for _, num_bytes in committed) == 8 * MIB - 4096
 
 
-def test_it_ends_when_the_pool_does() -> None:
+def test_committing_ends_when_the_pool_is_freed() -> None:
     first, goes_on = threading.Event(), threading.Event()
-    asked = []
+    committed = []
 
     def commit(address: int, num_bytes: int) -> bool:
-        asked.append(address)
+        committed.append(address)
         first.set()
         return goes_on.wait(10.0)
 
@@ -69,15 +69,15 @@ def test_it_ends_when_the_pool_does() -> None:
     goes_on.set()
     closing.join()
     ahead.wait()
-    assert len(asked) == 1
+    assert len(committed) == 1
 
 
-def test_a_system_that_cannot_is_asked_once() -> None:
-    asked = []
+def test_committing_stops_at_the_first_refusal() -> None:
+    committed = []
 
     def commit(address: int, num_bytes: int) -> bool:
-        asked.append(address)
+        committed.append(address)
         return False
 
     CommitAhead(large_pages(64 * MIB), commit).wait()
-    assert len(asked) == 1
+    assert len(committed) == 1

@@ -1,4 +1,4 @@
-"""The workers' half around a step: order of the calls, and what is reported when."""
+"""Worker connectors around a step: the order of calls, and when results are reported."""
 
 import os
 from typing import Any
@@ -11,8 +11,13 @@ from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Poller
 from tests.fakes.outside_connector import OutsideWorker
 from worker.kv_connector import multi
-from worker.kv_connector.base import NO_CONNECTOR, FinishedTransfers, WorkerConnector, WorkerContext
-from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.base import (
+    NO_CONNECTOR,
+    FinishedTransfers,
+    WorkerConnector,
+    WorkerContext,
+    create_worker_connector,
+)
 from worker.kv_connector.multi import MultiWorker
 from worker.kv_connector.steps import ConnectorSteps, with_hooks
 
@@ -20,7 +25,7 @@ CONTEXT = WorkerContext(0, 1, b"f" * 32, 16)
 
 
 class Recorder(WorkerConnector):
-    """WorkerConnector that records its calls in a log, which several may share."""
+    """A WorkerConnector that records its calls in a log; several may share one log."""
 
     per_layer = True
 
@@ -84,9 +89,9 @@ def step(metadata: bytes = b"", finished: tuple[int, ...] = ()) -> SchedulerOutp
     )
 
 
-def test_the_order_of_a_step() -> None:
-    recorder, told = Recorder(), []
-    steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
+def test_connector_calls_of_a_step_are_in_order() -> None:
+    recorder, reports = Recorder(), []
+    steps = ConnectorSteps(recorder, 3, 1, Poller(), reports.append)
     steps.before_step(step(b"meta"))
     assert recorder.log == [
         ("bind_connector_metadata", b"meta"),
@@ -100,35 +105,35 @@ def test_the_order_of_a_step() -> None:
         ("get_finished", [8]),
         "build_connector_worker_meta",
     ]
-    assert told == [], "nothing to say is not said"
+    assert reports == [], "an empty report is not sent"
 
 
-def test_what_is_finished_is_told_once_with_epoch_and_rank() -> None:
-    recorder, told = Recorder(), []
-    steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
+def test_finished_transfers_are_reported_once_with_epoch_and_rank() -> None:
+    recorder, reports = Recorder(), []
+    steps = ConnectorSteps(recorder, 3, 1, Poller(), reports.append)
     recorder.finished, recorder.invalid = FinishedTransfers([1], [2]), [9]
     steps.after_step(step())
     steps.after_step(step())
-    assert told == [KVConnectorReport(3, 1, KVConnectorOutput([1], [2], [9]))]
+    assert reports == [KVConnectorReport(3, 1, KVConnectorOutput([1], [2], [9]))]
 
 
-def test_between_steps_a_readable_descriptor_is_a_report() -> None:
-    bell = os.eventfd(0)
-    recorder, told, poller = Recorder(descriptor=bell), [], Poller()
-    steps = ConnectorSteps(recorder, 3, 0, poller, told.append)
+def test_a_readable_descriptor_between_steps_sends_a_report() -> None:
+    event_fd = os.eventfd(0)
+    recorder, reports, poller = Recorder(descriptor=event_fd), [], Poller()
+    steps = ConnectorSteps(recorder, 3, 0, poller, reports.append)
     assert poller.wait(0) == []
-    os.eventfd_write(bell, 1)
+    os.eventfd_write(event_fd, 1)
     recorder.finished = FinishedTransfers([], [4])
     steps.report_if_ready(poller.wait(0))
-    assert told == [KVConnectorReport(3, 0, KVConnectorOutput([], [4]))]
+    assert reports == [KVConnectorReport(3, 0, KVConnectorOutput([], [4]))]
     steps.close()
     steps.close()
-    assert poller.wait(0) == [], "nobody listens any more"
+    assert poller.wait(0) == [], "a closed connector is not polled"
     assert "close" in recorder.log
 
 
 class PlainAttention:
-    """AttentionBackend that records when it runs."""
+    """An AttentionBackend that records its calls."""
 
     def __init__(self, log):
         self.log = log
@@ -141,7 +146,7 @@ class PlainAttention:
         return query
 
 
-def test_layers_wait_for_their_load_and_are_saved_after() -> None:
+def test_layers_wait_for_their_load_and_are_saved_after_attention() -> None:
     recorder = Recorder()
     attention = with_hooks(PlainAttention(recorder.log), recorder)
     query = torch.zeros(1, 1, 4)
@@ -154,10 +159,10 @@ def test_layers_wait_for_their_load_and_are_saved_after() -> None:
         ("save_kv_layer", 2),
     ]
     plain = PlainAttention([])
-    assert with_hooks(plain, NO_CONNECTOR) is plain, "who wants no layers costs nothing"
+    assert with_hooks(plain, NO_CONNECTOR) is plain, "no layer hooks, no wrapper"
 
 
-def test_one_of_somebody_else_s() -> None:
+def test_a_third_party_worker_connector_is_created_by_module_path() -> None:
     config = KVTransferConfig(
         kv_connector="Outside", kv_connector_module_path="tests.fakes.outside_connector"
     )
@@ -165,8 +170,8 @@ def test_one_of_somebody_else_s() -> None:
     assert create_worker_connector(KVTransferConfig(), CONTEXT) is NO_CONNECTOR
 
 
-def test_multi_every_call_reaches_every_child_in_order(monkeypatch) -> None:
-    """KVH-05, KVH-08."""
+def test_multi_connector_forwards_every_call_to_every_child_in_order(monkeypatch) -> None:
+    """Finished sends are reported per child; loads and errors are merged."""
     log: list[Any] = []
     monkeypatch.setattr(multi, "create_worker_connector", lambda config, context: Recorder(log))
     config = KVTransferConfig(
@@ -197,7 +202,7 @@ def test_multi_every_call_reaches_every_child_in_order(monkeypatch) -> None:
     first, second = connector.children
     first.finished, second.finished = FinishedTransfers([1], [2]), FinishedTransfers([1, 3], [])
     first.invalid, second.invalid = [5], [6]
-    assert connector.get_finished([]) == FinishedTransfers([], [2]), "sending is told by child"
+    assert connector.get_finished([]) == FinishedTransfers([], [2]), "sends are reported per child"
     assert connector.get_block_ids_with_load_errors() == [5, 6]
     report = multi.unpack(connector.build_connector_worker_meta(), multi.MultiReport)
     assert report.sending == [[1], [1, 3]]

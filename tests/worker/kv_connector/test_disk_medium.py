@@ -1,4 +1,4 @@
-"""Blocks as files: they load unchanged or not at all, and a bad disk delays no step."""
+"""Blocks as files: they load unchanged or not at all, and a failing disk delays no step."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-def test_blocks_come_back_as_they_were(make_rank: Callable[..., Rank], factor: int) -> None:
+def test_blocks_are_loaded_unchanged(make_rank: Callable[..., Rank], factor: int) -> None:
     rank = make_rank(factor)
     stored = list(range(1, 1 + 2 * factor))
     assert rank.stored(stored, [key(1), key(2)])
@@ -41,7 +41,7 @@ def test_blocks_come_back_as_they_were(make_rank: Callable[..., Rank], factor: i
     assert [rank.bytes_of(each) for each in into] == [rank.bytes_of(each) for each in stored]
 
 
-def test_a_load_may_begin_in_a_block_and_end_in_another(make_rank: Callable[..., Rank]) -> None:
+def test_a_load_may_start_and_end_inside_offloaded_blocks(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank(4)
     assert rank.stored([1, 2, 3, 4, 5, 6, 7, 8], [key(1), key(2)])
     before = rank.bytes_of(15)
@@ -52,14 +52,14 @@ def test_a_load_may_begin_in_a_block_and_end_in_another(make_rank: Callable[...,
     assert rank.bytes_of(15) == before
 
 
-def test_another_process_finds_the_file(make_rank: Callable[..., Rank]) -> None:
+def test_another_process_loads_the_stored_blocks(make_rank: Callable[..., Rank]) -> None:
     first, second = make_rank(), make_rank()
     assert first.stored([3], [key(7)])
     assert second.loaded([9], [key(7)]) == []
     assert second.bytes_of(9) == first.bytes_of(3)
 
 
-def test_each_rank_has_files_of_its_own(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
+def test_every_rank_has_its_own_files(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
     ranks = [make_rank(rank=each, num_ranks=2) for each in (0, 1)]
     assert ranks[0].stored([1], [key(1)])
     assert ranks[1].loaded([5], [key(1)]) == [5]
@@ -69,7 +69,7 @@ def test_each_rank_has_files_of_its_own(make_rank: Callable[..., Rank], tmp_path
     assert [each.suffix for each in files(tmp_path)] == [".0", ".1"]
 
 
-def test_files_are_private_and_nothing_half_written_is_left(
+def test_files_are_private_and_temporary_files_are_removed(
     make_rank: Callable[..., Rank], tmp_path: Path
 ) -> None:
     rank = make_rank()
@@ -81,18 +81,18 @@ def test_files_are_private_and_nothing_half_written_is_left(
     assert {each.stat().st_mode & 0o777 for each in [tmp_path / "kv", *folders]} == {0o700}
 
 
-def test_a_file_is_whole_before_it_has_its_name(
+def test_a_file_is_complete_before_it_is_renamed(
     make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, int]] = []
     rename = os.rename
 
-    def watched(old: str, new: str) -> None:
+    def recording_rename(old: str, new: str) -> None:
         assert not os.path.exists(new)
         seen.append((new, os.path.getsize(old)))
         rename(old, new)
 
-    monkeypatch.setattr(os, "rename", watched)
+    monkeypatch.setattr(os, "rename", recording_rename)
     assert make_rank().stored([1], [key(1)])
     assert [(str(each), each.stat().st_size) for each in files(tmp_path)] == seen
 
@@ -129,7 +129,7 @@ def damage(kind: str, path: Path) -> None:
         "longer",
     ],
 )
-def test_a_damaged_file_fails_its_own_block_and_goes(
+def test_a_damaged_file_fails_its_block_and_is_removed(
     make_rank: Callable[..., Rank], tmp_path: Path, kind: str
 ) -> None:
     rank = make_rank()
@@ -138,25 +138,21 @@ def test_a_damaged_file_fails_its_own_block_and_goes(
     damage(kind, paths[key(2).hex()])
     before = rank.bytes_of(9)
     assert rank.loaded([8, 9, 10], [key(1), key(2), key(3)]) == [9]
-    assert rank.bytes_of(9) == before, "nothing unchecked gets into the cache"
+    assert rank.bytes_of(9) == before, "unverified bytes are not written"
     assert rank.bytes_of(10) == rank.bytes_of(3)
     assert not paths[key(2).hex()].exists()
     assert rank.stored([2], [key(2)])
     assert rank.loaded([9], [key(2)]) == []
 
 
-def test_a_file_that_has_vanished_fails_its_block(
-    make_rank: Callable[..., Rank], tmp_path: Path
-) -> None:
+def test_a_missing_file_fails_its_block(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
     rank = make_rank()
     assert rank.stored([1, 2], [key(1), key(2)])
     files(tmp_path)[0].unlink()
     assert rank.loaded([8, 9], [key(1), key(2)]) == [8]
 
 
-def test_a_file_of_another_model_is_not_taken(
-    make_rank: Callable[..., Rank], tmp_path: Path
-) -> None:
+def test_a_file_of_another_model_is_refused(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
     rank = make_rank()
     assert rank.stored([1, 2], [key(1), key(2)])
     one, two = files(tmp_path)
@@ -165,7 +161,7 @@ def test_a_file_of_another_model_is_not_taken(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
-def test_a_store_that_fails_leaves_nothing(
+def test_a_failed_store_leaves_no_file(
     make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     rank = make_rank()
@@ -186,7 +182,7 @@ def test_a_store_that_fails_leaves_nothing(
     assert rank.stored([1, 2], [key(1), key(2)]), "there is room again"
 
 
-def test_a_folder_that_cannot_be_made_skips_stores_and_fails_loads(
+def test_without_a_folder_stores_are_skipped_and_loads_fail(
     make_rank: Callable[..., Rank],
 ) -> None:
     rank = make_rank(disk_path="/proc/no/such/folder")
@@ -195,7 +191,7 @@ def test_a_folder_that_cannot_be_made_skips_stores_and_fails_loads(
 
 
 class SlowReads:
-    """Replacement of os.preadv that blocks until it is released."""
+    """Replaces os.preadv with one that blocks until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
@@ -209,7 +205,7 @@ class SlowReads:
         return self._read(descriptor, buffers, offset)
 
 
-def test_a_load_that_hangs_is_given_up_and_never_touches_the_cache_again(
+def test_a_load_that_times_out_never_writes_to_the_cache(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make_rank(load_timeout=0.2)
@@ -221,13 +217,13 @@ def test_a_load_that_hangs_is_given_up_and_never_touches_the_cache_again(
     rank.start_copy(True, [10], [key(2)])
     first, second = rank.wait_for_copy(), rank.wait_for_copy()
     assert first.failed_blocks == [9]
-    assert second.failed_blocks == [10], "its time in the queue counts"
+    assert second.failed_blocks == [10], "the timeout includes the time in the queue"
     disk.go.set()
     assert rank.loaded([11], [key(2)]) == [], "the disk answers again"
     assert rank.bytes_of(9) == before
 
 
-def test_waiting_for_a_hanging_load_ends_with_its_limit(
+def test_waiting_for_a_hung_load_ends_at_its_timeout(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make_rank(load_timeout=0.2)
@@ -239,7 +235,7 @@ def test_waiting_for_a_hanging_load_ends_with_its_limit(
     disk.go.set()
 
 
-def test_stores_that_somebody_waits_for_are_given_up_at_once(
+def test_stores_are_cancelled_at_once_when_waited_for(
     make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make_rank(store_timeout=1000.0)
@@ -255,16 +251,16 @@ def test_stores_that_somebody_waits_for_are_given_up_at_once(
     assert reached.wait(10)
     queued = rank.start_copy(False, [3], [key(3)])
     rank.store.wait({writing, queued})
-    rank.cache.buffer.zero_()  # as a step might, from here on
+    rank.cache.buffer.zero_()  # a step may overwrite the cache from here on
     results = rank.store.get_finished()
     assert [each.job_id for each in results if not each.succeeded] == [writing, queued]
-    assert all(each.cancelled for each in results), "the medium may be as good as ever"
+    assert all(each.cancelled for each in results), "cancelled is not failed"
     go.set()
     rank.close()
     assert [each.name.split(".")[0] for each in files(tmp_path)] in ([], [key(1).hex()])
 
 
-def test_a_slow_disk_drops_the_stores_that_wait_too_long(
+def test_stores_that_wait_too_long_for_a_slow_disk_are_dropped(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make_rank(store_timeout=0.2)
@@ -283,7 +279,7 @@ def test_a_slow_disk_drops_the_stores_that_wait_too_long(
     assert rank.stored([1], [key(1)])
 
 
-def test_the_end_does_not_wait_for_a_disk_that_hangs(
+def test_closing_does_not_wait_for_a_hung_disk(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make_rank(load_timeout=1000.0)
@@ -309,7 +305,7 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(
         ({"load_timeout": 0}, "load_timeout must be more than 0"),
     ],
 )
-def test_wrong_settings_are_named(
+def test_invalid_settings_are_named(
     make_rank: Callable[..., Rank], extra: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -317,7 +313,7 @@ def test_wrong_settings_are_named(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702, 0o2772])
-def test_a_folder_that_others_may_write_to_is_refused(
+def test_a_folder_writable_by_others_is_refused(
     make_rank: Callable[..., Rank], tmp_path: Path, mode: int
 ) -> None:
     (tmp_path / "kv").mkdir()
@@ -329,10 +325,10 @@ def test_a_folder_that_others_may_write_to_is_refused(
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o2775])
-def test_in_a_folder_of_a_group_there_is_one_of_this_user_alone(
+def test_a_group_writable_folder_gets_a_private_subfolder(
     make_rank: Callable[..., Rank], tmp_path: Path, mode: int
 ) -> None:
-    """Like a Kubernetes volume with an fsGroup, whose files a mount may open to the group."""
+    """As in a Kubernetes volume with an fsGroup, which makes files accessible to the group."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(mode)
     rank = make_rank()
@@ -346,10 +342,10 @@ def test_in_a_folder_of_a_group_there_is_one_of_this_user_alone(
     again = make_rank()
     assert own.stat().st_mode & 0o777 == 0o700
     failed = [*again.loaded([3], [key(1)]), *again.loaded([4], [key(2)])]
-    assert len(failed) == 1, "what the group could write to is not trusted"
+    assert len(failed) == 1, "files that the group could write are not trusted"
 
 
-def test_what_others_have_put_in_the_place_of_ones_own_folder_is_refused(
+def test_a_symlink_in_place_of_the_private_subfolder_is_refused(
     make_rank: Callable[..., Rank], tmp_path: Path
 ) -> None:
     (tmp_path / "kv").mkdir()
@@ -369,7 +365,7 @@ def test_a_folder_of_another_user_is_refused(
         make_rank()
 
 
-def test_nothing_is_kept_in_a_folder_that_others_made_since(
+def test_blocks_are_not_stored_in_a_folder_recreated_by_others(
     make_rank: Callable[..., Rank], tmp_path: Path
 ) -> None:
     rank = make_rank()

@@ -1,4 +1,4 @@
-"""Copies in host memory on a thread, and between a device and pinned memory on a stream."""
+"""Copies of offloaded blocks: host memory by threads, device memory on a stream."""
 
 import random
 import threading
@@ -22,13 +22,13 @@ def transfer(job_id: int, is_load: bool, blocks: list[int], slots: list[int], sk
     return TransferJob(job_id, "CPU", is_load, [DeviceBlocks(0, blocks, skip)], [slots])
 
 
-class Bell:
+class Notifications:
     """Counts notifications and lets a test wait for the next one."""
 
     def __init__(self) -> None:
         self._rung = threading.Semaphore(0)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self._rung.release()
 
     def wait(self) -> None:
@@ -36,15 +36,15 @@ class Bell:
 
 
 class HostSide:
-    """Blocks and pool of random bytes, with a thread for each direction."""
+    """Blocks and pool of random bytes in host memory, with one copy thread per direction."""
 
     def __init__(self, factor: int) -> None:
         draw = np.random.default_rng(factor)
         self.blocks = draw.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self.pool = draw.integers(0, 256, (NUM_SLOTS, factor, BLOCK_BYTES), dtype=np.uint8)
-        self.bell = Bell()
-        self.store = HostCopies(self.blocks, self.pool, self.bell.ring, STORE_NICENESS)
-        self.load = HostCopies(self.blocks, self.pool, self.bell.ring, 0)
+        self.notifications = Notifications()
+        self.store = HostCopies(self.blocks, self.pool, self.notifications.notify, STORE_NICENESS)
+        self.load = HostCopies(self.blocks, self.pool, self.notifications.notify, 0)
 
     def close(self) -> None:
         self.store.close()
@@ -52,7 +52,7 @@ class HostSide:
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_host_copies_against_an_obvious_one(factor: int) -> None:
+def test_host_copies_equal_a_simple_loop(factor: int) -> None:
     rng = random.Random(factor)
     side = HostSide(factor)
     blocks, pool = side.blocks.copy(), side.pool.copy()
@@ -81,10 +81,10 @@ def test_host_copies_against_an_obvious_one(factor: int) -> None:
     side.close()
 
 
-def test_host_copies_ring_when_a_copy_is_over() -> None:
+def test_host_copies_notify_when_a_copy_ends() -> None:
     side = HostSide(1)
     side.store.transfer_async(transfer(1, False, [3], [0]))
-    side.bell.wait()
+    side.notifications.wait()
     assert [result.job_id for result in side.store.get_finished()] == [1]
     assert side.store.get_finished() == []
     side.close()
@@ -110,7 +110,7 @@ def test_host_copies_end_with_close() -> None:
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-def test_a_slot_that_is_not_there_fails_the_copy(is_load: bool) -> None:
+def test_a_slot_beyond_the_pool_fails_the_copy(is_load: bool) -> None:
     """Ranks have different numbers of heads: a slot beyond a rank's pool fails the copy."""
     side = HostSide(1)
     handler = side.load if is_load else side.store
@@ -123,13 +123,13 @@ def test_a_slot_that_is_not_there_fails_the_copy(is_load: bool) -> None:
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-def test_an_error_fails_its_copy_and_no_other(is_load: bool) -> None:
+def test_an_error_fails_only_its_copy(is_load: bool) -> None:
     side = HostSide(1)
     handler = side.load if is_load else side.store
     handler.transfer_async(transfer(1, is_load, [3, NUM_BLOCKS + 7], [0, 1]))
     handler.transfer_async(transfer(2, is_load, [4], [2]))
-    side.bell.wait()
-    side.bell.wait()
+    side.notifications.wait()
+    side.notifications.wait()
     handler.wait({1, 2})
     failed, copied = handler.get_finished()
     assert (failed.job_id, failed.succeeded) == (1, False)
@@ -138,7 +138,7 @@ def test_an_error_fails_its_copy_and_no_other(is_load: bool) -> None:
     side.close()
 
 
-def test_a_copy_that_close_breaks_off_has_not_succeeded() -> None:
+def test_a_copy_interrupted_by_close_has_failed() -> None:
     side = HostSide(1)
     side.close()
     result = side.load._try_copy(transfer(1, True, [3, 4], [0, 1]))
@@ -146,7 +146,7 @@ def test_a_copy_that_close_breaks_off_has_not_succeeded() -> None:
 
 
 class FakeStream:
-    """CopyStream over a FakeDevice; fails if a copy does not wait for the steps before it."""
+    """A CopyStream over a FakeDevice; fails if a copy does not wait for the steps before it."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -171,7 +171,7 @@ class FakeStream:
 
 
 class NoWatcher:
-    """Event watcher that does nothing: the test polls."""
+    """An event watcher that does nothing: the test polls."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -199,14 +199,14 @@ class DeviceSide:
         return self.copies.get_finished()
 
 
-def test_device_copies_follow_the_steps_and_are_over_when_their_mark_is_reached() -> None:
+def test_device_copies_follow_earlier_steps_and_end_with_their_event() -> None:
     side = DeviceSide()
     held = on_host(side.blocks).clone()
     side.stream.compute()
     side.copies.transfer_async(transfer(1, False, [3, 4, 5], [0, 1]))
     side.stream.compute()
     side.copies.transfer_async(transfer(2, False, [6], [2], skip=1))
-    assert side.results() == [], "the device has not come to it"
+    assert side.results() == [], "the device has not reached the copy"
     results = side.results()
     assert [(each.job_id, each.num_bytes) for each in results] == [(1, 3 * BLOCK_BYTES)]
     assert torch.equal(side.pool[0], held[3:5])
@@ -216,7 +216,7 @@ def test_device_copies_follow_the_steps_and_are_over_when_their_mark_is_reached(
     assert torch.equal(side.pool[2, 1], held[6])
 
 
-def test_device_loads_arrive_where_they_should() -> None:
+def test_device_loads_write_the_right_block() -> None:
     side = DeviceSide()
     side.pool.copy_(torch.randint(0, 256, side.pool.shape, dtype=torch.uint8))
     side.copies.transfer_async(transfer(1, True, [9], [4], skip=1))
@@ -225,7 +225,7 @@ def test_device_loads_arrive_where_they_should() -> None:
     assert torch.equal(on_host(side.blocks)[9], side.pool[4, 1])
 
 
-def test_device_copies_are_closed_when_the_device_is_done() -> None:
+def test_closing_device_copies_waits_for_the_device() -> None:
     side = DeviceSide()
     side.copies.transfer_async(transfer(1, False, [3], [0]))
     side.copies.close()
@@ -233,7 +233,7 @@ def test_device_copies_are_closed_when_the_device_is_done() -> None:
     assert side.watcher.closed
 
 
-def test_device_copy_to_a_slot_that_is_not_there() -> None:
+def test_a_device_copy_beyond_the_pool_fails() -> None:
     side = DeviceSide()
     side.copies.transfer_async(transfer(1, True, [3, 7], [NUM_SLOTS]))
     (result,) = side.results()
@@ -241,11 +241,11 @@ def test_device_copy_to_a_slot_that_is_not_there() -> None:
     assert side.device.queued == 0
 
 
-def test_the_watcher_rings_when_marks_are_reached() -> None:
-    bell = Bell()
+def test_the_event_watcher_notifies_when_events_are_reached() -> None:
+    notifications = Notifications()
     reached = threading.Event()
 
-    class Mark:
+    class StepEvent:
         def record(self) -> None: ...
 
         def query(self) -> bool:
@@ -254,32 +254,32 @@ def test_the_watcher_rings_when_marks_are_reached() -> None:
         def synchronize(self) -> None:
             assert reached.wait(LIMIT_SECONDS)
 
-    watcher = EventWatcher(bell.ring)
-    watcher.watch(Mark())
+    watcher = EventWatcher(notifications.notify)
+    watcher.watch(StepEvent())
     reached.set()
-    bell.wait()
+    notifications.wait()
     watcher.close()
     assert not watcher._thread.is_alive()
 
 
 class CopyingThread(FakeStream):
-    """CopyStream of a thread that waits for the steps itself, before it queues a copy."""
+    """A CopyStream for a thread that itself waits for the steps before it queues a copy."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def test_blocks_of_a_device_go_out_and_come_in_over_its_page() -> None:
+def test_device_blocks_are_copied_out_and_in_through_a_pinned_page() -> None:
     device = FakeDevice()
     held = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     rows = device.adopt(held.clone())
     blocks = DeviceBlockBytes(rows, device, CopyingThread(device))
     sevens, eights = device.pinned(BLOCK_BYTES).fill_(7), device.pinned(BLOCK_BYTES).fill_(8)
-    rows[3].copy_(sevens, non_blocking=True)  # what a step does that is queued
+    rows[3].copy_(sevens, non_blocking=True)  # written by a queued step
     wait = blocks.record_steps()
-    rows[4].copy_(eights, non_blocking=True)  # and one that comes later
+    rows[4].copy_(eights, non_blocking=True)  # written by a later step
     wait()
-    assert device.completed < device.queued, "nobody waits for what comes later"
+    assert device.completed < device.queued, "the copy does not wait for later steps"
     memory = bytearray(BLOCK_BYTES)
     blocks.copy_out(3, memoryview(memory))
     assert bytes(memory) == bytes([7]) * BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""The workers' half of the offloading connector: when copies start, and what is reported."""
+"""The worker side of the offloading connector: when copies start and how they are reported."""
 
 import select
 from typing import Any
@@ -50,7 +50,7 @@ def make(cache: KVCache, **extra: Any) -> OffloadingWorker:
 
 
 def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> None:
-    """Call the connector as the worker's loop does around a step, up to the report."""
+    """Call the connector as the worker's loop does around a step, without the report."""
     worker.bind_connector_metadata(NO_PAYLOAD if metadata is None else pack(metadata))
     worker.handle_preemptions()
     worker.start_load_kv()
@@ -61,7 +61,7 @@ def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[i
     """Return (loaded sequence ids, invalid blocks, finished jobs) of the next report."""
     poll = select.poll()
     poll.register(worker.fileno(), select.POLLIN)
-    assert poll.poll(20_000), "no copy was over in time"
+    assert poll.poll(20_000), "no copy ended in time"
     finished = worker.get_finished([])
     metadata = worker.build_connector_worker_meta()
     jobs = [] if metadata == NO_PAYLOAD else unpack(metadata, OffloadReport).finished
@@ -78,8 +78,8 @@ def load(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
-    """Whole blocks come back: every layer, K and V, and the int8 scales."""
+def test_stored_blocks_are_loaded_bit_by_bit(dtype: torch.dtype) -> None:
+    """A block holds every layer, K and V, and the int8 scales."""
     cache = make_cache(dtype)
     worker = make(cache)
     before = rows(cache)[[3, 7]].clone()
@@ -93,23 +93,23 @@ def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
     worker.close()
 
 
-def test_save_is_put_off_to_the_step_that_follows() -> None:
+def test_stores_start_with_the_following_step() -> None:
     worker = make(make_cache())
-    begun: list[int] = []
-    worker._start_copy = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
+    started: list[int] = []
+    worker._start_copy = lambda job: started.append(job.job_id)  # type: ignore[method-assign]
     step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
-    assert begun == []
+    assert started == []
     metadata = OffloadMetadata(
         loads=[load(2, [4], [1])], stores=[store(3, [5], [2])], load_seq_ids=[7]
     )
     step(worker, metadata)
-    assert begun == [1, 2]
+    assert started == [1, 2]
     step(worker)
-    assert begun == [1, 2, 3]
+    assert started == [1, 2, 3]
     worker.close()
 
 
-def test_handle_preemptions_is_a_barrier_for_the_jobs_that_it_names() -> None:
+def test_handle_preemptions_waits_for_the_flushed_jobs() -> None:
     cache = make_cache()
     worker = make(cache)
     step(worker, OffloadMetadata(stores=[store(FLUSHED, [3], [0])]))
@@ -121,7 +121,7 @@ def test_handle_preemptions_is_a_barrier_for_the_jobs_that_it_names() -> None:
     worker.close()
 
 
-def test_get_finished_says_nothing_twice() -> None:
+def test_get_finished_reports_a_job_once() -> None:
     worker = make(make_cache())
     step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
     step(worker)
@@ -134,7 +134,7 @@ def test_get_finished_says_nothing_twice() -> None:
     worker.close()
 
 
-def test_a_load_that_failed_names_its_blocks() -> None:
+def test_a_failed_load_names_its_blocks() -> None:
     worker = make(make_cache())
     step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_seq_ids=[77]))
     assert await_report(worker) == ([77], [4, 8], [1])
@@ -142,12 +142,12 @@ def test_a_load_that_failed_names_its_blocks() -> None:
     worker.close()
 
 
-def test_register_kv_caches_refuses_more_memory_than_there_is() -> None:
+def test_register_kv_caches_refuses_a_pool_beyond_the_free_memory() -> None:
     with pytest.raises(ConfigError, match="cpu_bytes_to_use is more than"):
         make(make_cache(), cpu_bytes_to_use=1 << 60)
 
 
-def test_an_offloaded_block_of_several_device_blocks() -> None:
+def test_offloaded_blocks_of_several_device_blocks_are_loaded() -> None:
     cache = make_cache()
     worker = make(cache, block_size=2 * BLOCK_SIZE)
     before = rows(cache)[[1, 2, 3, 4]].clone()

@@ -1,4 +1,4 @@
-"""Blocks in a real redis-server: shared, checked, and of bounded cost if it is unreachable."""
+"""Blocks in a real redis-server: shared, verified, and bounded delay if unreachable."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +45,9 @@ def name_of(rank: Rank, number: int, index: int = 0, num_ranks: int = 1) -> byte
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-def test_another_daemon_finds_the_blocks(make_rank: Callable[..., Rank], factor: int) -> None:
+def test_another_daemon_loads_the_stored_blocks(
+    make_rank: Callable[..., Rank], factor: int
+) -> None:
     first, second = make_rank(factor), make_rank(factor)
     stored = list(range(1, 1 + 2 * factor))
     assert first.stored(stored, [key(1), key(2)])
@@ -55,7 +57,7 @@ def test_another_daemon_finds_the_blocks(make_rank: Callable[..., Rank], factor:
     assert [second.bytes_of(each) for each in into] == [first.bytes_of(each) for each in stored]
 
 
-def test_more_blocks_than_are_asked_for_at_a_time(make_rank: Callable[..., Rank]) -> None:
+def test_blocks_beyond_one_batch_of_requests_are_loaded(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     keys = [key(each) for each in range(1, 20)]
     assert rank.stored(list(range(1, 20)), keys)
@@ -65,7 +67,7 @@ def test_more_blocks_than_are_asked_for_at_a_time(make_rank: Callable[..., Rank]
     assert [rank.bytes_of(each) for each in range(1, 20)] == before
 
 
-def test_each_rank_has_values_of_its_own(make_rank: Callable[..., Rank]) -> None:
+def test_every_rank_has_its_own_values(make_rank: Callable[..., Rank]) -> None:
     ranks = [make_rank(rank=each, num_ranks=2) for each in (0, 1)]
     assert ranks[0].stored([1], [key(1)])
     assert ranks[1].loaded([5], [key(1)]) == [5]
@@ -102,7 +104,7 @@ def test_wrong_content_fails_its_block_and_is_removed(
     assert connection.call(5.0, b"EXISTS", name) == 0
 
 
-def test_what_the_store_has_dropped_fails_its_block(
+def test_an_evicted_value_fails_its_block(
     make_rank: Callable[..., Rank], server: RedisServer
 ) -> None:
     rank = make_rank()
@@ -111,14 +113,14 @@ def test_what_the_store_has_dropped_fails_its_block(
     assert rank.loaded([8, 9], [key(1), key(2)]) == [8]
 
 
-def test_a_full_store_refuses_and_stores_are_skipped(tmp_path: Path) -> None:
+def test_stores_are_skipped_when_the_store_is_full(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction") as server:
         rank = Rank(make_handlers, {"remote_url": server.url}, "remote")
         assert not rank.stored([1], [key(1)])
         rank.close()
 
 
-def test_a_server_that_is_down_costs_nothing_until_it_is_back(
+def test_an_unreachable_server_costs_no_time_until_it_returns(
     make_rank: Callable[..., Rank], server: RedisServer
 ) -> None:
     rank = make_rank(remote_retry_seconds=0.2)
@@ -130,9 +132,9 @@ def test_a_server_that_is_down_costs_nothing_until_it_is_back(
     assert time.monotonic() - begun < 5.0
     server.start()
     while not rank.stored([1], [key(1)]):
-        assert time.monotonic() - begun < 20.0, "it never connects again"
+        assert time.monotonic() - begun < 20.0, "no reconnection"
     while rank.loaded([5], [key(1)]):
-        assert time.monotonic() - begun < 20.0, "it never connects again"
+        assert time.monotonic() - begun < 20.0, "no reconnection"
     assert rank.bytes_of(5) == rank.bytes_of(1)
 
 
@@ -146,11 +148,11 @@ def test_a_stopped_server_costs_one_timeout(
     for number in range(20):
         assert rank.loaded([5], [key(1)]) == [5]
         assert not rank.stored([1], [key(number)])
-    # what was asked first waited for the limit; had all, it would be 40 times that
+    # only the first call waits for the timeout; 40 calls would exceed the limit of the test
     server.go_on()
 
 
-def test_answers_that_come_too_late_are_nobodys(
+def test_replies_after_the_timeout_are_discarded(
     make_rank: Callable[..., Rank], server: RedisServer
 ) -> None:
     rank = make_rank(remote_timeout=0.3, remote_retry_seconds=0.1)
@@ -161,5 +163,5 @@ def test_answers_that_come_too_late_are_nobodys(
     server.go_on()
     begun = time.monotonic()
     while rank.loaded([6], [key(2)]):
-        assert time.monotonic() - begun < 20.0, "it never connects again"
+        assert time.monotonic() - begun < 20.0, "no reconnection"
     assert rank.bytes_of(6) == rank.bytes_of(2)

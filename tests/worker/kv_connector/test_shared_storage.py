@@ -1,4 +1,4 @@
-"""KV in a shared folder: what both halves write, read and refuse, with a small KV cache."""
+"""KV in a shared folder: what the worker and the engine side write, read and refuse."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.shared_storage import SharedStorageScheduler
 from proto.errors import ConfigError
 from proto.kv_connector import (
@@ -71,7 +71,7 @@ def test_blocks_come_back_as_they_were_stored(tmp_path: Path, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("harm", ["torn", "longer", "flipped", "gone"])
-def test_a_file_that_is_not_what_it_was_is_an_invalid_block(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_file_is_an_invalid_block(tmp_path: Path, harm: str) -> None:
     connector, _ = worker(tmp_path)
     run(connector, SharedStorageStep([], [], HASHES[:2], [3, 5]))
     path = next(tmp_path.rglob(f"{HASHES[0].hex()}*"))
@@ -88,14 +88,14 @@ def test_a_file_that_is_not_what_it_was_is_an_invalid_block(tmp_path: Path, harm
     assert report.lost == [HASHES[0]]
 
 
-def test_a_folder_that_takes_nothing_stores_nothing(tmp_path: Path) -> None:
+def test_a_removed_folder_stores_nothing(tmp_path: Path) -> None:
     connector, _ = worker(tmp_path)
     (folder,) = tmp_path.iterdir()
     folder.rmdir()
     assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
 
 
-def test_only_their_owner_reads_folders_and_files(tmp_path: Path) -> None:
+def test_folders_and_files_are_private_to_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         connector, _ = worker(tmp_path / "shared")
@@ -125,7 +125,7 @@ def engine(folder: Path, **changes: str) -> SharedStorageScheduler:
     return SharedStorageScheduler(config(folder, **changes), engine_context())
 
 
-def test_the_engine_matches_the_leading_blocks_that_all_ranks_have(tmp_path: Path) -> None:
+def test_the_engine_matches_leading_blocks_present_on_all_ranks(tmp_path: Path) -> None:
     setup = Setup(make_manager(10, 4))
     request = setup.requests.make("aaaa bbbb cccc dddd")
     connector = engine(tmp_path)
@@ -141,7 +141,7 @@ def test_the_engine_matches_the_leading_blocks_that_all_ranks_have(tmp_path: Pat
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_the_engine_knows_what_was_there_before_it(tmp_path: Path) -> None:
+def test_the_engine_finds_blocks_stored_before_its_start(tmp_path: Path) -> None:
     setup = Setup(make_manager(10, 4))
     request = setup.requests.make("aaaa bbbb cccc")
     connector, _ = worker(tmp_path)
@@ -170,7 +170,9 @@ def test_null_blocks_are_not_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_store_that_ends_after_an_invalidation_is_not_found(tmp_path: Path, reset: bool) -> None:
+def test_a_store_that_ends_after_an_invalidation_is_not_matched(
+    tmp_path: Path, reset: bool
+) -> None:
     request = Setup(make_manager(10, 4)).requests.make("aaaa bbbb")
     context = replace(engine_context(), block_ids=lambda seq_id: [[5, 6]], num_ranks=2)
     connector = SharedStorageScheduler(config(tmp_path), context)
@@ -204,7 +206,9 @@ def test_a_store_that_ends_after_an_invalidation_is_not_found(tmp_path: Path, re
 
 
 @pytest.mark.parametrize("windows", [(64,), (None, 64)])
-def test_a_model_with_windows_is_refused(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
+def test_models_with_sliding_windows_are_refused(
+    tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
     with pytest.raises(ConfigError, match=r"SharedStorageConnector .* sliding windows"):
         SharedStorageScheduler(config(tmp_path), engine_context(*windows))
 
@@ -212,7 +216,7 @@ def test_a_model_with_windows_is_refused(tmp_path: Path, windows: tuple[int | No
 @pytest.mark.parametrize(
     "extra", [{}, {"shared_storage_path": ""}, {"shared_storage_path": "/proc/x"}, {"path": "x"}]
 )
-def test_settings_that_cannot_be_are_named(extra: dict[str, str]) -> None:
+def test_invalid_settings_are_refused_by_name(extra: dict[str, str]) -> None:
     wrong = KVTransferConfig(kv_connector="X", kv_connector_extra_config=extra)
     with pytest.raises(ConfigError, match=r"shared_storage_path|has no path"):
         SharedStorageScheduler(wrong, engine_context())

@@ -28,12 +28,12 @@ def random_blocks(
 
 
 def numbers_of(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """float32 [out, in], by the `gguf` package."""
+    """Dequantise with the `gguf` package, float32 [out, in]."""
     return packed_reference.dequantise(gguf_type, shape, raw)
 
 
 def error_of(output: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
-    """Largest error beside what the terms of each sum come to without their signs."""
+    """Largest error relative to the sum of the terms' magnitudes."""
     expected = packed_reference.product(weight, x)
     size = packed_reference.rounded_rows(x).abs() @ weight.double().abs().t()
     return float(((output.double() - expected).abs() / size.clamp(min=1e-30)).max())

@@ -1,4 +1,4 @@
-"""Weights of bfloat16: every variant of the kernels against float64."""
+"""bfloat16 weights: every variant of the kernels against float64."""
 
 import math
 
@@ -17,7 +17,7 @@ SUM = 2.0**-24
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """With a few that stand out, as activations have them."""
+    """Random numbers with a few outliers, as in activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     outliers = torch.rand(shape, generator=generator) < 0.01
@@ -25,14 +25,14 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def error_of(found: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
-    """Largest error in steps of a sum."""
+    """Largest error in units of the rounding of a sum."""
     wide, rows = weight.double(), x.double()
     size = rows.abs() @ wide.abs().t() * (x.shape[1] + 2) * SUM
     return float(((found.double() - rows @ wide.t()).abs() / size.clamp(min=1e-30)).max())
 
 
 def sums(weight: Bf16Weight, x: torch.Tensor) -> torch.Tensor:
-    """The product before it is rounded."""
+    """The product in float64, before rounding."""
     return weight.multiply(x, out=torch.empty(len(x), weight.out_features))
 
 
@@ -48,7 +48,7 @@ def test_products_match_float64(variant) -> None:
 
 
 @each_variant
-def test_results_are_rounded_once_as_those_of_torch(variant) -> None:
+def test_results_are_rounded_once_like_those_of_torch(variant) -> None:
     dense, x = numbers(100, 576, seed=1), numbers(40, 576, seed=2)
     weight = Bf16Weight(load_variant(variant), dense)
     found = weight.multiply(x)
@@ -77,8 +77,8 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(variant) -> None:
 
 
 @each_variant
-def test_rows_of_float32_are_rounded_first(variant) -> None:
-    """As are those that are copied because their length is no whole number of steps."""
+def test_float32_rows_are_rounded_before_the_product(variant) -> None:
+    """So are rows that are copied because their length is not a multiple of the kernel's step."""
     weight = Bf16Weight(load_variant(variant), numbers(70, 96, seed=1))
     x = torch.randn(21, 96, generator=torch.Generator().manual_seed(4))
     assert torch.equal(sums(weight, x), sums(weight, x.bfloat16()))
@@ -86,7 +86,7 @@ def test_rows_of_float32_are_rounded_first(variant) -> None:
 
 @each_variant
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_number_stays_alone(variant, value: float) -> None:
+def test_a_row_with_nan_or_infinity_affects_only_its_output(variant, value: float) -> None:
     weight = Bf16Weight(load_variant(variant), numbers(40, 96, seed=1))
     for num_rows in (1, 3, 20, 40):
         x = numbers(num_rows, 96)
@@ -99,7 +99,7 @@ def test_a_row_that_is_no_number_stays_alone(variant, value: float) -> None:
 
 
 @each_variant
-def test_a_weight_that_is_no_number_spoils_one_output(variant) -> None:
+def test_a_nan_in_a_weight_reaches_only_its_output(variant) -> None:
     dense = numbers(33, 64)
     dense[7, 40] = math.nan
     output = Bf16Weight(load_variant(variant), dense).multiply(numbers(6, 64, seed=1))
@@ -111,10 +111,10 @@ def test_a_weight_that_is_no_number_spoils_one_output(variant) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("in_features", [96, 90])
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
-def test_bias_residual_and_places(
+def test_bias_residual_and_strided_outputs(
     variant, dtype: torch.dtype, in_features: int, num_rows: int
 ) -> None:
-    """The sum is rounded once to the output's type; nothing beside the place is touched."""
+    """The sum is rounded once to the output's type; memory beside the output is untouched."""
     weight = Bf16Weight(load_variant(variant), numbers(70, in_features, seed=1))
     x = numbers(num_rows, 200)[:, 50 : 50 + in_features]
     bias, residual = numbers(70, seed=2).to(dtype), numbers(num_rows, 70, seed=5).to(dtype)
@@ -131,7 +131,7 @@ def test_bias_residual_and_places(
 
 
 @each_variant
-def test_rows_of_a_weight_are_an_embedding(variant) -> None:
+def test_rows_of_a_packed_weight_serve_as_an_embedding(variant) -> None:
     for shape in SHAPES:
         dense = numbers(*shape)
         weight = Bf16Weight(load_variant(variant), dense)
@@ -145,13 +145,13 @@ def test_rows_of_a_weight_are_an_embedding(variant) -> None:
 
 
 @each_variant
-def test_no_rows_are_no_result(variant) -> None:
+def test_a_product_of_no_rows_is_empty(variant) -> None:
     linear = KernelLinear([Bf16Weight(load_variant(variant), numbers(40, 96))], None)
     assert linear(numbers(0, 96)).shape == (0, 40)
 
 
 @each_variant
-def test_memory_is_that_of_the_numbers(variant) -> None:
+def test_nbytes_counts_the_weights_only(variant) -> None:
     kernels = load_variant(variant)
     assert Bf16Weight(kernels, numbers(64, 576)).nbytes == 64 * 576 * 2
     assert Bf16Weight(kernels, numbers(33, 33)).nbytes == 64 * 64 * 2

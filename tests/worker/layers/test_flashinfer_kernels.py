@@ -1,4 +1,4 @@
-"""Norms, gates and rotations by the strict FlashInfer: what it is given, and what it refuses."""
+"""Norms, gates and rotary embedding on the strict fake FlashInfer, and the misuse it refuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 class Device:
-    """A fake device with the library on it."""
+    """A fake device with the fake library."""
 
     def __init__(self) -> None:
         self.device = FakeDevice()
@@ -40,7 +40,7 @@ class Device:
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Off by one rounding at most."""
+    """Equal up to one rounding."""
     return torch.allclose(on_host(found).double(), exact, rtol=2.0**-7, atol=1e-5)
 
 
@@ -51,78 +51,78 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_norm_of_rows_and_of_heads_inside_a_product() -> None:
-    there = Device()
-    x, weight, space = there.random(5, 96), there.random(96), there.space(5, 96)
-    norm = there.norm(weight)
+    setup = Device()
+    x, weight, space = setup.random(5, 96), setup.random(96), setup.space(5, 96)
+    norm = setup.norm(weight)
     assert norm.norm_into(x, space) is space.tensor
     assert near(space.tensor, exact_norm(x, weight))
-    heads, of_head = there.random(3, 6 * 64).view(3, 6, 64)[:, 2:4], there.random(64)
-    found = there.norm(of_head).norm(heads)
+    heads, of_head = setup.random(3, 6 * 64).view(3, 6, 64)[:, 2:4], setup.random(64)
+    found = setup.norm(of_head).norm(heads)
     assert near(found, exact_norm(heads, of_head))
-    assert there.library.num_calls == {"rmsnorm": 2}
+    assert setup.library.num_calls == {"rmsnorm": 2}
 
 
-def test_what_the_library_does_not_take_is_done_by_our_own() -> None:
-    there = Device()
-    weight = there.random(64).float() + 1.0
-    heads = there.random(3, 4, 64)
-    assert near(there.norm(weight).norm(heads), exact_norm(heads, weight))
-    x = there.random(3, 64, dtype=torch.float32)
-    assert near(there.norm(there.random(64)).norm(x), exact_norm(x, there.random(64)))
-    gate_up, space = there.random(2, 2 * 20), there.space(2, 20)
-    gate = FlashInferGate(there.library, "silu", TorchGate("silu"))
+def test_unsupported_norms_fall_back_to_our_kernels() -> None:
+    setup = Device()
+    weight = setup.random(64).float() + 1.0
+    heads = setup.random(3, 4, 64)
+    assert near(setup.norm(weight).norm(heads), exact_norm(heads, weight))
+    x = setup.random(3, 64, dtype=torch.float32)
+    assert near(setup.norm(setup.random(64)).norm(x), exact_norm(x, setup.random(64)))
+    gate_up, space = setup.random(2, 2 * 20), setup.space(2, 20)
+    gate = FlashInferGate(setup.library, "silu", TorchGate("silu"))
     gate(gate_up, space)
     first, second = on_host(gate_up).double().chunk(2, dim=1)
     assert near(space.tensor, F.silu(first) * second)
-    assert not there.library.num_calls
+    assert not setup.library.num_calls
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_a_gate(name: Any) -> None:
-    there = Device()
-    gate_up, space = there.random(4, 2 * 48), there.space(4, 48)
-    FlashInferGate(there.library, name, TorchGate(name))(gate_up, space)
+    setup = Device()
+    gate_up, space = setup.random(4, 2 * 48), setup.space(4, 48)
+    FlashInferGate(setup.library, name, TorchGate(name))(gate_up, space)
     gate, up = on_host(gate_up).double().chunk(2, dim=1)
     inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
     assert near(space.tensor, inner * up)
-    assert there.library.num_calls.total() == 1
+    assert setup.library.num_calls.total() == 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_queries_and_keys_are_turned_where_they_are(head_dim: int) -> None:
-    there = Device()
-    fused = there.random(5, 7 * head_dim).view(5, 7, head_dim)
+def test_queries_and_keys_are_rotated_in_place(head_dim: int) -> None:
+    setup = Device()
+    fused = setup.random(5, 7 * head_dim).view(5, 7, head_dim)
     before = on_host(fused).clone()
     angles = torch.randn(5, head_dim // 2, generator=torch.Generator().manual_seed(1))
     rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
-    turn = FlashInferRotary(there.library, there.device)
-    turn(fused[:, :4], fused[:, 4:6], there.device.adopt(rotation))
+    turn = FlashInferRotary(setup.library, setup.device)
+    turn(fused[:, :4], fused[:, 4:6], setup.device.adopt(rotation))
     turned = rotate(before.double(), rotation.double())
     assert near(fused[:, :6], turned[:, :6])
     assert torch.equal(on_host(fused)[:, 6], before[:, 6])
-    assert there.library.num_calls == {"rope": 1}
+    assert setup.library.num_calls == {"rope": 1}
 
 
-def test_a_step_may_be_longer_than_any_before() -> None:
-    there = Device()
-    turn = FlashInferRotary(there.library, there.device)
+def test_buffers_grow_for_a_longer_step() -> None:
+    setup = Device()
+    turn = FlashInferRotary(setup.library, setup.device)
     count = 9000
-    query, key = (there.device.adopt(torch.ones(count, 1, 64, dtype=BF16)) for _ in range(2))
+    query, key = (setup.device.adopt(torch.ones(count, 1, 64, dtype=BF16)) for _ in range(2))
     rotation = torch.zeros(count, 2, 32)
     rotation[:, 0] = torch.arange(count)[:, None] / 100
-    turn(query, key, there.device.adopt(rotation))
+    turn(query, key, setup.device.adopt(rotation))
     assert near(key[:, 0, :1], rotation[:, 0, :1].to(BF16).double())
 
 
-def positions(there: Device, **changed: Any) -> dict[str, Any]:
-    """A call that is right, but for what is changed."""
-    adopt = there.device.adopt
+def positions(setup: Device, **changed: Any) -> dict[str, Any]:
+    """Arguments of a correct rotary call, with some of them changed."""
+    adopt = setup.device.adopt
     return {
         "positions": adopt(torch.arange(3)),
-        "query": there.random(3, 128),
-        "key": there.random(3, 64),
+        "query": setup.random(3, 128),
+        "key": setup.random(3, 64),
         "head_size": 64,
-        "cos_sin_cache": there.random(3, 64, dtype=torch.float32),
+        "cos_sin_cache": setup.random(3, 64, dtype=torch.float32),
     } | changed
 
 
@@ -198,14 +198,14 @@ VIOLATIONS: dict[str, tuple[str, Plant]] = {
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_the_fake_refuses(name: str) -> None:
+def test_misuse_is_refused_by_the_fake(name: str) -> None:
     what, plant = VIOLATIONS[name]
     with pytest.raises(ContractError, match=what):
         plant(Device())
 
 
-def test_the_calls_that_violations_are_made_of_are_right() -> None:
-    there = Device()
-    there.library.apply_rope_with_cos_sin_cache_inplace(**positions(there))
-    there.library.rmsnorm(there.random(2, 64), there.random(64), out=there.random(2, 64))
-    there.library.silu_and_mul(there.random(2, 128), out=there.random(2, 64))
+def test_the_calls_behind_the_violations_are_accepted() -> None:
+    setup = Device()
+    setup.library.apply_rope_with_cos_sin_cache_inplace(**positions(setup))
+    setup.library.rmsnorm(setup.random(2, 64), setup.random(64), out=setup.random(2, 64))
+    setup.library.silu_and_mul(setup.random(2, 128), out=setup.random(2, 64))

@@ -1,4 +1,4 @@
-"""FlashInfer's norms, gates and rotations on a GPU, beside float64."""
+"""FlashInfer's norms, gates and rotary embedding on a GPU against float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gate of the MLP by the kernels and by torch against float64."""
+"""The gate of the MLP, by the kernels and by torch, against float64."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def apply(gate: Gate, gate_up: torch.Tensor) -> torch.Tensor:
 @each_gate
 @each_name
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_it_matches_float64(variant, name: Activation, dtype: torch.dtype) -> None:
+def test_the_gate_matches_float64(variant, name: Activation, dtype: torch.dtype) -> None:
     gate = gate_of(variant, name)
     generator = torch.Generator().manual_seed(5)
     for rows, size in SHAPES:
@@ -45,7 +45,7 @@ def test_it_matches_float64(variant, name: Activation, dtype: torch.dtype) -> No
         assert found.is_contiguous()
         assert found.dtype == dtype
         tolerance = TOLERANCE[dtype]
-        # 1 + tanh of a large negative number has few digits in float32, and is nothing beside up.
+        # 1 + tanh of a large negative number has few digits in float32 and is negligible beside up.
         torch.testing.assert_close(
             found.double(), expected(name, gate_up), rtol=tolerance, atol=20 * tolerance
         )
@@ -54,7 +54,7 @@ def test_it_matches_float64(variant, name: Activation, dtype: torch.dtype) -> No
 
 @each_gate
 @each_name
-def test_large_numbers_are_passed_or_stopped_and_odd_ones_stay_odd(variant, name) -> None:
+def test_the_gate_saturates_for_large_values_and_keeps_nan(variant, name) -> None:
     gate = torch.tensor([1e30, 300.0, -300.0, -1e4, 0.0, float("nan"), float("inf")])
     gate_up = torch.cat((gate, torch.full((7,), 2.0)))[None]
     found = apply(gate_of(variant, name), gate_up)[0]
@@ -62,7 +62,7 @@ def test_large_numbers_are_passed_or_stopped_and_odd_ones_stay_odd(variant, name
     assert not found[5:].isfinite().any()
 
 
-def test_a_gate_for_this_machine() -> None:
+def test_a_gate_is_selected_for_this_machine() -> None:
     gate_up = torch.tensor([[1.0, -2.0, 3.0, 5.0]])
     found = apply(make_gate("silu", torch.device("cpu")), gate_up)
     torch.testing.assert_close(found.double(), expected("silu", gate_up), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Products over blocks: one weight, several side by side, a head, a table; and two forms."""
+"""Products with packed weights: fused weights, a head, an embedding table, and two formats."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def stored(kernels: Kernels, kind: str, rows: int) -> tuple[PackedWeight, torch.Tensor]:
-    """A random weight in blocks, and its numbers."""
+    """A random packed weight and its dequantised values."""
     data = random_rows(kind, rows, COLUMNS, seed=rows)
     weight = PackedWeight.from_blocks(kernels, kind, (rows, COLUMNS), data.reshape(-1))
     return weight, torch.from_numpy(numbers(kind, data))
@@ -30,7 +30,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_weights_of_several_types_are_one_product(
+def test_weights_of_several_types_are_fused_into_one_product(
     rows: int, num_parts: int, biased: bool, dtype: torch.dtype, kernels: Kernels
 ) -> None:
     weights, dense = zip(*(stored(kernels, *each) for each in PARTS[:num_parts]), strict=True)
@@ -50,18 +50,18 @@ def test_weights_of_several_types_are_one_product(
         )
 
 
-def test_a_head_gives_scores_that_no_activation_type_rounds(kernels: Kernels) -> None:
+def test_a_head_returns_logits_in_float32(kernels: Kernels) -> None:
     weight, dense = stored(kernels, "Q8_0", 40)
     x = random(3, COLUMNS, dtype=torch.bfloat16)
-    scores = KernelLinear([weight], None, torch.float32)(x)
-    assert scores.dtype == torch.float32
+    logits = KernelLinear([weight], None, torch.float32)(x)
+    assert logits.dtype == torch.float32
     expected = rounded_rows(x) @ dense.double().t()
-    # An activation half way between two of its 255 steps may go to either.
-    torch.testing.assert_close(scores.double(), expected, atol=5e-3, rtol=5e-3)
-    assert (scores.bfloat16().float() != scores).float().mean() > 0.9
+    # An activation half way between two of its 255 codes may round to either.
+    torch.testing.assert_close(logits.double(), expected, atol=5e-3, rtol=5e-3)
+    assert (logits.bfloat16().float() != logits).float().mean() > 0.9
 
 
-def test_rows_of_a_weight_are_an_embedding(kernels: Kernels) -> None:
+def test_rows_of_a_packed_weight_serve_as_an_embedding(kernels: Kernels) -> None:
     weight, dense = stored(kernels, "Q8_0", 40)
     embedding = Embedding(KernelTable(weight, torch.bfloat16), 2.0)
     rows = embedding(torch.tensor([39, 0, 39]))
@@ -70,7 +70,7 @@ def test_rows_of_a_weight_are_an_embedding(kernels: Kernels) -> None:
         embedding(torch.tensor([40]))
 
 
-def test_the_number_of_rows_says_which_form_multiplies() -> None:
+def test_the_number_of_rows_selects_the_format() -> None:
     few = DenseLinear(torch.full((2, 3), 1.0), None)
     many = DenseLinear(torch.full((2, 3), 10.0), None)
     mixed = MixedLinear(few, many, 4)

@@ -1,4 +1,4 @@
-"""Packed products against plain ones."""
+"""Dense products with packed and plain weights."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def operands(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Input, weight, bias and residual, with odd sizes."""
+    """Random input, weight, bias and residual with odd sizes."""
     generator = torch.Generator().manual_seed(rows)
     shapes = ((rows, 97), (51, 97), (51,), (rows, 51))
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -57,7 +57,7 @@ def test_products_with_and_without_residual(
         )
 
 
-def test_the_form_follows_the_dtype() -> None:
+def test_the_format_follows_the_dtype() -> None:
     weight = torch.ones(8, 8)
     assert isinstance(make_linear(weight.half()), DenseLinear)
     packed = isinstance(make_linear(weight), OneDnnLinear)

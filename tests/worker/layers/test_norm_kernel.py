@@ -9,7 +9,7 @@ from tests.worker.kernel_variants import each_variant, load_variant
 from worker.layers.norm import KernelNorm, NormArithmetic, TorchNorm
 from worker.layers.scratch import RowBuffer
 
-# Largest error beside the value: float32 sums, then one rounding to the dtype.
+# Largest error relative to the value: float32 sums, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 EPS = 1e-5
 
@@ -42,7 +42,9 @@ def cases() -> list[tuple[torch.dtype, torch.Generator, int, int]]:
     ]
 
 
-def each_row_alike(norm: NormArithmetic, weight: torch.Tensor, case) -> None:
+def assert_rows_do_not_depend_on_the_batch(
+    norm: NormArithmetic, weight: torch.Tensor, case
+) -> None:
     dtype, generator, rows, size = case
     x = (torch.randn(rows, size, generator=generator) * 9).to(dtype)
     check(norm.norm(x), expected(x, weight))
@@ -53,7 +55,7 @@ def each_row_alike(norm: NormArithmetic, weight: torch.Tensor, case) -> None:
     wanted = residual.double() + expected(x, weight)
     added = norm.add_norm(residual, x)
     assert added.data_ptr() == residual.data_ptr()
-    # Without kernels the norm is rounded before it is added.
+    # Torch rounds the norm before it is added.
     tolerance = 2 * TOLERANCE[dtype]
     torch.testing.assert_close(added.double(), wanted, rtol=tolerance, atol=4 * tolerance)
 
@@ -63,14 +65,14 @@ def test_kernels_match_float64(variant) -> None:
     for case in cases():
         dtype, generator, _, size = case
         weight = torch.randn(size, generator=generator).to(dtype)
-        each_row_alike(arithmetic(variant, weight), weight, case)
+        assert_rows_do_not_depend_on_the_batch(arithmetic(variant, weight), weight, case)
 
 
 def test_torch_matches_float64() -> None:
     for case in cases():
         dtype, generator, _, size = case
         weight = torch.randn(size, generator=generator).to(dtype)
-        each_row_alike(TorchNorm(weight, EPS), weight, case)
+        assert_rows_do_not_depend_on_the_batch(TorchNorm(weight, EPS), weight, case)
 
 
 @each_variant
@@ -86,7 +88,7 @@ def test_heads_may_be_slices_of_wider_rows(variant) -> None:
 
 
 @each_variant
-def test_a_weight_wider_than_its_input_counts_until_the_rounding(variant) -> None:
+def test_a_float32_weight_is_applied_before_rounding(variant) -> None:
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = 1 + torch.arange(48) * 1e-5
     norm = arithmetic(variant, weight)
@@ -95,7 +97,7 @@ def test_a_weight_wider_than_its_input_counts_until_the_rounding(variant) -> Non
 
 @each_variant
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(variant, odd: float) -> None:
+def test_nan_and_infinity_affect_only_their_row(variant, odd: float) -> None:
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
     norm = arithmetic(variant, torch.ones(33))
     sound = norm.norm(x)
@@ -106,7 +108,7 @@ def test_what_is_no_number_stays_in_its_row(variant, odd: float) -> None:
 
 
 @each_variant
-def test_the_number_of_threads_does_not_change_a_bit(variant) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
     x = torch.randn(100, 577, generator=torch.Generator().manual_seed(0))
     norm = arithmetic(variant, torch.rand(577))
     before = torch.get_num_threads()
@@ -120,7 +122,7 @@ def test_the_number_of_threads_does_not_change_a_bit(variant) -> None:
     assert torch.equal(*found)
 
 
-def test_a_buffer_is_allocated_once() -> None:
+def test_a_row_buffer_is_reused() -> None:
     buffer = RowBuffer(8)
     large = buffer.rows(torch.empty(6, 3))
     small = buffer.rows(torch.empty(2, 3))

@@ -24,14 +24,14 @@ def rng_of(seed: int) -> np.random.Generator:
 
 
 def packed_of(variant, gguf_type: str, shape: tuple[int, int], seed: int = 0):
-    """A random weight and its numbers."""
+    """A random packed weight and its dequantised values."""
     raw = random_blocks(gguf_type, shape, rng_of(seed))
     weight = PackedWeight.from_blocks(load_variant(variant), gguf_type, shape, raw)
     return weight, numbers_of(gguf_type, shape, raw)
 
 
 def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
-    """Rows with a few values that stand out, as activations have them."""
+    """Random rows with a few outliers, as in activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, in_features, generator=generator)
     outliers = torch.rand(num_rows, in_features, generator=generator) < 0.01
@@ -45,7 +45,7 @@ def shape_of(gguf_type: str, out_features: int, units: int) -> tuple[int, int]:
 
 @each_variant
 @each_type
-def test_rows_are_the_numbers_of_the_file(variant, gguf_type: str) -> None:
+def test_rows_equal_the_dequantised_values(variant, gguf_type: str) -> None:
     shape = shape_of(gguf_type, 77, 3)
     weight, numbers = packed_of(variant, gguf_type, shape)
     ids = torch.tensor([0, 76, 31, 32, 5, 5])
@@ -77,7 +77,7 @@ def test_products_match_float64(variant, gguf_type: str) -> None:
 @each_variant
 @each_type
 def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) -> None:
-    """Every code and every activation as large as it gets, in all combinations of signs."""
+    """All codes and activations at their largest magnitude, in all combinations of signs."""
     shape = shape_of(gguf_type, 32, 2)
     raw = random_blocks(gguf_type, shape, rng_of(1)).reshape(-1, 1)
     for code in (0x00, 0x7F, 0x80, 0xFF):
@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_its_batch(variant, gguf_type: str) -> None:
 
 
 @each_variant
-def test_number_of_threads_does_not_change_a_bit(variant) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
     weight, _ = packed_of(variant, "Q4_1", (515, 512))
     x = rows_of(40, 512)
     before = torch.get_num_threads()
@@ -127,7 +127,7 @@ def test_number_of_threads_does_not_change_a_bit(variant) -> None:
 @each_type
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_number_stays_alone(
+def test_a_row_with_nan_or_infinity_affects_only_its_output(
     variant, gguf_type: str, dtype: torch.dtype, value: float
 ) -> None:
     shape = shape_of(gguf_type, 40, 2)
@@ -146,21 +146,21 @@ def test_a_row_that_is_no_number_stays_alone(
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_bias_residual_and_places(
+def test_bias_residual_and_strided_outputs(
     variant, x_dtype: torch.dtype, out_dtype: torch.dtype, num_rows: int
 ) -> None:
-    """Whatever the types, the sum is rounded once; nothing beside the place is touched."""
+    """The sum is rounded once for all types; memory beside the output is untouched."""
     shape = (70, 96)
     weight, numbers = packed_of(variant, "Q5_1", shape)
     wide = rows_of(num_rows, 200).to(x_dtype)
     x, bias = wide[:, 50:146], rows_of(1, 70)[0].to(x_dtype)
     exact = weight.multiply(x.float())
-    place = torch.full((num_rows, 90), 7.0).to(out_dtype)
-    result = weight.multiply(x, bias, out=place[:, 10:80])
+    output = torch.full((num_rows, 90), 7.0).to(out_dtype)
+    result = weight.multiply(x, bias, out=output[:, 10:80])
     assert torch.equal(result, (exact + bias.float()).to(out_dtype))
-    assert torch.equal(place[:, 10:80], result)
-    assert (place[:, :10] == 7).all()
-    assert (place[:, 80:] == 7).all()
+    assert torch.equal(output[:, 10:80], result)
+    assert (output[:, :10] == 7).all()
+    assert (output[:, 80:] == 7).all()
     residual = rows_of(num_rows, 70, 5).to(out_dtype)
     before = residual.clone()
     assert weight.multiply_add(residual, x, bias) is residual
@@ -173,7 +173,7 @@ def test_bias_residual_and_places(
 
 
 @each_variant
-def test_rows_follow_their_order(variant) -> None:
+def test_rows_are_permuted_by_the_given_order(variant) -> None:
     shape = (64, 256)
     raw = random_blocks("Q4_K", shape, rng_of(3))
     order = rng_of(4).permutation(64)
@@ -184,7 +184,7 @@ def test_rows_follow_their_order(variant) -> None:
 
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dense_weights_are_rounded_as_the_reference_rounds(variant, dtype: torch.dtype) -> None:
+def test_dense_weights_are_quantised_like_the_reference(variant, dtype: torch.dtype) -> None:
     dense = rows_of(45, 160).to(dtype)
     dense[3, 32:64] = 0
     dense[4, :32] *= 1e-5
@@ -199,7 +199,7 @@ def test_dense_weights_are_rounded_as_the_reference_rounds(variant, dtype: torch
 
 @each_variant
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e8])
-def test_dense_weights_that_are_no_numbers_give_none(variant, value: float) -> None:
+def test_nonfinite_dense_weights_give_nan(variant, value: float) -> None:
     dense = rows_of(33, 64)
     dense[7, 40] = value
     output = PackedWeight.from_dense(load_variant(variant), dense).multiply(rows_of(6, 64))
@@ -208,8 +208,8 @@ def test_dense_weights_that_are_no_numbers_give_none(variant, value: float) -> N
 
 
 @each_variant
-def test_rounding_of_rows_is_that_of_the_reference(variant) -> None:
-    """With the identity as a weight, a product shows the rounded row."""
+def test_rows_are_quantised_like_the_reference(variant) -> None:
+    """With the identity as the weight, the product is the quantised row."""
     identity = PackedWeight.from_dense(load_variant(variant), torch.eye(96) * 127)
     x = rows_of(20, 96)
     x[1] *= 1e-35
@@ -222,7 +222,7 @@ def test_rounding_of_rows_is_that_of_the_reference(variant) -> None:
     assert torch.allclose(identity.multiply(x), expected, rtol=2e-7, atol=0)
 
 
-def test_supported_types_and_lengths() -> None:
+def test_supported_gguf_types_and_lengths() -> None:
     assert is_packable("Q4_1", 576)
     assert is_packable("Q6_K", 512)
     assert not is_packable("Q6_K", 576)
@@ -232,8 +232,8 @@ def test_supported_types_and_lengths() -> None:
 
 
 @each_variant
-def test_a_packed_weight_takes_no_more_than_the_file(variant) -> None:
-    """But for the scales of Q4_K and Q5_K, which are 8 bits instead of 6."""
+def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
+    """Except for the scales of Q4_K and Q5_K, which take 8 bits instead of 6."""
     for gguf_type, file_bytes in (("Q4_1", 20), ("Q5_0", 22), ("Q8_0", 34)):
         weight, _ = packed_of(variant, gguf_type, (64, 64))
         assert weight.nbytes == 64 * 2 * file_bytes

@@ -1,4 +1,4 @@
-"""What ranks add up and put side by side; a group whose other ranks are known beforehand."""
+"""Sums and concatenations over tensor-parallel ranks, in a group with fixed other ranks."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from worker.layers.linear import DenseLinear, PartOutput, ResidualLinear, VocabP
 from worker.layers.norm import RMSNorm
 
 
-class Known:
-    """Rank 1 of three, whose others always have `before` and `after` what it has."""
+class FixedGroup:
+    """Rank 1 of three; ranks 0 and 2 always contribute `before` and `after`."""
 
     rank, size = 1, 3
 
@@ -28,43 +28,43 @@ class Known:
 
 
 def product(value: float, dtype: torch.dtype) -> DenseLinear:
-    """Of one column and two rows."""
+    """A product [2, 1] of a constant value."""
     return DenseLinear(torch.full((2, 1), value, dtype=dtype), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_summands_are_rounded_once(dtype: torch.dtype) -> None:
-    """Each alone would be lost: half of the distance between two numbers of this size."""
+def test_sums_over_ranks_are_rounded_once(dtype: torch.dtype) -> None:
+    """Each summand alone would be rounded away: half the distance between two values."""
     large = {torch.bfloat16: 256.0, torch.float16: 2048.0, torch.float32: float(1 << 24)}[dtype]
-    group = Known(1.0, 1.0 if dtype != torch.float32 else 0.0)
+    group = FixedGroup(1.0, 1.0 if dtype != torch.float32 else 0.0)
     linear = ResidualLinear(product(1.0, dtype), PartOutput(group))
     x = torch.ones(3, 1, dtype=dtype)
     residual = torch.full((3, 2), large, dtype=dtype)
     result = linear.add_to(residual, x)
     assert result.dtype == dtype
-    # float32 itself has nothing wider to be added in
+    # float32 sums are not added in a wider type
     assert result.tolist() == [[large + (4.0 if dtype != torch.float32 else 0.0)] * 2] * 3
 
 
-def test_a_norm_of_the_output_sees_the_sum_of_all_ranks() -> None:
+def test_an_output_norm_is_applied_to_the_sum_of_all_ranks() -> None:
     norm = RMSNorm(torch.tensor([1.0, 2.0]), 1e-6)
-    linear = ResidualLinear(product(1.0, torch.float32), PartOutput(Known(1.0, 0.0), norm))
+    linear = ResidualLinear(product(1.0, torch.float32), PartOutput(FixedGroup(1.0, 0.0), norm))
     found = linear.add_to(torch.full((1, 2), 4.0), torch.ones(1, 1))
     torch.testing.assert_close(found, torch.tensor([[5.0, 6.0]]))
 
 
-def test_scores_of_all_lie_side_by_side_though_some_have_fewer() -> None:
+def test_logits_of_uneven_ranks_are_concatenated() -> None:
     head = VocabParallelHead(
-        product(5.0, torch.float32), Known(7.0, 9.0), (range(3), range(3, 5), range(5, 6))
+        product(5.0, torch.float32), FixedGroup(7.0, 9.0), (range(3), range(3, 5), range(5, 6))
     )
     x = torch.ones(2, 1)
     assert head(x).tolist() == [[7.0, 7.0, 7.0, 5.0, 5.0, 9.0]] * 2
     assert head.add_to(torch.ones(2, 6), x)[0].tolist() == [8.0, 8.0, 8.0, 6.0, 6.0, 10.0]
 
 
-def test_rows_come_from_whoever_has_them() -> None:
+def test_embedding_rows_come_from_the_rank_that_has_them() -> None:
     table = DenseTable(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    shared = VocabParallelTable(table, Known(0.0, 0.0), range(10, 12), 20)
+    shared = VocabParallelTable(table, FixedGroup(0.0, 0.0), range(10, 12), 20)
     found = shared.rows(torch.tensor([11, 3, 10, 19]))
     assert found.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
     for token in (-1, 20):

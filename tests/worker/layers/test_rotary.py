@@ -1,4 +1,4 @@
-"""Rotary embedding against transformers' frequencies and its rotation."""
+"""Rotary embedding against that of transformers."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     torch.testing.assert_close(turned, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_strided_heads_are_turned_like_contiguous_ones() -> None:
+def test_strided_heads_are_rotated_like_contiguous_ones() -> None:
     rotary = RotaryEmbedding(DefaultRope(10_000.0), 16, 50, torch.device("cpu"))
     fused = torch.randn(4, 9, 16, generator=torch.Generator().manual_seed(1))
     rotation = rotary.at(torch.arange(4))
@@ -83,7 +83,7 @@ def test_strided_heads_are_turned_like_contiguous_ones() -> None:
     torch.testing.assert_close(fused, before)
 
 
-def test_factors_divide_the_frequencies() -> None:
+def test_rope_factors_divide_the_frequencies() -> None:
     plain, _ = inverse_frequencies(DefaultRope(100.0), 4)
     scaled, magnitude = inverse_frequencies(FactorsRope(100.0, (1.0, 4.0)), 4)
     torch.testing.assert_close(scaled, plain / torch.tensor([1.0, 4.0]))

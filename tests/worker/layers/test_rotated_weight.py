@@ -1,7 +1,7 @@
 """Rotated weights: every variant of the kernels against integers and float64.
 
-Rows are made of codes where exactness is tested: x = H c / block has the codes c again, with
-the scale 1 where the largest of them is 127, and no float on the way is rounded.
+Exact tests make rows from codes: x = H c / block is quantised to the codes c again, with the scale
+1 if the largest code is 127, and no intermediate float is rounded.
 """
 
 import math
@@ -21,7 +21,7 @@ CODED = 0.02
 
 
 def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
-    """Rows with a few values that stand out, as activations have them."""
+    """Random rows with a few outliers, as in activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, in_features, generator=generator)
     outliers = torch.rand(num_rows, in_features, generator=generator) < 0.01
@@ -29,7 +29,7 @@ def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
 
 
 def codes_of(num_rows: int, in_features: int, seed: int, size: int = 127) -> torch.Tensor:
-    """int64 codes, the first of each row the largest there is."""
+    """Random int64 codes; the first of each row is the largest possible."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-size, size + 1, (num_rows, in_features), generator=generator)
     codes[:, 0] = 127
@@ -37,7 +37,7 @@ def codes_of(num_rows: int, in_features: int, seed: int, size: int = 127) -> tor
 
 
 def with_codes(codes: torch.Tensor) -> torch.Tensor:
-    """float32 rows that have these codes and the scale 1."""
+    """Return float32 rows that are quantised to these codes with the scale 1."""
     return rotated_reference.rotated(codes) / rotated_reference.block_of(codes.shape[1])
 
 
@@ -46,7 +46,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @each_variant
-def test_products_are_sums_of_integers(variant) -> None:
+def test_products_are_exact_integer_sums(variant) -> None:
     kernels = load_variant(variant)
     for seed, (out_features, in_features) in enumerate(SHAPES):
         weight_codes = codes_of(out_features, in_features, seed)
@@ -80,7 +80,7 @@ def test_products_match_float64(variant, dtype: torch.dtype) -> None:
         weight = RotatedWeight(kernels, dense)
         x = rows_of(19, in_features, seed + 50)
         found = weight.multiply(x)
-        # A sum that float32 orders otherwise may move a code by one.
+        # Another order of float32 sums may change a code by one.
         assert relative_error(found, rotated_reference.product(dense, x)) < 2e-3
         assert relative_error(found, x.double() @ dense.double().t()) < CODED
 
@@ -104,7 +104,9 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(variant) -> None:
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_number_stays_alone(variant, dtype: torch.dtype, value: float) -> None:
+def test_a_row_with_nan_or_infinity_affects_only_its_output(
+    variant, dtype: torch.dtype, value: float
+) -> None:
     weight = RotatedWeight(load_variant(variant), rows_of(40, 96, 1))
     for num_rows in (1, 3, 20, 40):
         x = rows_of(num_rows, 96).to(dtype)
@@ -118,7 +120,7 @@ def test_a_row_that_is_no_number_stays_alone(variant, dtype: torch.dtype, value:
 
 @each_variant
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_weight_that_is_no_number_gives_none(variant, value: float) -> None:
+def test_a_nan_or_infinity_in_a_weight_gives_nan(variant, value: float) -> None:
     dense = rows_of(33, 64)
     dense[7, 40] = value
     output = RotatedWeight(load_variant(variant), dense).multiply(rows_of(6, 64))
@@ -130,10 +132,10 @@ def test_a_weight_that_is_no_number_gives_none(variant, value: float) -> None:
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
-def test_bias_residual_and_places(
+def test_bias_residual_and_strided_outputs(
     variant, x_dtype: torch.dtype, out_dtype: torch.dtype, num_rows: int
 ) -> None:
-    """The sum is rounded once to the output's type; nothing beside the place is touched."""
+    """The sum is rounded once to the output's type; memory beside the output is untouched."""
     weight = RotatedWeight(load_variant(variant), rows_of(70, 96, 1))
     wide = rows_of(num_rows, 200).to(x_dtype)
     x, bias = wide[:, 50:146], rows_of(1, 70)[0].to(x_dtype)
@@ -143,12 +145,12 @@ def test_bias_residual_and_places(
         if out_dtype == torch.bfloat16
         else {"rtol": 1e-5, "atol": 1e-5}
     )
-    place = torch.full((num_rows, 90), 7.0).to(out_dtype)
-    result = weight.multiply(x, bias, out=place[:, 10:80])
+    output = torch.full((num_rows, 90), 7.0).to(out_dtype)
+    result = weight.multiply(x, bias, out=output[:, 10:80])
     torch.testing.assert_close(result, (exact + bias.float()).to(out_dtype), **one_unit)
-    assert torch.equal(place[:, 10:80], result)
-    assert (place[:, :10] == 7).all()
-    assert (place[:, 80:] == 7).all()
+    assert torch.equal(output[:, 10:80], result)
+    assert (output[:, :10] == 7).all()
+    assert (output[:, 80:] == 7).all()
     residual = rows_of(num_rows, 70, 5).to(out_dtype)
     before = residual.clone()
     assert weight.multiply_add(residual, x, bias) is residual
@@ -159,7 +161,7 @@ def test_bias_residual_and_places(
 
 
 @each_variant
-def test_rows_near_zero_are_zeros_and_a_zero_stays_one(variant) -> None:
+def test_rows_near_zero_and_zero_weights_give_zeros(variant) -> None:
     weight = RotatedWeight(load_variant(variant), rows_of(40, 64))
     x = torch.stack((torch.zeros(64), torch.full((64,), 1e-38), torch.ones(64)))
     output = weight.multiply(x)
@@ -170,13 +172,13 @@ def test_rows_near_zero_are_zeros_and_a_zero_stays_one(variant) -> None:
 
 @each_variant
 @pytest.mark.parametrize("in_features", [96, 576, 1536])
-def test_a_product_of_codes_is_that_of_their_rows(variant, in_features: int) -> None:
+def test_a_product_of_quantised_rows_equals_that_of_the_rows(variant, in_features: int) -> None:
     kernels = load_variant(variant)
     num_rows = 21
     weight = RotatedWeight(kernels, rows_of(65, in_features, 1))
     memory = torch.empty(kernels.code_bytes(num_rows, in_features), dtype=torch.uint8)
 
-    def multiplied() -> torch.Tensor:
+    def multiply_codes() -> torch.Tensor:
         output = torch.empty(num_rows, 65)
         call = Product(num_rows, 0, 0, None, 0, None, 0, 65, output.data_ptr(), 0)
         kernels.coded_product(weight._structure, call, memory.data_ptr())
@@ -186,11 +188,11 @@ def test_a_product_of_codes_is_that_of_their_rows(variant, in_features: int) -> 
         x = rows_of(num_rows, in_features, 3).to(dtype)
         call = Product(num_rows, DTYPE_CODES[dtype], in_features, x.data_ptr())
         kernels.code_rows(call, in_features, memory.data_ptr())
-        assert torch.equal(multiplied(), weight.multiply(x.float()))
+        assert torch.equal(multiply_codes(), weight.multiply(x.float()))
 
 
 @each_variant
-def test_memory_and_lengths(variant) -> None:
+def test_nbytes_and_supported_lengths(variant) -> None:
     weight = RotatedWeight(load_variant(variant), rows_of(64, 576))
     assert weight.nbytes == 64 * 576 + 64 * 4
     assert can_rotate(96)
@@ -198,10 +200,10 @@ def test_memory_and_lengths(variant) -> None:
     assert not can_rotate(0)
 
 
-def test_the_rotation_keeps_products() -> None:
+def test_the_rotation_preserves_dot_products() -> None:
     for in_features in (32, 64, 96, 576):
         x, y = rows_of(5, in_features), rows_of(7, in_features, 1)
-        turned = rotated_reference.rotated(x).double() @ rotated_reference.rotated(y).double().t()
+        rotated = rotated_reference.rotated(x).double() @ rotated_reference.rotated(y).double().t()
         block = rotated_reference.block_of(in_features)
         expected = x.double() @ y.double().t()
-        np.testing.assert_allclose(turned / block, expected, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(rotated / block, expected, rtol=1e-4, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Norm and embedding against their formulas in float64."""
+"""RMSNorm and embedding against their formulas in float64."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(result.double(), expected[:, :2], rtol=tolerance, atol=tolerance)
 
 
-def test_rms_norm_with_a_weight_wider_than_its_input() -> None:
+def test_rms_norm_with_a_float32_weight() -> None:
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = 1 + torch.arange(48) * 1e-5
     result = RMSNorm(weight, 1e-6)(x)
@@ -29,7 +29,7 @@ def test_rms_norm_with_a_weight_wider_than_its_input() -> None:
     assert torch.equal(result, RMSNorm(weight, 1e-6)(x.float()).bfloat16())
 
 
-def test_embedding_is_a_copy() -> None:
+def test_an_embedding_copies_its_rows() -> None:
     table = torch.arange(12.0).view(4, 3)
     rows = Embedding(DenseTable(table))(torch.tensor([3, 0, 3]))
     assert rows.tolist() == [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0], [9.0, 10.0, 11.0]]
@@ -40,9 +40,7 @@ def test_embedding_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 55.4256), (torch.bfloat16, 55.5)])
-def test_the_scale_of_an_embedding_is_rounded_to_its_dtype(
-    dtype: torch.dtype, scale: float
-) -> None:
+def test_an_embedding_scale_is_rounded_to_its_dtype(dtype: torch.dtype, scale: float) -> None:
     table = torch.ones(2, 3, dtype=dtype)
     rows = Embedding(DenseTable(table), 3072**0.5)(torch.tensor([1]))
     assert rows[0].tolist() == pytest.approx([scale] * 3, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Norm and gate by Triton against float64, in its interpreter."""
+"""RMSNorm and gate by Triton, in its interpreter, against float64."""
 
 import importlib.util
 from typing import Any
@@ -27,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Off by one rounding at most."""
+    """Equal up to one rounding."""
     limit = exact.abs() * ROUNDING[found.dtype] + 1e-6
     return bool(((found.double() - exact).abs() <= limit).all())
 
@@ -52,7 +52,7 @@ def test_norm(dtype: torch.dtype, size: int) -> None:
     assert close(residual, wanted)
 
 
-def test_layers_share_what_is_compiled() -> None:
+def test_layers_share_compiled_kernels() -> None:
     weights = torch.ones(8), torch.ones(16)
     first, second = (TritonNorm(weight, 1e-5) for weight in weights)
     assert first.kernel is second.kernel

@@ -1,4 +1,4 @@
-"""Which form a model's weights get, on made-up machines."""
+"""The choice of a model's weight format on simulated machines."""
 
 from types import SimpleNamespace
 from typing import NoReturn, cast
@@ -57,7 +57,7 @@ def no_kernels() -> NoReturn:
         ("f32", "auto", F32, BLOCKS, AMX, "f32"),
     ],
 )
-def test_the_form_by_setting_model_and_cpu(
+def test_the_weight_format_follows_setting_model_and_cpu(
     weights: CpuWeights,
     asked: DType,
     dtype: torch.dtype,
@@ -70,18 +70,18 @@ def test_the_form_by_setting_model_and_cpu(
 
 
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "baseline"])
-def test_one_form_where_a_second_gains_nothing(variant: str) -> None:
+def test_one_format_is_used_if_a_second_gains_nothing(variant: str) -> None:
     form = choose_format(ModelConfig(), F32, BLOCKS, (), lambda: kernels(variant))
     assert form.name == "packed"
 
 
-def test_the_head_is_dense_as_well_where_tiles_multiply_it() -> None:
+def test_with_amx_the_head_is_dense_as_well() -> None:
     for flags, kind in ((AMX, AmxFormat), (NO_AMX, MixedFormat)):
         assert type(choose_format(ModelConfig(), BF16, BLOCKS, flags, kernels)) is kind
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
-def test_bfloat16_is_multiplied_by_kernels_where_there_are_any(weights: CpuWeights) -> None:
+def test_bfloat16_weights_use_the_kernels_if_built(weights: CpuWeights) -> None:
     config = ModelConfig(cpu_weights=weights)
     assert type(choose_format(config, BF16, NUMBERS, AMX, kernels)) is Bf16Format
     assert type(choose_format(config, BF16, NUMBERS, AMX, no_kernels)) is DenseFormat
@@ -93,7 +93,7 @@ def test_without_kernels_auto_is_dense(stored: TensorIndex) -> None:
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8"])
-def test_blocks_are_not_promised_without_kernels(weights: CpuWeights) -> None:
+def test_packed_weights_without_kernels_are_a_config_error(weights: CpuWeights) -> None:
     with pytest.raises(ConfigError, match=f"--cpu-weights {weights} needs kernels: no compiler"):
         choose_format(ModelConfig(cpu_weights=weights), BF16, BLOCKS, AMX, no_kernels)
 
@@ -107,12 +107,12 @@ def test_blocks_are_not_promised_without_kernels(weights: CpuWeights) -> None:
         ("int8", "float32", "float32"),
     ],
 )
-def test_dense_weights_say_what_the_activations_are(
+def test_dense_weights_set_the_dtype_of_activations(
     weights: CpuWeights, asked: DType, expected: DType
 ) -> None:
     assert activation_dtype(ModelConfig(cpu_weights=weights, dtype=asked)) == expected
 
 
-def test_the_part_in_blocks_is_one_of_bytes() -> None:
+def test_the_quantised_share_is_counted_in_bytes() -> None:
     assert part_in_blocks(BLOCKS) == 0.9
     assert part_in_blocks(index()) == 0.0

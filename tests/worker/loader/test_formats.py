@@ -1,7 +1,7 @@
-"""The forms of the weights: what they compute, what they hold, and what cannot be in blocks.
+"""Weight formats: their results, their memory, and which weights stay dense.
 
-Blocks are compared with a model of the same numbers, dense, whose every product rounds its
-activations as packed_reference.py says: nothing but sums in another order is left to differ.
+Packed weights are compared with a dense model of the dequantised values whose products quantise
+activations like reference/packed.py, so that only the order of sums differs.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import QUANTISED, write
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
 from tests.worker.reference.packed import quantise_dense, rounded_rows
@@ -35,7 +35,6 @@ from worker.loader.formats import (
     WeightFormat,
 )
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 TIE = 0.1
@@ -45,7 +44,7 @@ EXACT = 1e-4
 
 
 class RoundedLinear:
-    """A dense product whose activations go through 8 bits."""
+    """A dense product whose activations are quantised to 8 bits."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
@@ -59,8 +58,8 @@ class RoundedLinear:
         return residual + self(x)
 
 
-class RoundedForm(DenseFormat):
-    """The reference. new_blocks: its weights go through 8 bits as well."""
+class RoundedFormat(DenseFormat):
+    """The reference format. new_blocks: weights are quantised to 8 bits as well."""
 
     def __init__(self, new_blocks: bool = False) -> None:
         super().__init__(torch.float32)
@@ -104,7 +103,7 @@ def logits(
 
 
 def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.std() > 0.3, "a difference would not show"
+    assert expected.std() > 0.3, "a difference would not be visible"
     differences = (found - expected).abs().amax(1)
     assert differences.min() < EXACT
     assert differences.max() < TIE
@@ -113,10 +112,10 @@ def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_the_blocks_of_each_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+def test_packed_weights_of_every_gguf_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
     prepared = prepared_gguf(tmp_path, kind)
     form = packed(kernels)
-    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm()))
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedFormat()))
     assert form.dense_names == []
     assert list(form.memory) == ["packed"]
 
@@ -127,25 +126,27 @@ def test_the_blocks_of_each_type(kind: str, kernels: Kernels, tmp_path: Path) ->
         LlamaConfig(**SIZES, attention_bias=True),
         LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
     ],
-    ids=["biases", "a head of its own"],
+    ids=["biases", "an untied head"],
 )
 @pytest.mark.parametrize("kinds", [NO_KINDS, {"v_proj": "Q8_0", "k_proj": "Q4_1"}])
-def test_products_of_parts(
+def test_fused_products_equal_separate_ones(
     kinds: Mapping[str, str], config: PretrainedConfig, kernels: Kernels, tmp_path: Path
 ) -> None:
-    """Query, key and value are one product, also where the file has them in several types."""
+    """Query, key and value are one product, also if the file stores them in several types."""
     prepared = prepared_gguf(tmp_path, "Q5_0", config, kinds)
-    assert_same_tokens(logits(prepared, packed(kernels)), logits(prepared, RoundedForm()))
+    assert_same_tokens(logits(prepared, packed(kernels)), logits(prepared, RoundedFormat()))
 
 
-def test_new_blocks_of_8_bits(kernels: Kernels, tmp_path: Path) -> None:
+def test_weights_are_quantised_to_int8(kernels: Kernels, tmp_path: Path) -> None:
     prepared = prepared_gguf(tmp_path, "F16")
     form = Int8Format(kernels, DenseFormat(torch.float32), torch.float32)
-    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm(new_blocks=True)))
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedFormat(new_blocks=True)))
     assert list(form.memory) == ["int8"]
 
 
-def test_what_cannot_be_in_blocks_is_dense_and_named(kernels: Kernels, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_packed_are_dense_and_named(
+    kernels: Kernels, tmp_path: Path
+) -> None:
     prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
     form = packed(kernels)
     dense, mixed = logits(prepared), logits(prepared, form)
@@ -158,8 +159,8 @@ def test_what_cannot_be_in_blocks_is_dense_and_named(kernels: Kernels, tmp_path:
     )
 
 
-def test_rows_that_are_no_whole_blocks_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
-    """The inner size of this model is 112."""
+def test_rows_of_partial_blocks_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
+    """The MLP's inner size of this model is 112, not a multiple of 32."""
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     form = Int8Format(kernels, DenseFormat(torch.float32), torch.float32)
@@ -167,7 +168,7 @@ def test_rows_that_are_no_whole_blocks_stay_dense(kernels: Kernels, tmp_path: Pa
     assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
 
 
-def test_a_tied_weight_is_held_once(kernels: Kernels, tmp_path: Path) -> None:
+def test_a_tied_weight_is_stored_once(kernels: Kernels, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     tied, untied = packed(kernels), packed(kernels)
     logits(prepared_gguf(tmp_path / "tied", "Q8_0", config), tied)
@@ -180,8 +181,8 @@ def mixed(kernels: Kernels) -> MixedFormat:
     return MixedFormat(packed(kernels, torch.bfloat16), kernels)
 
 
-CODED = 0.1
-"""Of the length of logits: what 8 bits with one scale a row bring about in tiny random models."""
+INT8_ERROR = 0.1
+"""Relative error of logits in tiny random models by 8 bits with one scale per row."""
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -189,7 +190,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("least", [4, 64])
-def test_both_forms_by_the_number_of_rows(
+def test_the_number_of_rows_selects_packed_or_rotated(
     least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "ROTATED_FROM", least)
@@ -198,7 +199,7 @@ def test_both_forms_by_the_number_of_rows(
     few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
     exact = logits(prepared)
     assert torch.equal(found, few) == (len(TOKENS) < least)
-    assert relative(found, exact) < CODED
+    assert relative(found, exact) < INT8_ERROR
     assert form.name == "packed+rotated"
     assert sorted(form.memory) == ["packed", "rotated"]
 
@@ -209,28 +210,28 @@ def rotated(kernels: Kernels) -> RotatedFormat:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_1"])
-def test_rotated_weights_whatever_the_file_has(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+def test_every_stored_type_can_be_rotated(kind: str, kernels: Kernels, tmp_path: Path) -> None:
     prepared, form = (
         prepared_gguf(tmp_path, kind, LlamaConfig(**SIZES, attention_bias=True)),
         rotated(kernels),
     )
-    assert 0 < relative(logits(prepared, form), logits(prepared)) < CODED
+    assert 0 < relative(logits(prepared, form), logits(prepared)) < INT8_ERROR
     assert list(form.memory) == ["int8"]
     assert form.dense_names == []
 
 
 def test_rows_that_cannot_be_rotated_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
-    """The inner size of this model is 112."""
+    """The MLP's inner size of this model is 112, not a multiple of 32."""
     save_tiny("llama", tmp_path)
     prepared, form = prepare_checkpoint(tmp_path, tmp_path / "prepared"), rotated(kernels)
-    assert 0 < relative(logits(prepared, form), logits(prepared)) < CODED
+    assert 0 < relative(logits(prepared, form), logits(prepared)) < INT8_ERROR
     assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
     assert sorted(form.memory) == ["f32", "int8"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("least", [4, 64])
-def test_a_head_in_blocks_and_dense(
+def test_a_head_is_packed_for_few_rows_and_dense_for_many(
     least: int, tied: bool, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "DENSE_FROM", least)
@@ -245,8 +246,10 @@ def test_a_head_in_blocks_and_dense(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bfloat16_in_panels(tied: bool, kernels: Kernels, tmp_path: Path) -> None:
-    """A tied weight is held once; what torch multiplies has the same numbers."""
+def test_bfloat16_weights_are_stored_in_panels(
+    tied: bool, kernels: Kernels, tmp_path: Path
+) -> None:
+    """A tied weight is stored once; torch multiplies the same values."""
     config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied}, attention_bias=True)
     prepared, form = prepared_gguf(tmp_path, "F16", config), Bf16Format(kernels)
     dense = DenseFormat(torch.bfloat16)
@@ -260,7 +263,9 @@ def test_bfloat16_in_panels(tied: bool, kernels: Kernels, tmp_path: Path) -> Non
     assert form.memory["bf16"] == dense.memory["bf16"] - (table if tied else 0)
 
 
-def test_what_cannot_be_in_blocks_is_dense_in_both(kernels: Kernels, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_packed_are_dense_in_both_formats(
+    kernels: Kernels, tmp_path: Path
+) -> None:
     prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
     form = mixed(kernels)
     logits(prepared, form, torch.bfloat16)

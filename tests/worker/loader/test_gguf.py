@@ -18,12 +18,11 @@ from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
-from tests.fakes.prepared_models import gguf_index, prepare
+from tests.fakes.prepared_models import gguf_index, prepare, spec_of
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.layers.rotary import inverse_frequencies
 from worker.loader.files import decode_gguf
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 from worker.models.rope import DefaultRope, Llama3Rope
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
@@ -38,7 +37,7 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
-def test_a_tensor_of_each_type(kind: str) -> None:
+def test_tensors_of_every_gguf_type_are_dequantised(kind: str) -> None:
     rows = random_rows(kind, 37, 512, seed=1)
     entry = TensorEntry("t", kind, (37, 512), 0, 0, rows.nbytes)
     tensor = decode_gguf(entry, rows.reshape(-1))
@@ -57,12 +56,12 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.std() > 0.3, "a difference would not show"
+    assert expected.std() > 0.3, "a difference would not be visible"
     assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
-def test_a_llama_of_each_type(kind: str, tmp_path: Path) -> None:
+def test_a_llama_of_every_gguf_type(kind: str, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     with torch.no_grad():
         model, tensors = tiny(kind, config, permuted=True)
@@ -83,7 +82,7 @@ def test_biases_are_permuted_for_llama_only(
     assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
 
 
-def test_a_gemma3_whose_norms_have_the_one_in_them(tmp_path: Path) -> None:
+def test_gemma3_norm_weights_include_the_added_one(tmp_path: Path) -> None:
     config = Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=9, sliding_window_pattern=2)
     with torch.no_grad():
         model, tensors = tiny("F32", config, permuted=False)
@@ -91,7 +90,7 @@ def test_a_gemma3_whose_norms_have_the_one_in_them(tmp_path: Path) -> None:
     assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
 
 
-def test_rope_factors_for_one_of_two_ropes(tmp_path: Path) -> None:
+def test_rope_factors_are_refused_with_two_ropes(tmp_path: Path) -> None:
     config = Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=9, sliding_window_pattern=2)
     with torch.no_grad():
         _, tensors = tiny("F32", config, permuted=False)
@@ -100,7 +99,7 @@ def test_rope_factors_for_one_of_two_ropes(tmp_path: Path) -> None:
         logits_from_file(tmp_path, config_of(config), tensors)
 
 
-def test_rope_factors_of_the_file_scale_the_frequencies(tmp_path: Path) -> None:
+def test_rope_factors_of_the_file_divide_the_frequencies(tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES, rope_parameters=LLAMA3)
     with torch.no_grad():
         model, tensors = tiny("F32", config, permuted=True)
@@ -116,8 +115,8 @@ def test_rope_factors_of_the_file_scale_the_frequencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_rope_factors_that_nothing_can_be_divided_by(tmp_path: Path, wrong: float) -> None:
-    """They would make every position the same, or every number none, without a word."""
+def test_zero_and_nonfinite_rope_factors_are_refused(tmp_path: Path, wrong: float) -> None:
+    """They would silently make all positions equal or all values NaN."""
     config = LlamaConfig(**SIZES)
     with torch.no_grad():
         _, tensors = tiny("F32", config, permuted=True)
@@ -137,6 +136,6 @@ def test_rope_factors_that_nothing_can_be_divided_by(tmp_path: Path, wrong: floa
         (TensorEntry("t", "F16", (3,), 0, 0, 5), "needs 6 bytes, the file has 5"),
     ],
 )
-def test_what_cannot_be_read_is_refused(entry: TensorEntry, message: str) -> None:
+def test_unreadable_tensors_are_refused(entry: TensorEntry, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         decode_gguf(entry, np.zeros(entry.num_bytes, dtype=np.uint8))

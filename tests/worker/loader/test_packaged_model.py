@@ -1,8 +1,8 @@
-"""The packaged models: logits of the real files against transformers on the same files.
+"""Logits of the packaged models against transformers on the same files.
 
-The judge is transformers in float64 (its norms and angles stay float32). What float32 itself
-loses depends on the order of sums, so on the machine, and reaches 1e-3 in Gemma's logits: so
-transformers in float32 sets the measure.
+The expected logits are transformers' in float64 (its norms and angles stay float32). The error of
+float32 depends on the order of sums, hence on the machine, and reaches 1e-3 in Gemma's logits; so
+the error allowed is a multiple of that of transformers in float32.
 """
 
 import copy
@@ -12,8 +12,8 @@ import torch
 
 from tests.e2e.reference import Reference, packaged_model
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_logits_are_as_exact_as_those_of_transformers(name: str, num_tokens: int
     with torch.inference_mode():
         their_hidden = reference.model(tokens[None]).last_hidden_state[0]
         exact_hidden = exact.model(tokens[None]).last_hidden_state[0]
-        # Not of all tokens at once: Gemma has 262,144 logits a token.
+        # In parts: Gemma has 262,144 logits per token.
         for rows in torch.arange(num_tokens).split(100):
             expected = exact.lm_head(exact_hidden[rows])
             ours.append((decoder.float32_logits(hidden[rows]) - expected).square().mean(1))
             theirs.append((reference.lm_head(their_hidden[rows]) - expected).square().mean(1))
     our_errors, their_errors = torch.cat(ours).sqrt(), torch.cat(theirs).sqrt()
-    # 1.3 to 1.9 were seen on average, and 1.2 to 2.8 of the worst, for four seeds
+    # with four seeds the mean was 1.3 to 1.9, the worst 1.2 to 2.8
     assert our_errors.square().mean().sqrt() < 3 * their_errors.square().mean().sqrt()
     assert our_errors.max() < 6 * their_errors.max()

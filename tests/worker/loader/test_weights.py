@@ -1,4 +1,4 @@
-"""Completeness of what is loaded, and the refusals that name a tensor."""
+"""Loading finds every tensor or refuses by the tensor's name."""
 
 import dataclasses
 import json
@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel, TensorIndex
-from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
+from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.loader.weights import load_model
-from worker.models.registry import spec_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,7 +26,7 @@ def load(
 
 
 def changed(folder: Path, name: str, change: Callable[[Tensors], None]) -> PreparedModel:
-    """The tiny checkpoint `name` with its tensors changed."""
+    """Save the tiny checkpoint `name` with changed tensors."""
     save_tiny(name, folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -53,24 +52,24 @@ def test_progress_rises_to_one_and_threads_stay_as_they_were(tmp_path: Path) -> 
     assert torch.get_num_threads() == threads
 
 
-def test_a_missing_tensor(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     message = refused(tmp_path, "llama", lambda tensors: tensors.__delitem__(name))
     assert message == f"tensor {name} of shape [32, 64] is missing"
 
 
-def test_a_missing_head(tmp_path: Path) -> None:
+def test_a_missing_head_is_named(tmp_path: Path) -> None:
     message = refused(tmp_path, "llama", lambda tensors: tensors.__delitem__("lm_head.weight"))
     assert "lm_head.weight" in message
 
 
-def test_an_unknown_tensor(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     message = refused(tmp_path, "llama", lambda tensors: tensors.update({name: torch.zeros(64)}))
     assert name in message
 
 
-def test_a_layer_too_many(tmp_path: Path) -> None:
+def test_tensors_of_an_extra_layer_are_named(tmp_path: Path) -> None:
     name = "model.layers.3.mlp.up_proj.weight"
     message = refused(
         tmp_path, "llama", lambda tensors: tensors.update({name: torch.zeros(112, 64)})
@@ -78,7 +77,7 @@ def test_a_layer_too_many(tmp_path: Path) -> None:
     assert name in message
 
 
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.down_proj.weight"
     message = refused(
         tmp_path, "qwen2", lambda tensors: tensors.update({name: torch.zeros(112, 64)})
@@ -86,7 +85,7 @@ def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     assert message == f"tensor {name} has shape [112, 64], the configuration asks for [64, 112]"
 
 
-def test_a_tensor_of_another_type(tmp_path: Path) -> None:
+def test_a_tensor_of_an_unsupported_type_is_named(tmp_path: Path) -> None:
     name = "model.norm.weight"
     message = refused(
         tmp_path, "llama", lambda tensors: tensors.update({name: torch.zeros(64, dtype=torch.int8)})
@@ -107,7 +106,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path) -> Non
     assert "lm_head.weight differs from model.embed_tokens.weight" in message
 
 
-def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     load(changed(tmp_path, "llama", lambda tensors: tensors.update({name: torch.zeros(8)})))
 
@@ -135,14 +134,14 @@ def replaced(index: TensorIndex, **fields: object) -> TensorIndex:
         (lambda index: replaced(index, num_bytes=8), "the file has 8"),
     ],
 )
-def test_an_index_that_does_not_fit_its_files(
+def test_an_index_that_contradicts_its_files_is_refused(
     change: Callable[[TensorIndex], TensorIndex], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load(with_index(tmp_path, change))
 
 
-def test_a_damaged_index(tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     prepared = with_index(tmp_path, lambda index: index)
     path = Path(prepared.folder) / "tensors.msgpack"
     path.write_bytes(b"\x93")
@@ -153,7 +152,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
         load(prepared)
 
 
-def test_a_spec_that_the_weights_do_not_have(tmp_path: Path) -> None:
+def test_a_spec_with_missing_weights_is_refused(tmp_path: Path) -> None:
     prepared = with_index(tmp_path, lambda index: index)
     spec = spec_of(prepared)
     mixer = dataclasses.replace(spec.attention_layers[0], qk_norm=True)

@@ -1,4 +1,4 @@
-"""The FLOPs of a model, by its spec, against those that torch counts in transformers."""
+"""FLOPs of a model by its spec against those that torch counts in transformers."""
 
 from pathlib import Path
 
@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
-from worker.models.registry import spec_of
 
 NUM_TOKENS = 7
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_flops_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
-    """transformers computes logits of all positions, and masks pairs that it has computed."""
+def test_flops_equal_those_counted_by_torch(name: str, tmp_path: Path) -> None:
+    """transformers computes logits of all positions, and all pairs of tokens before masking."""
     model = save_tiny(name, tmp_path)
     model.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

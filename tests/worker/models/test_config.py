@@ -1,4 +1,4 @@
-"""Configurations to specs: both spellings of rope, and refusals that name key and value."""
+"""Model configurations to specs: both spellings of rope, refusals that name key and value."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 
 from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
-from tests.fakes.prepared_models import prepare
+from tests.fakes.prepared_models import prepare, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS
 from worker.models.attention import AttentionSpec
 from worker.models.gated_mlp import GatedMlpSpec
-from worker.models.registry import spec_from_config, spec_of
+from worker.models.registry import spec_from_config
 from worker.models.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 
 LLAMA: dict[str, Any] = {
@@ -36,14 +36,14 @@ def family(architecture: str, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_configuration_that_transformers_writes_is_understood(name: str) -> None:
+def test_configurations_written_by_transformers_are_accepted(name: str) -> None:
     config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
     architecture = name.split("-")[0].capitalize() + "ForCausalLM"
     spec = spec_from_config(config | {"architectures": [architecture]})
     assert (spec.attention_shape.num_heads, spec.num_layers, spec.vocab_size) == (4, 3, 96)
 
 
-def test_a_llama_configuration_in_full() -> None:
+def test_a_full_llama_configuration() -> None:
     spec = spec_from_config(LLAMA)
     assert spec.architecture == "LlamaForCausalLM"
     attention = spec.attention_layers[0]
@@ -59,7 +59,7 @@ def attention_of(config: dict[str, Any]) -> AttentionSpec:
     return spec_from_config(config).attention_layers[0]
 
 
-def test_families_differ_where_they_should() -> None:
+def test_families_set_their_own_options() -> None:
     mistral = attention_of(family("MistralForCausalLM", sliding_window=None))
     qwen2 = attention_of(family("Qwen2ForCausalLM", sliding_window=64))
     qwen3 = attention_of(family("Qwen3ForCausalLM", attention_bias=True))
@@ -89,7 +89,9 @@ def test_families_differ_where_they_should() -> None:
         ),
     ],
 )
-def test_both_spellings_of_rope(scaling: dict[str, Any], expected: Any) -> None:
+def test_both_spellings_of_rope_scaling_are_accepted(
+    scaling: dict[str, Any], expected: Any
+) -> None:
     older = LLAMA | {"rope_theta": 5000.0, "rope_scaling": scaling}
     newer = LLAMA | {"rope_parameters": scaling | {"rope_theta": 5000.0}}
     assert spec_from_config(older).ropes == (expected,) * 2
@@ -143,7 +145,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"architectures": None}, "architectures = None"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(keys: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_refused_by_name(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         spec_from_config(LLAMA | keys)
     assert named in str(caught.value)
@@ -165,7 +167,7 @@ ALTERNATING = ["sliding_attention", "full_attention"]
         (family("Qwen3ForCausalLM", **UPPER, layer_types=ALTERNATING), (100, None)),
     ],
 )
-def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_sliding_windows_by_layer(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert spec_from_config(config).windows == windows
 
 
@@ -179,7 +181,7 @@ GEMMA3 = LLAMA | {
 }
 
 
-def test_gemma3_supplies_what_its_file_leaves_out() -> None:
+def test_gemma3_defaults_replace_missing_keys() -> None:
     spec = spec_from_config(GEMMA3)
     assert spec.windows == (16,) * 5 + (None, 16)
     local, everywhere = DefaultRope(10_000.0), DefaultRope(1_000_000.0)
@@ -192,13 +194,13 @@ def test_gemma3_supplies_what_its_file_leaves_out() -> None:
     assert spec.tied_embeddings
 
 
-def test_a_window_as_long_as_the_model_leaves_a_layer_its_own_rope() -> None:
+def test_a_window_of_the_models_length_keeps_the_local_rope() -> None:
     spec = spec_from_config(GEMMA3 | {"sliding_window": 128})
     assert set(spec.windows) == {None}
     assert len(set(spec.ropes)) == 2
 
 
-def test_both_spellings_of_two_ropes() -> None:
+def test_both_spellings_of_two_ropes_are_accepted() -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     older = {"rope_theta": 5.0, "rope_local_base_freq": 7.0, "rope_scaling": linear}
     newer = {
@@ -226,13 +228,13 @@ def test_both_spellings_of_two_ropes() -> None:
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta = 1000000.0"),
     ],
 )
-def test_gemma3_refuses_what_it_does_not_do(keys: dict[str, Any], named: str) -> None:
+def test_gemma3_refuses_unsupported_settings(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         spec_from_config(GEMMA3 | keys)
     assert named in str(caught.value)
 
 
-def test_harmless_keys_pass() -> None:
+def test_unused_keys_are_accepted() -> None:
     spec_from_config(
         LLAMA
         | {
@@ -249,7 +251,7 @@ def test_harmless_keys_pass() -> None:
     )
 
 
-def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, LLAMA, TensorIndex("safetensors", (), ()))
     assert spec_of(prepared).hidden_size == 64
     (tmp_path / "config.json").write_text("[")

@@ -1,4 +1,4 @@
-"""The layers in one call against the same layers part by part: the same bits, or it is refused."""
+"""Layers in one kernel call give the same bits as layer by layer, or are not fused."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import write
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
@@ -38,7 +38,6 @@ from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import LayerStack
-from worker.models.registry import spec_of
 
 BLOCK = 4
 PAGES = 24
@@ -53,8 +52,8 @@ best_variant = with_each(LOADABLE[:1])
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelVariant], Kernels]:
-    """Makes a variant the one that models are loaded with."""
+def use_variant(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelVariant], Kernels]:
+    """use(variant) loads models with this kernel variant."""
 
     def choose(variant: KernelVariant) -> Kernels:
         kernels = load_variant(variant)
@@ -77,7 +76,7 @@ def threads_of_torch(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PreparedModel]:
-    """The checkpoint of a name in CONFIGS, with sizes that make whole blocks of 32."""
+    """checkpoint(name) prepares a model of CONFIGS, with sizes that are multiples of 32."""
 
     @cache
     def prepared(name: str) -> PreparedModel:
@@ -91,7 +90,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prep
 
 
 def prepared_gguf(config: PretrainedConfig, folder: Path) -> PreparedModel:
-    """Its query, key and value are of three types, as are the other products."""
+    """A GGUF file whose query, key and value have three types, and so have the other products."""
     kinds = {"v_proj": "Q8_0", "k_proj": "Q4_1", "down_proj": "Q6_K", "o_proj": "Q4_0"}
     with torch.no_grad():
         _, tensors = tiny("Q5_0", config, permuted=True, kinds=kinds)
@@ -108,8 +107,8 @@ def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightFormat) -> Dec
     return load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
 
 
-class Player:
-    """Plays STEPS with some of a model's stacks; each has a cache of its own."""
+class StackRunner:
+    """Runs STEPS with some of a model's layer stacks over a cache of its own."""
 
     def __init__(self, model: Decoder, kernels: Kernels, stacks: tuple[LayerStack, ...]) -> None:
         spec = model.spec
@@ -123,7 +122,7 @@ class Player:
         shape = spec.attention_shape
         self.attention = CpuAttention(kernels, self.cache, shape)
 
-    def play(self) -> list[torch.Tensor]:
+    def run(self) -> list[torch.Tensor]:
         return [self._step(step) for step in STEPS]
 
     def _step(self, step: tuple[tuple[int, int], ...]) -> torch.Tensor:
@@ -146,26 +145,26 @@ def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = 
     stack, partwise = model._stacks
     assert isinstance(stack, KernelStack)
     for count in threads:
-        one, parts = Player(model, kernels, (stack,)), Player(model, kernels, (partwise,))
+        one, parts = StackRunner(model, kernels, (stack,)), StackRunner(model, kernels, (partwise,))
         assert all(stack.takes(rows, one.attention) for rows in (1, 2, 70))
         with threads_of_torch(count):
-            steps = zip(one.play(), parts.play(), strict=True)
+            steps = zip(one.run(), parts.run(), strict=True)
         for found, wanted in steps:
             assert wanted.isfinite().all()
-            assert wanted.float().std() > 0.1, "a difference would not show"
+            assert wanted.float().std() > 0.1, "a difference would not be visible"
             assert torch.equal(found, wanted)
         assert torch.equal(one.cache.buffer, parts.cache.buffer)
 
 
 @best_variant
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families(
+def test_every_family_gives_the_same_bits(
     name: str,
     variant: KernelVariant,
-    use: Callable[[KernelVariant], Kernels],
+    use_variant: Callable[[KernelVariant], Kernels],
     checkpoint: Checkpoint,
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     prepared = checkpoint(name)
     for dtype in (torch.bfloat16, torch.float32):
         assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels, (1, 3))
@@ -173,36 +172,38 @@ def test_families(
 
 
 @each_variant
-def test_variants(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+def test_every_kernel_variant_gives_the_same_bits(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     for name, dtype in product(("llama", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
         assert_same_bits(load(checkpoint(name), dtype, int8(kernels, dtype)), kernels)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied"])
-def test_bfloat16_of_any_length(
-    name: str, use: Callable[[KernelVariant], Kernels], tmp_path: Path
+def test_bfloat16_rows_of_any_length(
+    name: str, use_variant: Callable[[KernelVariant], Kernels], tmp_path: Path
 ) -> None:
-    """Rows that are no whole number of a kernel's steps, which it does not read in place."""
+    """Rows whose length is not a multiple of the kernel's step are copied before they are read."""
     tiny_model(CONFIGS[name]).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
 
     @each_variant
     def same_bits(variant: KernelVariant) -> None:
-        kernels = use(variant)
+        kernels = use_variant(variant)
         assert_same_bits(load(prepared, torch.bfloat16, Bf16Format(kernels)), kernels)
 
     same_bits()
 
 
-def test_products_of_several_types(use: Callable[[KernelVariant], Kernels], tmp_path: Path) -> None:
+def test_products_of_several_types_give_the_same_bits(
+    use_variant: Callable[[KernelVariant], Kernels], tmp_path: Path
+) -> None:
     prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
 
     @each_variant
     def same_bits(variant: KernelVariant) -> None:
-        kernels = use(variant)
+        kernels = use_variant(variant)
         form = PackedFormat(kernels, DenseFormat(torch.bfloat16), torch.bfloat16)
         assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
 
@@ -210,10 +211,10 @@ def test_products_of_several_types(use: Callable[[KernelVariant], Kernels], tmp_
 
 
 @best_variant
-def test_the_shapes_of_smollm2(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], tmp_path: Path
+def test_the_shapes_of_smollm2_give_the_same_bits(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], tmp_path: Path
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 96}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
     tiny_model(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
@@ -223,11 +224,11 @@ def test_the_shapes_of_smollm2(
 
 
 @each_variant
-def test_weights_of_two_forms(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+def test_the_number_of_rows_selects_the_stack(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
-    """Steps of few rows by one, those of many by the other."""
-    kernels = use(variant)
+    """Steps of few rows use the first format, those of many the second."""
+    kernels = use_variant(variant)
     for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
         model = load(checkpoint(name), dtype, MixedFormat(int8(kernels, dtype), kernels))
         assert_same_bits(model, kernels)
@@ -238,51 +239,51 @@ def test_weights_of_two_forms(
 
 
 @best_variant
-def test_what_is_not_ours_is_left_to_the_parts(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+def test_unsupported_layers_run_layer_by_layer(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     dtype = torch.bfloat16
     prepared = checkpoint("qwen2")
     dense, blocks = (
         load(prepared, dtype, form) for form in (DenseFormat(dtype), int8(kernels, dtype))
     )
-    player = Player(dense, kernels, dense._stacks)
-    assert not dense._stacks[0].takes(1, player.attention)
-    assert blocks._stacks[0].takes(1, player.attention)
+    runner = StackRunner(dense, kernels, dense._stacks)
+    assert not dense._stacks[0].takes(1, runner.attention)
+    assert blocks._stacks[0].takes(1, runner.attention)
     assert not blocks._stacks[0].takes(1, DenseAttention(blocks.spec))
-    alone = Player(dense, kernels, dense._stacks[1:])
-    for found, wanted in zip(player.play(), alone.play(), strict=True):
+    alone = StackRunner(dense, kernels, dense._stacks[1:])
+    for found, wanted in zip(runner.run(), alone.run(), strict=True):
         assert torch.equal(found, wanted)
 
 
 @best_variant
-def test_a_token_that_is_no_number_breaks_its_own_rows(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+def test_nan_in_the_cache_affects_only_its_sequence(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     prepared = checkpoint("llama")
     model = load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16))
-    player = Player(model, kernels, model._stacks[:1])
-    player.play()
-    # Sequence 1 has pages of its own, behind those of sequence 0.
-    player.cache.buffer[1 + PAGES :] = float("nan")
-    hidden = player._step(((16, 1), (4, 1)))
+    runner = StackRunner(model, kernels, model._stacks[:1])
+    runner.run()
+    # The pages of sequence 1 follow those of sequence 0.
+    runner.cache.buffer[1 + PAGES :] = float("nan")
+    hidden = runner._step(((16, 1), (4, 1)))
     assert hidden[0].isfinite().all()
     assert hidden[1].isnan().all()
 
 
 @best_variant
-def test_positions_beyond_the_model(
-    variant: KernelVariant, use: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+def test_positions_beyond_the_model_are_an_error(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
-    kernels = use(variant)
+    kernels = use_variant(variant)
     model = load(checkpoint("llama"), torch.float32, int8(kernels, torch.float32))
     for stack in model._stacks:
-        player = Player(model, kernels, (stack,))
-        player.play()
+        runner = StackRunner(model, kernels, (stack,))
+        runner.run()
         for position in (-1, 128):
             with pytest.raises(IndexError):
-                player.model.forward(
-                    torch.zeros(70).long(), torch.full((70,), position), player.attention
+                runner.model.forward(
+                    torch.zeros(70).long(), torch.full((70,), position), runner.attention
                 )

@@ -1,6 +1,6 @@
-"""A kind of MLP that the product does not have: a mixture of four experts, two for each token.
+"""An MLP kind that the product lacks: a mixture of four experts, two per token.
 
-The seam of worker/models/parts.py is all that it needs: no line of the product knows of it.
+It needs only the interface of worker/models/parts.py; no line of the product refers to it.
 """
 
 import json
@@ -42,7 +42,7 @@ TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSpec:
-    """Mixtral's MLP (Jiang et al., section 2); ranks divide the inner columns of each expert."""
+    """Mixtral's MLP (Jiang et al., section 2); ranks split the inner columns of each expert."""
 
     hidden_size: int
     intermediate_size: int
@@ -143,9 +143,9 @@ def config_of(name: str) -> dict[str, object]:
     return config | {"architectures": [f"{name.capitalize()}ForCausalLM"]}
 
 
-def test_a_family_passes_the_mlp_of_each_layer() -> None:
+def test_a_family_passes_the_mlp_of_every_layer() -> None:
     config = dict(config_of("llama"))
-    del config["intermediate_size"], config["hidden_act"]  # a family reads the keys of its MLP
+    del config["intermediate_size"], config["hidden_act"]  # families read the keys of their MLP
     hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
     mixture = MixtureSpec(hidden_size=hidden, intermediate_size=48)
     spec = llama_like(
@@ -169,7 +169,7 @@ def write_checkpoint(name: str, spec: ModelSpec, folder: Path) -> tuple[Prepared
 
 
 def reference_logits(spec: ModelSpec, tensors: Tensors) -> torch.Tensor:
-    """The whole model in plain torch, from the tensors of the file."""
+    """Logits of the whole model in plain torch, from the tensors of the file."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = tensors[f"{name}.weight"] + (1.0 if spec.norms_add_one else 0.0)
@@ -209,7 +209,7 @@ def expert(
 
 
 def mixture(x: torch.Tensor, tensors: Tensors, prefix: str) -> torch.Tensor:
-    """One token: the two best experts, by weights that sum to 1."""
+    """Mix the two best experts of a token with weights that sum to 1."""
     moe = f"{prefix}block_sparse_moe."
     best, chosen = (tensors[f"{moe}gate.weight"] @ x).topk(TOP_K)
     outputs = [
@@ -262,11 +262,11 @@ def load(prepared: PreparedModel, spec: ModelSpec, group: RankGroup | None = Non
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_model_with_mixtures_computes_what_plain_torch_does(name: str, tmp_path: Path) -> None:
+def test_a_model_with_mixtures_equals_plain_torch(name: str, tmp_path: Path) -> None:
     spec = spec_with_mixtures(name)
     prepared, tensors = write_checkpoint(name, spec, tmp_path)
     decoder, expected = load(prepared, spec), reference_logits(spec, tensors)
-    assert expected.std() > 0.5, "a difference would not show"
+    assert expected.std() > 0.5, "a difference would not be visible"
     assert (logits(decoder) - expected).abs().max() < 1e-4
     (stack,) = decoder._stacks
     assert isinstance(stack, EagerLayers), "csrc/stack.cpp knows no mixtures"
@@ -283,7 +283,7 @@ def test_two_ranks_share_the_experts(name: str, tmp_path: Path) -> None:
     assert torch.equal(found[0], found[1])
 
 
-def test_a_missing_expert_is_named_as_the_file_would_name_it(tmp_path: Path) -> None:
+def test_a_missing_expert_is_named_by_its_tensor(tmp_path: Path) -> None:
     spec = spec_with_mixtures("llama")
     prepared, tensors = write_checkpoint("llama", spec, tmp_path)
     name = "model.layers.2.block_sparse_moe.experts.3.w2.weight"

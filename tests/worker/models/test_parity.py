@@ -1,4 +1,4 @@
-"""Logits of tiny random checkpoints against transformers, through the files that it saves."""
+"""Logits of tiny random checkpoints against transformers, loaded from its files."""
 
 from pathlib import Path
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
@@ -22,7 +21,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> Decoder:
 
 
 def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
-    """Logits of all tokens, computed this many at a time."""
+    """Logits of all tokens, computed in chunks."""
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
@@ -34,7 +33,7 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
     model = save_tiny(name, tmp_path)
     with torch.no_grad():
         expected = model(TOKENS[None]).logits[0]
-    assert expected.std() > 0.5, "a difference would not show"
+    assert expected.std() > 0.5, "a difference would not be visible"
     decoder = load(tmp_path, torch.float32)
     logits = logits_in_chunks(decoder, 30)
     assert logits.dtype == torch.float32
@@ -44,7 +43,7 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3"])
-def test_half_precision_stays_near(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_close(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path)
     with torch.no_grad():
         expected = model(TOKENS[None]).logits[0]
@@ -53,7 +52,7 @@ def test_half_precision_stays_near(name: str, dtype: torch.dtype, tmp_path: Path
     assert error < 1.2 * (native - expected).abs().mean()
 
 
-def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
+def test_a_checkpoint_of_several_files_is_loaded(tmp_path: Path) -> None:
     model = save_tiny("qwen2", tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.no_grad():
@@ -61,7 +60,7 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     assert (logits_in_chunks(load(tmp_path, torch.float32), 30) - expected).abs().max() < 1e-4
 
 
-def test_logits_of_no_rows(tmp_path: Path) -> None:
+def test_logits_of_no_rows_are_empty(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     decoder = load(tmp_path, torch.bfloat16)
     assert decoder.float32_logits(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)

@@ -1,7 +1,7 @@
-"""Two workers that share a model on two CUDA devices, without a GPU.
+"""Two tensor-parallel workers on two fake CUDA devices.
 
-Each has a fake device and a thread; what they exchange is part of their graphs. The tokens are
-those of two workers on CPUs, whose arithmetic is the same.
+Every worker has a fake device and a thread; the collectives are part of the CUDA graphs. The tokens
+equal those of two workers on CPUs, whose arithmetic is the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ from tests.worker.test_cuda_runner import (
     DTYPE,
     EDITS,
     NUM_ROWS,
-    WISHES,
+    REQUEST_PARAMS,
+    ConstrainedThirds,
     Harness,
     Model,
-    Some,
     compute_by_torch,
     serve,
 )
@@ -44,14 +44,14 @@ from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
-FILTERED = [each for each in WISHES if "top_k" in each or "min_p" in each]
+FILTERED = [each for each in REQUEST_PARAMS if "top_k" in each or "min_p" in each]
 LIMIT_SECONDS = 120.0
 SIZE = 2
 Result = TypeVar("Result")
 
 
-class Together:
-    """Runner and PendingStep of all ranks, each in its thread with its device."""
+class RankRunners:
+    """The runners of all ranks, each in a thread with its own device, as one runner."""
 
     def __init__(self, cudas: list[FakeCuda]) -> None:
         self._cudas = cudas
@@ -68,11 +68,11 @@ class Together:
 
     def launch(
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
-    ) -> "Answers":
-        # masks are made of the tokens before, once
-        found: Any = get_grammars(step) if step.constrained_seq_ids else None
-        return Answers(
-            self, self.run_on_all(lambda rank: self.runners[rank].launch(step, lambda _: found))
+    ) -> "RankSteps":
+        # masks depend on earlier tokens and are made once
+        grammars: Any = get_grammars(step) if step.constrained_seq_ids else None
+        return RankSteps(
+            self, self.run_on_all(lambda rank: self.runners[rank].launch(step, lambda _: grammars))
         )
 
     def close(self) -> None:
@@ -80,18 +80,18 @@ class Together:
             each.shutdown()
 
 
-class Answers:
-    """PendingStep on all ranks."""
+class RankSteps:
+    """The pending steps of all ranks as one; their results must agree."""
 
-    def __init__(self, together: Together, launched: list[PendingStep]) -> None:
-        self._together = together
+    def __init__(self, all_ranks: RankRunners, launched: list[PendingStep]) -> None:
+        self._all_ranks = all_ranks
         self._launched = launched
 
     def is_ready(self) -> bool:
-        return all(self._together.run_on_all(lambda rank: self._launched[rank].is_ready()))
+        return all(self._all_ranks.run_on_all(lambda rank: self._launched[rank].is_ready()))
 
     def result(self) -> ModelRunnerOutput:
-        first, *others = self._together.run_on_all(lambda rank: self._launched[rank].result())
+        first, *others = self._all_ranks.run_on_all(lambda rank: self._launched[rank].result())
         for other in others:
             assert other.sampled_token_ids == first.sampled_token_ids
             assert other.logprobs == first.logprobs
@@ -118,11 +118,11 @@ def model(tmp_path: Path) -> Model:
 @pytest.fixture
 def on_devices(
     model: Model, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Together, FakeRanks, list[FakeCuda]]]:
+) -> Iterator[tuple[RankRunners, FakeRanks, list[FakeCuda]]]:
     compute_by_torch(monkeypatch)
     cudas = [FakeCuda() for _ in range(SIZE)]
     ranks = FakeRanks(SIZE)
-    together = Together(cudas)
+    all_ranks = RankRunners(cudas)
 
     def start(rank: int) -> AsyncModelRunner:
         cuda = cudas[rank]
@@ -146,16 +146,16 @@ def on_devices(
         )
         return builder.build(cache, model.rows(NUM_ROWS), lambda part: None)
 
-    together.runners = list(together.run_on_all(start))
-    yield together, ranks, cudas
-    together.close()
+    all_ranks.runners = list(all_ranks.run_on_all(start))
+    yield all_ranks, ranks, cudas
+    all_ranks.close()
 
 
-def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]]:
-    """Of two ranks on CPUs, one step at a time."""
+def tokens_on_cpus(model: Model, params: list[dict[str, Any]]) -> list[list[int]]:
+    """Tokens of two ranks on CPUs, one step at a time."""
     with Ranks(SIZE) as ranks:
-        cudas = [FakeCuda() for _ in range(SIZE)]  # for their arithmetic
-        together = Together(cudas)
+        cudas = [FakeCuda() for _ in range(SIZE)]  # for the arithmetic of the fake device
+        all_ranks = RankRunners(cudas)
 
         def start(rank: int) -> Runner:
             decoder = load(model, torch.device("cpu"), ranks.groups[rank])
@@ -166,25 +166,25 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
                 ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)
             )
 
-        together.runners = list(together.run_on_all(start))
-        found = serve(Harness(together, 81, constraints=Some()), wishes)
-        together.close()
-    return found
+        all_ranks.runners = list(all_ranks.run_on_all(start))
+        tokens = serve(Harness(all_ranks, 81, constraints=ConstrainedThirds()), params)
+        all_ranks.close()
+    return tokens
 
 
-def test_two_ranks_replay_what_they_exchange(
-    model: Model, on_devices: tuple[Together, FakeRanks, list[FakeCuda]]
+def test_two_ranks_replay_their_collectives_in_graphs(
+    model: Model, on_devices: tuple[RankRunners, FakeRanks, list[FakeCuda]]
 ) -> None:
-    wishes = [*EDITS, *FILTERED]
-    together, ranks, cudas = on_devices
+    params = [*EDITS, *FILTERED]
+    all_ranks, ranks, cudas = on_devices
     before = list(ranks.num_exchanges)
-    ahead = Harness(together, 81, async_scheduling=True, constraints=Some())
-    found = serve(ahead, wishes)
+    ahead = Harness(all_ranks, 81, async_scheduling=True, constraints=ConstrainedThirds())
+    tokens = serve(ahead, params)
     assert ahead.worker.most_at_once == OVERLAPPED
     replays = [cuda.device.num_replays for cuda in cudas]
     assert replays[0] == replays[1] > 10
     assert ranks.num_exchanges[0] == ranks.num_exchanges[1]
-    # Embedding and two for each layer are in the graph, and the head comes behind it.
+    # The graph has one collective for the embedding and two per layer; the head's follows it.
     per_step = 1 + 2 * model.spec.num_layers + 1
     assert ranks.num_exchanges[0] - before[0] >= per_step * replays[0]
-    assert found == tokens_on_cpus(model, wishes)
+    assert tokens == tokens_on_cpus(model, params)

@@ -1,4 +1,4 @@
-"""Two workers' services on two made-up GPUs: they meet to measure, and again to serve."""
+"""Two tensor-parallel workers on simulated GPUs join a group to measure memory and one to serve."""
 
 import tempfile
 import threading
@@ -25,9 +25,9 @@ from tests.fakes import boots
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
-from tests.worker.parallel.test_two_workers import heard
+from tests.worker.parallel.test_two_workers import receive
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_device import MadeUpGpu
+from tests.worker.test_cuda_device import SimulatedGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch
 from tests.worker.test_cuda_service import steps
 from tests.worker.test_model_runner import BLOCK
@@ -41,50 +41,50 @@ SIZE = 2
 NUM_BLOCKS = 20
 
 
-class Gpu(MadeUpGpu):
-    """Says when the largest step is measured, and what the ranks had met for by then."""
+class RecordingGpu(SimulatedGpu):
+    """Records which groups the ranks had joined when the largest step was measured."""
 
     def __init__(self, rank: int, ranks: FakeRanks) -> None:
         super().__init__(free=(70 - 5 * rank) * GIB)
-        self._met = ranks.meetings[rank]
-        self.met_before: list[tuple[int, str]] = []
+        self._joined = ranks.meetings[rank]
+        self.joined_before: list[tuple[int, str]] = []
 
     def peak_bytes(self, run: Any) -> int:
-        self.met_before = list(self._met)
+        self.joined_before = list(self._joined)
         return super().peak_bytes(run)
 
 
 class Pair:
-    """Two workers in threads; the test is their supervisor and their engines."""
+    """Two workers in threads; the test acts as their supervisor and engines."""
 
     def __init__(self, model: Model, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._run_dir = run_dir
         self._model = model
-        self.here = threading.local()
+        self.current = threading.local()
         self.ranks = FakeRanks(SIZE)
-        self.gpus = [Gpu(rank, self.ranks) for rank in range(SIZE)]
+        self.gpus = [RecordingGpu(rank, self.ranks) for rank in range(SIZE)]
         self.cudas = [FakeCuda() for _ in range(SIZE)]
         compute_by_torch(monkeypatch)
-        self._pretend(monkeypatch)
+        self._replace_devices(monkeypatch)
         self.supervisors = [Link.bind(f"{run_dir}/s{rank}", ToSupervisor) for rank in range(SIZE)]
         self.links = list(self.supervisors)
         self.engines: list[Link] = []
-        self.meet(1)
+        self.bind_engines(1)
         self.threads = [
             threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(SIZE)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        here, load = self.here, loaded_model.load_model
+    def _replace_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current, load = self.current, loaded_model.load_model
 
         def load_model(*args: Any) -> Any:
-            with here.cuda.loading():
+            with current.cuda.loading():
                 return load(*args)
 
         def group(run_dir: str, rank: int, *_: Any) -> Any:
-            return self.ranks.group(rank, here.cuda.device)
+            return self.ranks.group(rank, current.cuda.device)
 
         def device(config: ServeConfig, rank: int) -> CudaDevice:
             return CudaDevice(CUDA, self.gpus[rank], 0.9)
@@ -92,8 +92,8 @@ class Pair:
         monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", device)
         monkeypatch.setattr(service, "create_group", group)
-        library = lambda: FakeFlashInfer(here.cuda.device)  # noqa: E731
-        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: here.cuda.device)
+        library = lambda: FakeFlashInfer(current.cuda.device)  # noqa: E731
+        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: current.cuda.device)
         monkeypatch.setattr(runner_builder, "load_library", library)
         monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
         monkeypatch.setattr(runner_builder, "TritonDraw", lambda: draw_by_torch)
@@ -108,7 +108,7 @@ class Pair:
         boot = boots.boot(
             "worker", index=rank, config=config, model=self._model.prepared, run_dir=self._run_dir
         )
-        self.here.cuda = self.cudas[rank]
+        self.current.cuda = self.cudas[rank]
         with self.cudas[rank]:
             service.Worker(
                 boot,
@@ -116,34 +116,34 @@ class Pair:
                 Link.connect(f"{self._run_dir}/s{rank}", NewEngine | Shutdown),
             ).run()
 
-    def meet(self, epoch: int) -> None:
-        answers = WorkerReady | CacheReady | ModelRunnerOutput
+    def bind_engines(self, epoch: int) -> None:
+        messages = WorkerReady | CacheReady | ModelRunnerOutput
         self.engines = [
-            Link.bind(worker_path(self._run_dir, epoch, rank), answers) for rank in range(SIZE)
+            Link.bind(worker_path(self._run_dir, epoch, rank), messages) for rank in range(SIZE)
         ]
         self.links += self.engines
 
     def start(self, epoch: int) -> list[WorkerReady]:
-        ready = [heard(engine) for engine in self.engines]
+        ready = [receive(engine) for engine in self.engines]
         for engine in self.engines:
             engine.send(InitializeCache(PROTOCOL_VERSION, epoch, NUM_BLOCKS, BLOCK, 64))
-        found = [heard(engine) for engine in self.engines]
+        found = [receive(engine) for engine in self.engines]
         assert found == [CacheReady(epoch, rank) for rank in range(SIZE)]
         return ready
 
-    def tokens(self, epoch: int) -> list[list[list[int]]]:
-        """Of each step, from both."""
+    def run_steps(self, epoch: int) -> list[list[list[int]]]:
+        """Sampled tokens of all steps; both workers must return the same."""
         found = []
         for step in steps(num_decodes=5):
             for engine in self.engines:
                 engine.send(step.__class__(**_fields(step) | {"epoch": epoch}))
-            answers = [heard(engine) for engine in self.engines]
-            assert answers[0].error is answers[1].error is None
-            assert answers[0].sampled_token_ids == answers[1].sampled_token_ids
-            found.append(answers[0].sampled_token_ids)
+            messages = [receive(engine) for engine in self.engines]
+            assert messages[0].error is messages[1].error is None
+            assert messages[0].sampled_token_ids == messages[1].sampled_token_ids
+            found.append(messages[0].sampled_token_ids)
         return found
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for supervisor in self.supervisors:
             supervisor.send(Shutdown())
         for thread in self.threads:
@@ -162,28 +162,28 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         workers = Pair(Model("llama", tmp_path), run_dir, monkeypatch)
         yield workers
-        workers.end()
+        workers.stop()
 
 
-def test_they_meet_before_memory_is_measured_and_again_for_each_engine(pair: Pair) -> None:
+def test_ranks_join_before_memory_is_measured_and_again_for_every_engine(pair: Pair) -> None:
     first, second = pair.start(1)
-    assert [gpu.met_before for gpu in pair.gpus] == [[(1, "memory")]] * SIZE
+    assert [gpu.joined_before for gpu in pair.gpus] == [[(1, "memory")]] * SIZE
     assert (first.kv_cache_bytes, second.kv_cache_bytes) == (61 * GIB, 56 * GIB)
     assert (first.step_tokens, first.computes_ahead) == (64, True)
-    tokens = pair.tokens(1)
+    tokens = pair.run_steps(1)
     assert all(cuda.device.num_replays == 5 for cuda in pair.cudas)
-    pair.meet(2)
+    pair.bind_engines(2)
     for supervisor in pair.supervisors:
         supervisor.send(NewEngine(2, 2))
     pair.start(2)
     assert pair.ranks.meetings[1] == [(1, "memory"), (1, "steps"), (2, "steps")]
-    assert pair.tokens(2) == tokens
+    assert pair.run_steps(2) == tokens
     assert len(tokens) == 6
 
 
 @pytest.mark.parametrize("case", ["before they met", "of the host's", "of another shape"])
-def test_the_fake_refuses(case: str) -> None:
-    """What NCCL would answer with a hang, or with somebody else's memory."""
+def test_the_fake_group_refuses_misuse(case: str) -> None:
+    """Misuse that would hang NCCL or read foreign memory."""
     ranks, cuda = FakeRanks(1), FakeCuda()
     with cuda:
         group = ranks.group(0, cuda.device)

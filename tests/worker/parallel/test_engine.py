@@ -1,5 +1,7 @@
-"""Scheduler and model runners of two ranks, without processes: prefix hits, preemption, two
-steps in flight, log-probabilities, draws and beams give what one rank gives."""
+"""Scheduler and model runners of two ranks, without processes, give the results of one rank.
+
+Covers prefix hits, preemption, two steps in flight, log-probabilities, random draws and beams.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
@@ -16,7 +18,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
 
@@ -54,7 +55,7 @@ def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
 
 
 def engine(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
-    """An engine that has no runner yet, and how many blocks its runner needs."""
+    """An engine without a runner, and the number of blocks that its runner needs."""
     layout = kv_layout(decoder.spec.windows)
     num_blocks *= layout.num_groups
     harness = EngineHarness(
@@ -67,15 +68,14 @@ def engine(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[Engin
     return harness, num_blocks
 
 
-Answers = list[tuple[list[int], list[list[float]]]]
+Results = list[tuple[list[int], list[list[float]]]]
 
 
-def serve(harness: EngineHarness, **wishes: object) -> tuple[Answers, int]:
-    """Tokens of all choices of all prompts, each twice, and their log-probabilities; how often
-    one of them was preempted."""
-    answers, num_preemptions = [], 0
+def serve(harness: EngineHarness, **params: object) -> tuple[Results, int]:
+    """Serve all prompts twice; return tokens with log-probabilities, and the preemptions."""
+    results, num_preemptions = [], 0
     for _ in range(2):
-        rows = [row for prompt in PROMPTS for row in harness.add(prompt, 12, **wishes)]  # type: ignore[arg-type]
+        rows = [row for prompt in PROMPTS for row in harness.add(prompt, 12, **params)]  # type: ignore[arg-type]
         harness.run()
         for row in rows:
             outputs = harness.outputs[row.request_id, row.choice]
@@ -84,13 +84,13 @@ def serve(harness: EngineHarness, **wishes: object) -> tuple[Answers, int]:
                 for each in outputs
                 if each.logprobs is not None
             ]
-            answers.append((harness.tokens_of(row), logprobs))
+            results.append((harness.tokens_of(row), logprobs))
             num_preemptions += row.num_preemptions
     assert harness.kv_cache.usage == 0
-    return answers, num_preemptions
+    return results, num_preemptions
 
 
-def assert_same(found: Answers, expected: Answers) -> None:
+def assert_same(found: Results, expected: Results) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert len(ours) == len(theirs)
@@ -99,7 +99,7 @@ def assert_same(found: Answers, expected: Answers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "settings", "wishes"),
+    ("num_blocks", "settings", "params"),
     [
         (200, {"async_scheduling": True}, {"temperature": 0.0, "logprobs": 3}),
         (200, {"max_num_batched_tokens": 9}, {"temperature": 0.0, "logprobs": 0}),
@@ -109,19 +109,19 @@ def assert_same(found: Answers, expected: Answers) -> None:
     ],
     ids=["overlapped", "chunks", "preempted", "drawn", "beams"],
 )
-def test_two_ranks_answer_as_one(
-    prepared: PreparedModel, num_blocks: int, settings: dict[str, object], wishes: dict[str, object]
+def test_two_ranks_give_the_results_of_one(
+    prepared: PreparedModel, num_blocks: int, settings: dict[str, object], params: dict[str, object]
 ) -> None:
     alone = load(prepared, RankGroup())
     harness, blocks = engine(alone, num_blocks, **settings)
     harness.runner = runner_of(alone, blocks)  # type: ignore[assignment]
-    expected, preemptions = serve(harness, **wishes)
+    expected, preemptions = serve(harness, **params)
     with Ranks(2) as ranks:
         decoders = [load(prepared, group) for group in ranks.groups]
         together, blocks = engine(alone, num_blocks, **settings)
         runners = [runner_of(decoder, blocks) for decoder in decoders]
         ranks.run_on_all(lambda rank: runners[rank].warm_up())
         together.runner = LockstepRunners(ranks, runners)  # type: ignore[assignment]
-        found, _ = serve(together, **wishes)
+        found, _ = serve(together, **params)
     assert_same(found, expected)
     assert (preemptions > 0) is (num_blocks < 200)

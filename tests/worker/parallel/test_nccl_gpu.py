@@ -1,4 +1,4 @@
-"""NCCL between two GPUs: what ranks exchange, at once and as part of a graph that is replayed."""
+"""NCCL between two GPUs: collectives run eagerly and as part of a replayed graph."""
 
 import tempfile
 from pathlib import Path
@@ -23,7 +23,7 @@ def two_gpus() -> None:
 
 
 def exchange(rank: int, run_dir: str) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank; every rank has a process of its own."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     accelerator = Accelerator(device)
@@ -37,12 +37,12 @@ def exchange(rank: int, run_dir: str) -> None:
         x.fill_(turn + rank)
         graph.replay()
         assert parts[:, 2, 63].tolist() == [2.0 * turn, 2.0 * turn + 2]
-    del graph, parts  # the group waits for the end of graphs that it is part of
+    del graph, parts  # leaving waits for graphs that use the group
     group.leave()
     Path(run_dir, f"done{rank}").touch()
 
 
-def test_two_processes_exchange_at_once_and_in_a_graph() -> None:
+def test_two_processes_gather_eagerly_and_in_a_graph() -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         processes.spawn(exchange, (run_dir,), SIZE)  # type: ignore[no-untyped-call]
         assert all(Path(run_dir, f"done{rank}").exists() for rank in range(SIZE))

@@ -1,4 +1,4 @@
-"""Several ranks compute what one does: tiny models of every family, through real files."""
+"""Several ranks compute the results of one: tiny models of every family, from real files."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
@@ -26,7 +26,6 @@ from worker.loader.formats import (
 )
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
-from worker.models.registry import spec_of
 from worker.parallel.group import RankGroup
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
@@ -52,51 +51,53 @@ def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
     return decoder.float32_logits(torch.cat(hidden))
 
 
-def assert_as_one(
-    prepared: PreparedModel, size: int, dtype: torch.dtype = torch.float32, near: float = NEAR
+def assert_equals_one_rank(
+    prepared: PreparedModel, size: int, dtype: torch.dtype = torch.float32, tolerance: float = NEAR
 ) -> None:
-    """The logits of so many ranks are those of one, and the same bits on every rank."""
+    """The logits of `size` ranks are close to those of one, and bit-identical on every rank."""
     expected = logits(load(prepared, RankGroup(), dtype=dtype), 17, 1, 12)
-    assert expected.std() > 0.5, "a difference would not show"
+    assert expected.std() > 0.5, "a difference would not be visible"
     with Ranks(size) as ranks:
         decoders = [load(prepared, group, dtype=dtype) for group in ranks.groups]
         found = ranks.run_on_all(lambda rank: logits(decoders[rank], 17, 1, 12))
-    assert (found[0] - expected).abs().max() < near
+    assert (found[0] - expected).abs().max() < tolerance
     assert all(torch.equal(found[0], each) for each in found[1:])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), 2)
+    assert_equals_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), 2)
 
 
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied-yarn", "gemma3-pattern-untied"])
 def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
+    assert_equals_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
 
 
 def test_bfloat16_sums_are_rounded_once(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    assert_as_one(prepared, 2, torch.bfloat16, near=0.15)
+    assert_equals_one_rank(prepared, 2, torch.bfloat16, tolerance=0.15)
 
 
-def assert_no_further_off(found: torch.Tensor, one_rank: torch.Tensor, exact: torch.Tensor) -> None:
-    """Roundings of activations differ; on the whole they are as large as those of one rank.
+def assert_no_larger_error(
+    found: torch.Tensor, one_rank: torch.Tensor, exact: torch.Tensor
+) -> None:
+    """Roundings of activations differ between ranks; their mean error must not be larger.
 
-    exact: logits over dense weights of the same values.
+    exact: logits of dense weights with the same values.
     """
-    assert exact.std() > 0.3, "a difference would not show"
+    assert exact.std() > 0.3, "a difference would not be visible"
     error = (one_rank - exact).abs().mean()
     assert 0 < error < 0.1 * exact.std()
     assert (found - exact).abs().mean() < 1.3 * error
 
 
 def uneven(kv_heads: int = 3) -> LlamaConfig:
-    """Heads as in SmolLM2, of a size that makes cuts at heads cuts at blocks of 32."""
+    """Heads as in SmolLM2, sized so that cuts between heads are cuts between blocks of 32."""
     sizes = {
         "hidden_size": 288,
         "intermediate_size": 512,
@@ -107,8 +108,8 @@ def uneven(kv_heads: int = 3) -> LlamaConfig:
     return LlamaConfig(**SIZES | sizes)
 
 
-def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_path: Path) -> None:
-    """Rows are permuted, blocks are cut apart, and nothing becomes dense."""
+def test_ranks_hold_their_shard_of_a_files_blocks(kernels: Kernels, tmp_path: Path) -> None:
+    """Rows are permuted and columns split between blocks; no weight becomes dense."""
     prepared = prepared_gguf(tmp_path, "Q4_1", uneven())
 
     def form() -> PackedFormat:
@@ -120,7 +121,7 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
         forms = [form() for _ in ranks.groups]
         decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
         found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
-    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
+    assert_no_larger_error(found[0], expected, logits(load(prepared, RankGroup()), 30))
     assert torch.equal(*found)
     assert [decoder.spec.attention_shape.num_kv_heads for decoder in decoders] == [2, 1]
     assert [each.dense_names for each in forms] == [[], []]
@@ -130,10 +131,10 @@ def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_pat
 
 
 @pytest.mark.parametrize("kind", [each for each in GGUF_BLOCKS if each.endswith("K")])
-def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
+def test_weights_whose_blocks_cross_head_boundaries_are_dense(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:
-    """Inner columns are cut between blocks instead: two of 256 on either side."""
+    """The MLP's inner columns are cut between blocks instead: two of 256 on either side."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
     prepared = prepared_gguf(tmp_path, kind, LlamaConfig(**SIZES | sizes))
 
@@ -147,11 +148,11 @@ def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
         found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
     names = [f"layers.{layer}.o.weight ({kind})" for layer in range(2)]
     assert [sorted(each.dense_names) for each in forms] == [names, names]
-    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
+    assert_no_larger_error(found[0], expected, logits(load(prepared, RankGroup()), 30))
 
 
 @pytest.mark.parametrize("kind", ["new", "rotated", "mixed", "tile"])
-def test_every_form_is_near_its_own_on_one_rank(
+def test_every_format_is_close_to_its_result_on_one_rank(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:
     dtype = torch.float32 if kind != "tile" else torch.bfloat16
@@ -177,10 +178,10 @@ def test_every_form_is_near_its_own_on_one_rank(
         found = ranks.run_on_all(lambda rank: logits(decoders[rank], 20, 1, 9))
     assert torch.equal(*found)
     assert [each.dense_names for each in forms] == [[], []]
-    assert_no_further_off(found[0], expected, logits(load(prepared, RankGroup()), 30))
+    assert_no_larger_error(found[0], expected, logits(load(prepared, RankGroup()), 30))
 
 
-def test_a_token_that_is_none_is_refused_by_every_rank(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_refused_by_every_rank(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     with Ranks(2) as ranks:

@@ -1,4 +1,4 @@
-"""How a model is divided: every head, column and token is somewhere, as evenly as can be."""
+"""Sharding: every head, column and token is on a rank, as evenly as possible."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ MLP = GatedMlpSpec(hidden_size=576, intermediate_size=1536)
 
 
 def model(mlp: GatedMlpSpec = MLP, vocab_size: int = 49152, **attention: Any) -> ModelSpec:
-    """SmolLM2 with differences."""
+    """SmolLM2 with another MLP or vocabulary."""
     layer = LayerSpec(mixer=replace(ATTENTION, **attention), mlp=mlp)
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -34,7 +34,7 @@ def model(mlp: GatedMlpSpec = MLP, vocab_size: int = 49152, **attention: Any) ->
 
 
 def rows(shard: ModelShard, name: str, unit: int) -> range:
-    """Heads or columns whose rows of a weight of layer 1 the rank holds."""
+    """Heads or columns of a weight of layer 1 that the rank holds."""
     held = shard.weights[f"layers.1.{name}"].rows
     return range(held.start // unit, held.stop // unit)
 
@@ -45,7 +45,7 @@ def inner_size(shard: ModelShard) -> int:
     return mlp.intermediate_size
 
 
-def test_query_heads_follow_kv_heads_dealt_unevenly() -> None:
+def test_query_heads_follow_unevenly_distributed_kv_heads() -> None:
     first, second = shard_model(model(), 2)
     assert (rows(first, "k.weight", 64), rows(first, "q.bias", 64)) == (range(2), range(6))
     assert (rows(second, "v.weight", 64), rows(second, "q.weight", 64)) == (
@@ -97,7 +97,7 @@ def test_more_ranks_than_query_heads_are_refused(kv_heads: int, size: int) -> No
         shard_model(model(num_heads=heads, num_kv_heads=kv_heads), size)
 
 
-def test_every_part_of_random_models_is_somewhere_and_evenly_dealt() -> None:
+def test_random_models_are_sharded_completely_and_evenly() -> None:
     draw = random.Random(5)
     for _ in range(300):
         kv_heads, queries = draw.randint(1, 9), draw.randint(1, 6)
@@ -128,5 +128,5 @@ def test_every_part_of_random_models_is_somewhere_and_evenly_dealt() -> None:
         assert sum(held_kv) == max(kv_heads, size)
 
 
-def test_the_first_ranges_are_longer_by_one() -> None:
+def test_uneven_ranges_are_longer_first() -> None:
     assert divide_evenly(7, 3) == [range(3), range(3, 5), range(5, 7)]

@@ -1,4 +1,4 @@
-"""How ranks meet, exchange and part."""
+"""Rank groups: joining, gathering, leaving, and waiting for other ranks."""
 
 import tempfile
 import threading
@@ -8,36 +8,36 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.fakes.clock import FakeClock
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.ranks import Ranks
 from worker.parallel import torch_group
-from worker.parallel.group import GroupLostError, RankGroup
+from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 from worker.parallel.torch_group import TorchGroup
+from worker.worker import RankWaitTimer
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 5), (7, 3), (0, 4), (4,)])
-def test_what_all_have_comes_in_the_order_of_the_ranks(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_gathered_tensors_are_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with Ranks(3) as ranks:
         found = ranks.run_on_all(
             lambda rank: ranks.groups[rank].gather(torch.full(shape, 1.5 + rank, dtype=dtype))
         )
-    for each in found:
-        assert each.dtype == dtype
-        assert each.shape == (3, *shape)
-        assert [part.unique().tolist() for part in each] == [
-            [1.5 + rank] if part.numel() else [] for rank, part in enumerate(each)
+    for gathered in found:
+        assert gathered.dtype == dtype
+        assert gathered.shape == (3, *shape)
+        assert [part.unique().tolist() for part in gathered] == [
+            [1.5 + rank] if part.numel() else [] for rank, part in enumerate(gathered)
         ]
 
 
-def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> None:
+def test_a_leaving_rank_ends_the_calls_of_the_others_and_all_can_rejoin() -> None:
     with Ranks(2) as ranks:
 
-        def part(rank: int) -> str:
+        def leave_or_gather(rank: int) -> str:
             if rank == 1:
                 ranks.groups[1].leave()
                 return ""
@@ -45,7 +45,7 @@ def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> No
                 ranks.groups[0].gather(torch.zeros(1))
             return str(lost.value)
 
-        assert ranks.run_on_all(part)[0]
+        assert ranks.run_on_all(leave_or_gather)[0]
         with pytest.raises(GroupLostError):
             ranks.groups[1].gather(torch.zeros(1))
         ranks.run_on_all(lambda rank: ranks.groups[rank].join(2))
@@ -55,21 +55,43 @@ def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> No
     assert sums == [1.0, 1.0]
 
 
-def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
+def test_a_long_wait_is_reported_once_and_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_group, "_LONG_WAIT", timedelta(milliseconds=20))
     with Ranks(2) as ranks:
-        said = threading.Event()
+        reported = threading.Event()
 
-        def come(rank: int) -> float:
+        def gather_late(rank: int) -> float:
             group = ranks.groups[rank]
-            group._on_long_wait = said.set
+            group._on_long_wait = reported.set
             if rank == 1:
-                assert said.wait(20.0)
+                assert reported.wait(20.0)
             return group.gather(torch.ones(1) * rank).sum().item()
 
-        assert ranks.run_on_all(come) == [1.0, 1.0]
+        assert ranks.run_on_all(gather_late) == [1.0, 1.0]
+
+
+def test_a_step_that_waits_long_is_reported_once() -> None:
+    clock = FakeClock()
+    timer = RankWaitTimer(clock)
+    assert not timer.is_due(7)
+    clock.now += 0.9 * LONG_WAIT_SECONDS
+    assert not timer.is_due(7)
+    clock.now += 0.2 * LONG_WAIT_SECONDS
+    assert timer.is_due(7)
+    assert not timer.is_due(7)
+    assert not timer.is_due(8)
+    clock.now += 2 * LONG_WAIT_SECONDS
+    assert timer.is_due(8)
+
+
+def test_without_a_step_in_flight_no_wait_is_reported() -> None:
+    clock = FakeClock()
+    timer = RankWaitTimer(clock)
+    for step in (None, 1, None, None, 2):
+        assert not timer.is_due(step)
+        clock.now += 2 * LONG_WAIT_SECONDS
 
 
 def test_an_interrupted_rank_stops_waiting_for_the_others() -> None:
@@ -80,7 +102,7 @@ def test_an_interrupted_rank_stops_waiting_for_the_others() -> None:
             group.join(1)
 
 
-def test_one_rank_alone_has_all_there_is() -> None:
+def test_a_single_rank_gathers_its_own_tensor() -> None:
     group = RankGroup()
     group.join(1)
     assert group.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
@@ -88,7 +110,7 @@ def test_one_rank_alone_has_all_there_is() -> None:
 
 
 class QueuedWork:
-    """What NCCL does in a device's queue: waiting with a limit would stop the host."""
+    """Work in a device's queue, as of NCCL: waiting with a timeout would block the host."""
 
     def __init__(self, waits: list[str]) -> None:
         self._waits = waits
@@ -99,7 +121,7 @@ class QueuedWork:
 
 
 class FakeNcclGroup:
-    """torch's process group over NCCL of one rank."""
+    """Replaces torch's NCCL process group, with one rank."""
 
     waits: ClassVar[list[str]] = []
 
@@ -107,7 +129,7 @@ class FakeNcclGroup:
         _timeout = timedelta(minutes=10)
 
     def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
-        assert options._timeout > timedelta(days=1), "a daemon that was stopped goes on"
+        assert options._timeout > timedelta(days=1), "a daemon may be stopped and continued"
 
     def _allgather_base(self, parts: torch.Tensor, x: torch.Tensor) -> QueuedWork:
         parts.copy_(x)
@@ -117,7 +139,7 @@ class FakeNcclGroup:
         self.waits.append("abort")
 
 
-def test_between_gpus_the_host_does_not_wait_for_an_exchange(
+def test_gathering_between_gpus_does_not_block_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_group.dist, "ProcessGroupNCCL", FakeNcclGroup, raising=False)

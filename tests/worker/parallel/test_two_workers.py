@@ -1,4 +1,4 @@
-"""Two workers that share a model, in threads; the test is their supervisor and their engines."""
+"""Two tensor-parallel workers in threads; the test acts as their supervisor and engines."""
 
 import tempfile
 import threading
@@ -61,14 +61,14 @@ def config_for(size: int) -> ServeConfig:
 
 
 class Workers:
-    """So many of one group, with an engine of epoch 1 that has heard of them."""
+    """The workers of one group, and the links of an engine of epoch 1."""
 
     def __init__(self, model: PreparedModel, run_dir: str, size: int) -> None:
         self._run_dir = run_dir
         self.supervisors = [Link.bind(f"{run_dir}/s{rank}", ToSupervisor) for rank in range(size)]
         self.links = list(self.supervisors)
         self.engines: list[Link] = []
-        services = [
+        workers = [
             Worker(
                 boots.boot(
                     "worker", index=rank, config=config_for(size), model=model, run_dir=run_dir
@@ -80,33 +80,35 @@ class Workers:
             )
             for rank in range(size)
         ]
-        self.meet(1)
-        self.threads = [threading.Thread(target=each.run, daemon=True) for each in services]
+        self.bind_engines(1)
+        self.threads = [threading.Thread(target=each.run, daemon=True) for each in workers]
         for thread in self.threads:
             thread.start()
 
-    def meet(self, epoch: int) -> None:
-        """An engine of this epoch is there."""
-        answers = WorkerReady | CacheReady | ModelRunnerOutput
+    def bind_engines(self, epoch: int) -> None:
+        """Bind the links of the engine of this epoch."""
+        messages = WorkerReady | CacheReady | ModelRunnerOutput
         self.engines = [
-            Link.bind(worker_path(self._run_dir, epoch, rank), answers)
+            Link.bind(worker_path(self._run_dir, epoch, rank), messages)
             for rank in range(len(self.supervisors))
         ]
         self.links += self.engines
 
-    def answers(self) -> list[Any]:
-        """The next message of each."""
-        return [heard(engine) for engine in self.engines]
+    def receive_from_all(self) -> list[Any]:
+        """The next message of every worker."""
+        return [receive(engine) for engine in self.engines]
 
     def start(self, epoch: int) -> list[WorkerReady]:
-        """From the first words to the first step; what they said of themselves."""
-        ready = self.answers()
+        """Initialise the workers; returns their ready messages."""
+        ready = self.receive_from_all()
         for engine in self.engines:
             engine.send(InitializeCache(PROTOCOL_VERSION, epoch, 20, 16, 64))
-        assert self.answers() == [CacheReady(epoch, rank) for rank in range(len(self.engines))]
+        assert self.receive_from_all() == [
+            CacheReady(epoch, rank) for rank in range(len(self.engines))
+        ]
         return ready
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for supervisor in self.supervisors:
             supervisor.send(Shutdown())
         for thread in self.threads:
@@ -116,7 +118,7 @@ class Workers:
             link.close()
 
 
-def heard(link: Link) -> Any:
+def receive(link: Link) -> Any:
     poller = Poller([link])
     assert poller.wait(LIMIT_SECONDS)
     (message,) = link.receive()
@@ -124,7 +126,7 @@ def heard(link: Link) -> Any:
 
 
 def first_step(epoch: int) -> SchedulerOutput:
-    """The whole prompt of a request."""
+    """A step that computes the whole prompt of a request."""
     request = NewRequestData(
         seq_id=1,
         prompt_token_ids=[3, 14, 15, 92],
@@ -152,54 +154,58 @@ def two(model: PreparedModel) -> Iterator[Workers]:
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         workers = Workers(model, run_dir, 2)
         yield workers
-        workers.end()
+        workers.stop()
 
 
 def weights(ready: WorkerReady) -> int:
     return sum(each.num_bytes for each in ready.weights)
 
 
-def test_each_reports_its_share_of_weights_and_kv(model: PreparedModel, two: Workers) -> None:
+def test_every_worker_reports_its_share_of_weights_and_kv(
+    model: PreparedModel, two: Workers
+) -> None:
     first, second = two.start(1)
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         alone = Workers(model, run_dir, 1)
         (whole,) = alone.start(1)
-        alone.end()
+        alone.stop()
     assert [each.geometry.num_kv_heads for each in (first, second, whole)] == [2, 1, 3]
     tokens = {each.kv_cache_bytes // each.geometry.bytes_per_token for each in (first, second)}
-    assert tokens == {POOL_BYTES // whole.geometry.bytes_per_token}, "one pool, dealt by heads"
+    assert tokens == {POOL_BYTES // whole.geometry.bytes_per_token}, (
+        "the pool's tokens are the same on all ranks"
+    )
     assert weights(first) + weights(second) == weights(whole)
     assert max(weights(first), weights(second)) <= 0.6 * weights(whole)
     assert len({each.fingerprint for each in (first, second, whole)}) == 3
 
 
-def test_they_answer_alike_and_meet_again_after_an_engine_that_died_between_two_messages(
+def test_workers_agree_and_rejoin_after_an_engine_died_between_sending_to_them(
     two: Workers,
 ) -> None:
-    """One has the step and waits for the other, which never gets it."""
+    """One worker has a step and waits for the other, which never receives it."""
     two.start(1)
     for engine in two.engines:
         engine.send(first_step(1))
-    answers = two.answers()
-    assert answers[0].sampled_token_ids == answers[1].sampled_token_ids
-    assert len(answers[0].sampled_token_ids[0]) == 1
+    messages = two.receive_from_all()
+    assert messages[0].sampled_token_ids == messages[1].sampled_token_ids
+    assert len(messages[0].sampled_token_ids[0]) == 1
     two.engines[0].send(first_step(1))
-    two.meet(2)
+    two.bind_engines(2)
     for supervisor in two.supervisors:
         supervisor.send(NewEngine(2, 2))
     two.start(2)
     for engine in two.engines:
         engine.send(first_step(2))
-    again = two.answers()
-    assert [each.sampled_token_ids for each in again] == [answers[0].sampled_token_ids] * 2
+    again = two.receive_from_all()
+    assert [each.sampled_token_ids for each in again] == [messages[0].sampled_token_ids] * 2
     assert [each.error for each in again] == [None, None]
 
 
-def test_one_that_waits_for_the_other_to_meet_hears_of_the_next_engine(two: Workers) -> None:
-    """The engine died before it had told both to make their caches."""
-    two.answers()
+def test_a_worker_waiting_for_its_group_connects_to_the_next_engine(two: Workers) -> None:
+    """The engine died after initialising the cache of one worker only."""
+    two.receive_from_all()
     two.engines[0].send(InitializeCache(PROTOCOL_VERSION, 1, 20, 16, 64))
-    two.meet(2)
+    two.bind_engines(2)
     for supervisor in two.supervisors:
         supervisor.send(NewEngine(2, 2))
     assert [each.rank for each in two.start(2)] == [0, 1]

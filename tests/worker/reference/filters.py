@@ -1,7 +1,7 @@
-"""Min-p, top-k and top-p by sorting: which tokens of a row may be drawn.
+"""Min-p, top-k and top-p by sorting.
 
-Works on logits / temperature and writes −inf over what is dropped. The order is min-p, top-k,
-top-p; each sees the distribution that the one before it left.
+Works on logits / temperature and writes −inf over dropped tokens. The order is min-p, top-k, top-p;
+every filter works on the distribution that the one before it left.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from worker.sampling.torch_backend import order_keys, token_ids_of
 
 
 def filter_by_sorting(logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
-    """As SamplingBackend.filter."""
+    """The signature and effect of SamplingBackend.filter."""
     index = torch.from_numpy(rows)
     some = logits[index]
     scaled = some / torch.from_numpy(params["temperature"].copy())[:, None]
@@ -31,7 +31,7 @@ NUCLEUS_GUESS: Final = 1024
 def apply_filters(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:
-    """Write −inf over what the filters of a row drop; its best token always stays.
+    """Write −inf over the tokens that a row's filters drop; its best token always stays.
 
     logits: float32 [N, V], divided by the temperatures. top_k: int64 [N]. top_p, min_p:
     float64 [N]. A filter at its neutral value (0, 1, 0) costs its row nothing.
@@ -80,7 +80,7 @@ def _mask_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
     if (reached[:, -1] < top_p).any():
         best = keys.sort(dim=1, descending=True).values
         reached = _cumulated(logits, best, log_total)
-    # The token at which the sum reaches p is the last one in.
+    # The token at which the sum reaches p is the last one kept.
     last = (reached < top_p[:, None]).sum(dim=1, keepdim=True).clamp(max=best.shape[1] - 1)
     logits.masked_fill_(keys < best.gather(1, last), float("-inf"))
 

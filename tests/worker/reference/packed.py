@@ -1,7 +1,7 @@
-"""What a product with a packed weight computes, in torch and slowly.
+"""Reference of products with packed weights, in torch.
 
-The measure that the kernels are tested against; owns the definition of the
-quantised row, and knows nothing of how a packed weight lies in memory.
+The kernels are tested against it. Defines the quantised row; independent of the memory layout of
+packed weights.
 """
 
 import math
@@ -38,7 +38,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    """float64 [N, in]: the rows as quantise_rows keeps them."""
+    """float64 [N, in]: the rows after quantisation."""
     codes, scales = quantise_rows(x)
     return codes.double() * scales.double().repeat_interleave(BLOCK, dim=1)
 

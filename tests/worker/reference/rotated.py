@@ -1,7 +1,7 @@
-"""What a product with a rotated weight computes, in torch and slowly.
+"""Reference of products with rotated weights, in torch.
 
-The measure that the kernels are tested against; owns the definition of the rotation and
-of the rounding, and knows nothing of how a rotated weight lies in memory.
+The kernels are tested against it. Defines the rotation and the rounding; independent of the memory
+layout of rotated weights.
 """
 
 import math
@@ -15,13 +15,14 @@ SMALLEST: Final = 2.0**-100
 
 
 def block_of(in_features: int) -> int:
-    """Numbers that are rotated together."""
+    """The number of columns that are rotated together."""
     return 32 if in_features % 64 else 64
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows [N, in] with each block times the Hadamard matrix of its size (Sylvester's), whose
-    rows have the length sqrt(block): sums and differences, in float32 in the kernels' order."""
+    """Rows [N, in] with every block times Sylvester's Hadamard matrix of its size, whose rows have
+    the length sqrt(block): sums and differences in float32, in the kernels' order.
+    """
     block = block_of(x.shape[1])
     result = x.float().reshape(-1, block)
     # Distances between vectors come before those within one, but the order of the stages

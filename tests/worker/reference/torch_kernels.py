@@ -1,4 +1,4 @@
-"""Device kernels in plain torch: what the Triton kernels must compute."""
+"""The device kernels in plain torch; the Triton kernels are tested against them."""
 
 import torch
 
@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 def store_by_index(
     slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
 ) -> None:
-    """`KVStore` in plain torch. Padding goes to slot 0 of the null block, which is never read."""
+    """`TritonStore` in plain torch; padding goes to slot 0 of the null block, which is not read."""
     places = slots.clamp_min(0)
     for part, tokens in zip(pages, (key, value), strict=True):
         part.write(places, tokens)
@@ -68,7 +68,7 @@ def draw_by_torch(
 def _words(
     num_tokens: int, seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """The word of each token, int64 [N, num_tokens] below 2^32; see torch_backend.py."""
+    """The random word of every token, int64 [N, num_tokens] below 2^32; see torch_backend.py."""
     num_counters = -(-num_tokens // 4)
     c0 = torch.arange(num_counters, device=seed.device)[None, :] + torch.zeros_like(seed)[:, None]
     c1 = (position & _LOW)[:, None] + torch.zeros_like(c0)

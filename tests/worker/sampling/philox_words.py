@@ -1,4 +1,4 @@
-"""Philox-4x32-10 written out with Python integers, after the paper's figure."""
+"""Philox-4x32-10 in plain Python integers, after the paper's figure."""
 
 MASK = 0xFFFFFFFF
 
@@ -15,6 +15,6 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def token_word(seed: int, choice: int, position: int, token_id: int) -> int:
-    """The word of one token, as the definition of the draw has it."""
+    """The random word of one token by the definition of the draw."""
     counter = (token_id // 4, position, choice, 0)
     return philox(counter, (seed & MASK, seed >> 32))[token_id % 4]

@@ -1,12 +1,17 @@
-"""Rows of sampling parameters and backends for the tests."""
+"""Sampling backends, rows of sampling parameters and sampled positions for the tests."""
+
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
+from worker.input_batch import InputBatch
 from worker.sampling.cpu_kernels import KernelBackend, SamplingBackend
 from worker.sampling.row_params import RowParams, neutral_params
 from worker.sampling.sampler import SamplingBatch
 from worker.sampling.torch_backend import TorchBackend
+from worker.step_inputs import SampledPositions
 
 each_backend = with_each(["reference", *LOADABLE])
 
@@ -16,7 +21,7 @@ def backend_of(variant) -> SamplingBackend:
 
 
 def row_params(count: int, **columns) -> RowParams:
-    """Records of `count` rows; a column is one value for all or a list of one each."""
+    """Parameters of `count` rows; a column is one value for all rows or a list."""
     params = neutral_params(count)
     for name, value in {"seed": 1, **columns}.items():
         params[name] = value
@@ -34,3 +39,11 @@ def sampling_rows(
         edits=edits,
         named=named,
     )
+
+
+def last_positions(
+    batch: InputBatch, rows: npt.NDArray[np.int64], seq_ids: Sequence[int]
+) -> SampledPositions:
+    """One sampled position of every row, after all its known tokens."""
+    output_index = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+    return SampledPositions(np.arange(len(rows)), rows, list(seq_ids), output_index, {})

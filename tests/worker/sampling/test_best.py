@@ -1,4 +1,4 @@
-"""The best token of each row, and which rows are no numbers."""
+"""The best token of every row, and which rows are not finite."""
 
 import random
 
@@ -14,7 +14,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_the_largest_and_of_equals_the_lowest_id(variant, dtype: torch.dtype) -> None:
+def test_the_best_token_has_the_largest_logit_and_the_lowest_id(
+    variant, dtype: torch.dtype
+) -> None:
     rng, backend = random.Random(4), backend_of(variant)
     for vocab_size in (1, 3, 16, 63, 64, 65, 1023, 1024, 1025, 5000, rng.randint(5, 9000)):
         logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
@@ -32,7 +34,7 @@ def test_it_is_the_largest_and_of_equals_the_lowest_id(variant, dtype: torch.dty
 
 
 @each_backend
-def test_logits_may_be_masked_but_not_odd(variant) -> None:
+def test_rows_with_nan_or_infinity_are_nonfinite_but_masked_rows_are_not(variant) -> None:
     logits = torch.randn(7, 3000)
     logits[0, :2999] = -INF
     logits[1, 4] = NAN
@@ -48,7 +50,7 @@ def test_logits_may_be_masked_but_not_odd(variant) -> None:
 
 
 @each_backend
-def test_rows_need_not_be_contiguous_nor_any(variant) -> None:
+def test_strided_and_empty_batches_are_accepted(variant) -> None:
     wide = torch.randn(6, 50)
     found = backend_of(variant).best(wide[::2, 5:40])
     assert found.token_ids.tolist() == wide[::2, 5:40].argmax(dim=1).tolist()

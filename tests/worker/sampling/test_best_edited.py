@@ -1,4 +1,4 @@
-"""The best token of rows whose scores are changed, found without changing them."""
+"""The best token after logits edits, found without changing the logits."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 from proto.logit_edits import LogitEdits
 from tests.worker.sampling.settings import backend_of, each_backend
-from tests.worker.sampling.test_edits import as_grown
+from tests.worker.sampling.test_edits import grown_edits
 from worker.sampling.cpu_kernels import RowChange
 from worker.sampling.logit_edits import RowEdits, edit_logits
 from worker.sampling.torch_backend import TorchBackend
@@ -15,8 +15,8 @@ from worker.sampling.torch_backend import TorchBackend
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def some_edits(rng: random.Random, ids: list[int]) -> LogitEdits:
-    """Of these tokens; at times of one kind alone."""
+def random_edits(rng: random.Random, ids: list[int]) -> LogitEdits:
+    """Random edits of these tokens, sometimes of one kind only."""
     kinds = rng.choice([{"penalty"}, {"bias"}, {"words"}, {"allowed"}, {"penalty", "bias"}, {*""}])
     kinds = kinds or {"penalty", "bias", "words", "allowed"}
     some = lambda most: tuple(rng.sample(ids, rng.randint(1, min(len(ids), most))))  # noqa: E731
@@ -32,29 +32,29 @@ def some_edits(rng: random.Random, ids: list[int]) -> LogitEdits:
     )
 
 
-def change_of(rng: random.Random, row: int, scores: torch.Tensor) -> RowChange:
-    """Most of what it names is among the best, so that the lead changes hands."""
-    ids = scores.argsort(descending=True).tolist()
+def random_change(rng: random.Random, row: int, logits: torch.Tensor) -> RowChange:
+    """Random edits mostly of the best tokens, so that the best token often changes."""
+    ids = logits.argsort(descending=True).tolist()
     ids = ids[:30] + rng.sample(ids, min(len(ids), 100))
-    make = rng.choice([RowEdits, as_grown])
+    make = rng.choice([RowEdits, grown_edits])
     prompt, outputs = rng.choices(ids, k=20), rng.choices(ids, k=50)
     late = tuple(rng.sample(sorted(set(ids)), rng.choice([0, 0, 1, min(3, len(set(ids)) - 1)])))
-    return RowChange(row, make(some_edits(rng, sorted(set(ids))), prompt, outputs), late)
+    return RowChange(row, make(random_edits(rng, sorted(set(ids))), prompt, outputs), late)
 
 
 @each_backend
 @pytest.mark.parametrize(("seed", "dtype"), list(enumerate(DTYPES)), ids=str)
-def test_it_is_the_best_once_the_changes_are_made(variant, dtype: torch.dtype, seed: int) -> None:
-    """Many scores are equal, also after changes; the lowest id is the one."""
+def test_best_returns_the_best_token_after_edits(variant, dtype: torch.dtype, seed: int) -> None:
+    """Many logits are equal, also after edits; the lowest id wins."""
     rng, backend = random.Random(seed), backend_of(variant)
     moved = 0
     for vocab_size in (40, 1023, 1024, 1025, 5000):
         logits = torch.randn(24, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
         logits = ((logits * 8).round() / 4).to(dtype)
         before = logits.clone()
-        changes = [change_of(rng, row, logits[row].float()) for row in range(0, 24) if row % 5]
+        changes = [random_change(rng, row, logits[row].float()) for row in range(0, 24) if row % 5]
         found = backend.best(logits, changes)
-        assert torch.equal(logits, before), "other rows' log-probabilities are of these"
+        assert torch.equal(logits, before), "the logits are needed unedited for log-probabilities"
         plain = TorchBackend().best(before)
         assert found.logits.tolist() == plain.logits.tolist()
         expected = before.float()
@@ -71,7 +71,7 @@ def test_it_is_the_best_once_the_changes_are_made(variant, dtype: torch.dtype, s
 
 
 @each_backend
-def test_rows_that_are_no_numbers_are_told_apart_whatever_is_changed(variant) -> None:
+def test_nonfinite_rows_are_detected_despite_edits(variant) -> None:
     logits = torch.randn(4, 2000)
     logits[1, 7], logits[2, 1999] = float("nan"), float("inf")
     edits = LogitEdits(bad_words=((7,), (1999,)), presence_penalty=1.0)
@@ -83,10 +83,10 @@ def test_rows_that_are_no_numbers_are_told_apart_whatever_is_changed(variant) ->
 
 @each_backend
 @pytest.mark.parametrize("seed", range(3))
-def test_changes_in_place_have_the_bits_of_the_reference(variant, seed: int) -> None:
+def test_edits_in_place_equal_the_reference_bit_by_bit(variant, seed: int) -> None:
     rng = random.Random(seed)
     logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(seed)) * 5
-    changes = [change_of(rng, row, logits[row]) for row in (0, 3, 4, 11, 19)]
+    changes = [random_change(rng, row, logits[row]) for row in (0, 3, 4, 11, 19)]
     pairs = [(each.row, each.edits) for each in changes]
     expected = logits.clone()
     edit_logits(expected, pairs)

@@ -1,6 +1,6 @@
-"""Scores that are changed on a device equal, bit for bit, those that the host changes.
+"""Logits edited on a device equal, bit for bit, logits edited on the host.
 
-The kernels run in Triton's interpreter and are compiled for Hopper, which takes no GPU.
+The kernels run in Triton's interpreter and are compiled for Hopper without a GPU.
 """
 
 import random
@@ -22,9 +22,9 @@ from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
-from tests.worker.sampled_positions import last_positions
+from tests.worker.sampling.settings import last_positions
 from tests.worker.sampling.test_device_sampling import need_triton
-from tests.worker.sampling.test_edits import some_edits
+from tests.worker.sampling.test_edits import random_edits
 from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import InputBatch
 from worker.sampling.device_kernels import (
@@ -60,7 +60,7 @@ def edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tr
 
 
 class Event:
-    """Of a device that is never behind."""
+    """An event of a device that is always finished."""
 
     def record(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Event:
 
 
 class HostAccelerator:
-    """Accelerator whose memory is the host's, for kernels that the interpreter runs."""
+    """An Accelerator in host memory, for kernels that the interpreter runs."""
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
@@ -83,7 +83,7 @@ class HostAccelerator:
         return Event()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("nothing is waited for")
+        raise AssertionError("sampling must not wait for the device")
 
 
 def new_request(seq_id: int, rng: random.Random, **params: Any) -> NewRequestData:
@@ -113,10 +113,10 @@ def step_of(new: list[NewRequestData], finished: Sequence[int] = ()) -> Schedule
     )
 
 
-def some_params(rng: random.Random) -> dict[str, Any]:
-    """Of one request; a third of them change nothing."""
+def random_params(rng: random.Random) -> dict[str, Any]:
+    """Random parameters of a request; a third have no edits."""
     return {
-        "edits": some_edits(rng) if rng.random() < 0.7 else None,
+        "edits": random_edits(rng) if rng.random() < 0.7 else None,
         "temperature": rng.choice([0.0, 0.8, 1.3]),
         "logprobs": rng.choice([None, None, 0, 4]),
         "min_tokens": rng.choice([0, 30]),
@@ -124,97 +124,100 @@ def some_params(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def some_masks(rng: random.Random, seq_ids: list[int], vocab_size: int) -> GrammarOutput:
-    """Of some of them; each leaves tokens that nothing else forbids, as engines take care of."""
+def random_masks(rng: random.Random, seq_ids: list[int], vocab_size: int) -> GrammarOutput:
+    """Random masks of some sequences; every mask allows some token that no edit forbids."""
     some = [seq_id for seq_id in seq_ids if rng.random() < 0.4]
     draw = np.random.default_rng(rng.randrange(1 << 30))
     bits = draw.random((len(some), -(-vocab_size // 32) * 32)) < 0.5
     return GrammarOutput(1, 1, some, np.packbits(bits, bitorder="little").tobytes())
 
 
-def scores_of(seed: int, vocab_size: int) -> torch.Tensor:
+def random_logits_of(seed: int, vocab_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(NUM_ROWS, vocab_size, generator=generator) * 3
 
 
-def changed(
-    scores: torch.Tensor, wishes: BatchLogitEdits, kernels: TritonEdits, last: torch.Tensor
+def edited_logits(
+    logits: torch.Tensor, batch_edits: BatchLogitEdits, kernels: TritonEdits, last: torch.Tensor
 ) -> torch.Tensor:
-    """By the kernels, with counts that the host has counted."""
-    vocab_size = scores.shape[1]
-    counts = torch.zeros(max(1, len(wishes.penalised)), vocab_size, dtype=torch.int32)
-    slots = np.full(len(wishes.at), NONE, dtype=np.int64)
-    for slot, each in enumerate(wishes.penalised):
+    """Edit by the kernels, with token counts from the host."""
+    vocab_size = logits.shape[1]
+    counts = torch.zeros(max(1, len(batch_edits.penalised)), vocab_size, dtype=torch.int32)
+    slots = np.full(len(batch_edits.at), NONE, dtype=np.int64)
+    for slot, each in enumerate(batch_edits.penalised):
         slots[each.number] = slot
         said = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
         counts[slot, torch.from_numpy(each.edits.counts.ids)] = said + SEEN
     send: Placement = HostPlacement()
-    scores = scores.clone()
-    kernels.add_listed(scores, ListedEdits(*send.to_device(wishes.listed)), last)
-    rows = [wishes.at, slots, wishes.masks, wishes.rules, wishes.words]
-    kernels.edit_rows(scores, RowEditArrays(*send.to_device(rows)), counts)
-    return scores
+    logits = logits.clone()
+    kernels.add_listed(logits, ListedEdits(*send.to_device(batch_edits.listed)), last)
+    rows = [batch_edits.at, slots, batch_edits.masks, batch_edits.rules, batch_edits.words]
+    kernels.edit_rows(logits, RowEditArrays(*send.to_device(rows)), counts)
+    return logits
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
-def test_random_edits_are_those_of_the_host(vocab_size: int, edits: TritonEdits) -> None:
+def test_random_edits_equal_those_of_the_host(vocab_size: int, edits: TritonEdits) -> None:
     rng = random.Random(vocab_size)
     rows = InputBatch(NUM_ROWS, 64, 16)
     seq_ids = list(range(50, 50 + NUM_ROWS))
-    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in seq_ids]))
-    masks = some_masks(rng, seq_ids, vocab_size)
+    at = rows.apply(step_of([new_request(each, rng, **random_params(rng)) for each in seq_ids]))
+    masks = random_masks(rng, seq_ids, vocab_size)
     positions = last_positions(rows, at, seq_ids)
-    wishes = batch_logit_edits(rows, positions, masks, vocab_size)
-    scores = scores_of(vocab_size, vocab_size)
-    found = changed(scores, wishes, edits, torch.zeros(NUM_ROWS, dtype=torch.int64))
-    expected = scores.clone()
+    batch_edits = batch_logit_edits(rows, positions, masks, vocab_size)
+    logits = random_logits_of(vocab_size, vocab_size)
+    found = edited_logits(logits, batch_edits, edits, torch.zeros(NUM_ROWS, dtype=torch.int64))
+    expected = logits.clone()
     short = rows.num_tokens[at] - rows.num_prompt_tokens[at] < rows.min_output[at]
     expected[np.ix_(short, [3, 5])] = float("-inf")  # type: ignore[index]
     edit_logits(expected, [(i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits])
     apply_grammar_masks(expected, grammar_masks(masks, seq_ids))
     assert torch.equal(found, expected)
-    assert not torch.equal(found, scores)
-    assert torch.equal(scores, scores_of(vocab_size, vocab_size))
+    assert not torch.equal(found, logits)
+    assert torch.equal(logits, random_logits_of(vocab_size, vocab_size))
 
 
-class Twins:
-    """Two input batches: a device's, whose last token is always in flight, and the host's."""
+class BatchPair:
+    """Two equal input batches: a device's, whose last token is always in flight, and the host's."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.there, self.here = InputBatch(NUM_ROWS, 64, 16), InputBatch(NUM_ROWS, 64, 16)
+        self.device_batch, self.host_batch = (
+            InputBatch(NUM_ROWS, 64, 16),
+            InputBatch(NUM_ROWS, 64, 16),
+        )
         self.seq_ids: list[int] = []
         self.at = np.empty(0, dtype=np.int64)
         self._pending: tuple[Any, ...] | None = None
 
     def apply(self, step: SchedulerOutput) -> None:
-        """New requests come, others end."""
-        at = self.there.apply(step)
-        assert at.tolist() == self.here.apply(step).tolist()
+        """Add and finish requests in both batches."""
+        at = self.device_batch.apply(step)
+        assert at.tolist() == self.host_batch.apply(step).tolist()
         stay = [seq_id not in step.finished_seq_ids for seq_id in self.seq_ids]
         self.at = np.concatenate((self.at[stay], at))
         self.seq_ids = [each for each, stays in zip(self.seq_ids, stay, strict=True) if stays] + [
             each.seq_id for each in step.new_requests
         ]
 
-    def sample_there(
-        self, sampler: DeviceSampler, scores: torch.Tensor, masks: GrammarOutput
+    def sample_on_device(
+        self, sampler: DeviceSampler, logits: torch.Tensor, masks: GrammarOutput
     ) -> tuple[torch.Tensor, list[Any]]:
-        """The tokens, and log-probabilities as the host packs them."""
-        positions = last_positions(self.there, self.at, self.seq_ids)
-        wanted = LogprobRequests.of(self.there, positions)
-        token_ids, logprobs = sampler.sample(scores, positions, masks, wanted)
+        """Sampled tokens, and log-probabilities as packed on the host."""
+        positions = last_positions(self.device_batch, self.at, self.seq_ids)
+        wanted = LogprobRequests.of(self.device_batch, positions)
+        token_ids, logprobs = sampler.sample(logits, positions, masks, wanted)
         if self._pending is not None:
-            self.there.resolve_pending(*self._pending)
+            self.device_batch.resolve_pending(*self._pending)
         found = on_host(token_ids).numpy()
-        self._pending = (positions, self.there.append_pending(positions), found)
+        self._pending = (positions, self.device_batch.append_pending(positions), found)
         arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
         if not wanted:
             return token_ids, []
         return token_ids, pack_logprobs(arrays, wanted.num_logprobs, wanted.position, wanted.named)
 
-    def sample_here(self, scores: torch.Tensor, masks: GrammarOutput) -> tuple[Any, list[Any]]:
-        rows, at = self.here, self.at
+    def sample_on_host(self, logits: torch.Tensor, masks: GrammarOutput) -> tuple[Any, list[Any]]:
+        rows, at = self.host_batch, self.at
         position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
         late = np.flatnonzero(position < rows.min_output[at])
         asked = SamplingBatch(
@@ -224,77 +227,79 @@ class Twins:
             edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
             masks=grammar_masks(masks, self.seq_ids),
         )
-        result = Sampler(TorchBackend()).sample(scores.clone(), asked)
+        result = Sampler(TorchBackend()).sample(logits.clone(), asked)
         rows.append_sampled(at, result.token_ids)
         return result.token_ids, [each for each in result.logprobs if each is not None]
 
 
 @pytest.mark.parametrize("on", ["host", "fake device"])
 @pytest.mark.parametrize("vocab_size", [97, 1031])
-def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
+def test_a_row_is_sampled_while_its_last_token_is_still_on_the_device(
     vocab_size: int, on: str, edits: TritonEdits
 ) -> None:
-    """Sequences come and go, and their rows are given to others."""
+    """Sequences start and end, and their rows are reused."""
     if on == "fake device" and isinstance(edits, TritonEdits):
         pytest.skip("the interpreter computes on the host")
     rng = random.Random(vocab_size)
     cuda = FakeCuda()
     with cuda, torch.inference_mode():
         accelerator: Any = cuda.device if on == "fake device" else HostAccelerator()
-        twins = Twins(vocab_size)
+        pair = BatchPair(vocab_size)
         last = accelerator.zeros(NUM_ROWS, torch.int64)
-        sampler = DeviceSampler(accelerator, twins.there, last, vocab_size, draw_by_torch, edits)
+        sampler = DeviceSampler(
+            accelerator, pair.device_batch, last, vocab_size, draw_by_torch, edits
+        )
         seq_id = 0
         for step in range(24):
-            gone = [each for each in twins.seq_ids if rng.random() < 0.08]
-            count = NUM_ROWS - len(twins.seq_ids) + len(gone)
+            finished = [each for each in pair.seq_ids if rng.random() < 0.08]
+            count = NUM_ROWS - len(pair.seq_ids) + len(finished)
             new = [
-                new_request(seq_id + i, rng, **some_params(rng))
+                new_request(seq_id + i, rng, **random_params(rng))
                 for i in range(rng.randint(0, count))
             ]
             seq_id += len(new)
-            twins.apply(step_of(new, gone))
-            if not twins.seq_ids:
+            pair.apply(step_of(new, finished))
+            if not pair.seq_ids:
                 continue
-            scores = scores_of(step, vocab_size)[: len(twins.seq_ids)]
-            scores[:, :6] += 5.0  # what bad words are made of
-            masks = some_masks(rng, twins.seq_ids, vocab_size)
-            there = accelerator.zeros(scores.numel(), torch.float32).view(scores.shape)
-            on_host(there).copy_(scores)
-            token_ids, logprobs = twins.sample_there(sampler, there, masks)
-            expected, wanted = twins.sample_here(scores, masks)
+            logits = random_logits_of(step, vocab_size)[: len(pair.seq_ids)]
+            logits[:, :6] += 5.0  # the tokens of bad words
+            masks = random_masks(rng, pair.seq_ids, vocab_size)
+            device_logits = accelerator.zeros(logits.numel(), torch.float32).view(logits.shape)
+            on_host(device_logits).copy_(logits)
+            token_ids, logprobs = pair.sample_on_device(sampler, device_logits, masks)
+            expected, wanted = pair.sample_on_host(logits, masks)
             assert on_host(token_ids).tolist() == expected.tolist()
             assert [each.token_ids for each in logprobs] == [each.token_ids for each in wanted]
             assert [each.ranks for each in logprobs] == [each.ranks for each in wanted]
             for one, other in zip(logprobs, wanted, strict=True):
                 values = [np.frombuffer(each.logprobs, "<f4") for each in (one, other)]
                 assert np.allclose(*values, atol=1e-6)
-            rows = accelerator.zeros(len(twins.at), torch.int64)
-            on_host(rows).copy_(torch.from_numpy(twins.at))
+            rows = accelerator.zeros(len(pair.at), torch.int64)
+            on_host(rows).copy_(torch.from_numpy(pair.at))
             last.index_copy_(0, rows, token_ids)
         assert sampler._counts.counts.shape == (NUM_ROWS, vocab_size)
         assert seq_id > NUM_ROWS
 
 
-def test_named_tokens_are_in_place_of_the_best_ones() -> None:
-    twins = Twins(97)
+def test_named_tokens_replace_the_best_ones_in_logprobs() -> None:
+    pair = BatchPair(97)
     rng = random.Random(1)
     named = {"logprobs": 2, "logprob_token_ids": (9, 2, 50)}
-    twins.apply(step_of([new_request(1, rng, logprobs=3), new_request(2, rng, **named)]))
+    pair.apply(step_of([new_request(1, rng, logprobs=3), new_request(2, rng, **named)]))
     accelerator: Any = HostAccelerator()
     last = accelerator.zeros(NUM_ROWS, torch.int64)
-    sampler = DeviceSampler(accelerator, twins.there, last, 97, draw_by_torch, TorchEdits())
-    scores = scores_of(1, 97)[:2]
+    sampler = DeviceSampler(accelerator, pair.device_batch, last, 97, draw_by_torch, TorchEdits())
+    logits = random_logits_of(1, 97)[:2]
     nothing = GrammarOutput(1, 1, [], b"")
-    token_ids, (first, second) = twins.sample_there(sampler, scores, nothing)
+    token_ids, (first, second) = pair.sample_on_device(sampler, logits, nothing)
     assert (first.width, second.width) == (4, 4)
     ids = np.frombuffer(second.token_ids, "<i4").tolist()
     assert ids == [int(token_ids[1]), 9, 2, 50]
-    expected = scores[1].double().log_softmax(0)[ids].numpy()
+    expected = logits[1].double().log_softmax(0)[ids].numpy()
     assert np.abs(np.frombuffer(second.logprobs, "<f4") - expected).max() < 1e-5
 
 
-def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
+def test_the_kernels_compile_for_a_gpu_and_round_like_the_host() -> None:
     need_triton()
     pointers = dict.fromkeys(("rows", "slots", "masks"), "*i64")
     rows = Kernel(
@@ -318,18 +323,18 @@ def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
     assert "atom" in additions or "red." in additions
 
 
-def test_the_hardest_changes_are_those_of_every_row_at_once() -> None:
-    """Penalties of all rows by the counts of each, and masks as long as those of grammars."""
+def test_the_largest_edits_cover_every_row() -> None:
+    """Penalties of all rows by their token counts, and masks as long as those of grammars."""
     vocab_size = 97
     at, slots, masks, rules, words = map(torch.from_numpy, largest_edits(3, vocab_size))
-    scores = scores_of(1, vocab_size)[:3].contiguous()
+    logits = random_logits_of(1, vocab_size)[:3].contiguous()
     counts = torch.zeros(3, vocab_size, dtype=torch.int32)
     counts[1, 5] = SEEN + 2
-    changed = scores.clone()
+    edited_logits = logits.clone()
     changes = RowEditArrays(at, slots, masks, rules.view(-1, 3), words.view(3, -1))
-    TorchEdits().edit_rows(changed, changes, counts)
-    expected = scores.clone()
-    score = float(scores[1, 5])
+    TorchEdits().edit_rows(edited_logits, changes, counts)
+    expected = logits.clone()
+    score = float(logits[1, 5])
     expected[1, 5] = (score / 1.1 if score > 0 else score * 1.1) - 0.1 * 2 - 0.1
-    assert torch.allclose(changed, expected, atol=1e-6)
-    assert changed[1, 5] != scores[1, 5]
+    assert torch.allclose(edited_logits, expected, atol=1e-6)
+    assert edited_logits[1, 5] != logits[1, 5]

@@ -1,4 +1,4 @@
-"""Scores that a GPU changes equal, bit for bit, those that torch changes on the host."""
+"""Logits edited on a GPU equal, bit for bit, logits edited by torch on the host."""
 
 import random
 
@@ -10,8 +10,8 @@ from tests.worker.reference.torch_kernels import TorchEdits
 from tests.worker.sampling.test_device_edits import (
     NUM_ROWS,
     new_request,
-    some_masks,
-    some_params,
+    random_masks,
+    random_params,
     step_of,
 )
 from worker.input_batch import InputBatch
@@ -24,23 +24,32 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("vocab_size", [97, 1031, 128_256])
-def test_random_edits_are_those_of_the_host(vocab_size: int) -> None:
+def test_random_edits_equal_those_of_the_host(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     rows, seq_ids = InputBatch(NUM_ROWS, 64, 16), list(range(50, 50 + NUM_ROWS))
-    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in seq_ids]))
-    wishes = batch_logit_edits(rows, at, seq_ids, some_masks(rng, seq_ids, vocab_size), vocab_size)
-    scores = 3 * torch.randn(NUM_ROWS, vocab_size)
+    at = rows.apply(step_of([new_request(each, rng, **random_params(rng)) for each in seq_ids]))
+    batch_edits = batch_logit_edits(
+        rows, at, seq_ids, random_masks(rng, seq_ids, vocab_size), vocab_size
+    )
+    logits = 3 * torch.randn(NUM_ROWS, vocab_size)
     counts = torch.randint(0, 4, (NUM_ROWS, vocab_size), dtype=torch.int32)
-    slots = np.arange(len(wishes.at)) - 2
-    arrays = [wishes.at, np.maximum(slots, -1), wishes.masks, wishes.rules, wishes.words]
+    slots = np.arange(len(batch_edits.at)) - 2
+    arrays = [
+        batch_edits.at,
+        np.maximum(slots, -1),
+        batch_edits.masks,
+        batch_edits.rules,
+        batch_edits.words,
+    ]
     last = torch.zeros(NUM_ROWS, dtype=torch.int64)
     found = []
     for device, kernels in ((torch.device("cpu"), TorchEdits()), (CUDA, TritonEdits())):
-        there = scores.clone().to(device)
+        device_logits = logits.clone().to(device)
         listed, changes = (
-            [torch.from_numpy(each).to(device) for each in some] for some in (wishes.listed, arrays)
+            [torch.from_numpy(each).to(device) for each in some]
+            for some in (batch_edits.listed, arrays)
         )
-        kernels.add_listed(there, ListedEdits(*listed), last.to(device))
-        kernels.edit_rows(there, RowEditArrays(*changes), counts.to(device))
-        found.append(there.cpu())
+        kernels.add_listed(device_logits, ListedEdits(*listed), last.to(device))
+        kernels.edit_rows(device_logits, RowEditArrays(*changes), counts.to(device))
+        found.append(device_logits.cpu())
     assert torch.equal(*found)

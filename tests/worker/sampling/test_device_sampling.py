@@ -1,6 +1,6 @@
-"""What is filtered and drawn on a device equals what the host gives.
+"""Filtering and drawing on a device equals filtering and drawing on the host.
 
-The kernel runs in Triton's interpreter and is compiled for Hopper, which takes no GPU.
+The kernel runs in Triton's interpreter and is compiled for Hopper without a GPU.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def rows_of(count: int, seed: int = 0, **columns: Any) -> RowParams:
 
 
 def logits_of(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """With many ties, and tokens that cannot come."""
+    """Random logits with many ties and with tokens of probability 0."""
     generator = torch.Generator().manual_seed(count)
     logits = (4 * torch.randn(count, VOCAB_SIZE, generator=generator)).to(dtype)
     logits[:, ::11] = float("-inf")
@@ -63,7 +63,7 @@ def logits_of(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def on_the_host(logits: torch.Tensor, rows: RowParams) -> list[int]:
-    """One row after the other, filtered by sorting."""
+    """Draw row by row on the host, filtered by sorting."""
     backend, logits, tokens = TorchBackend(), logits.float().clone(), []
     for row in range(len(logits)):
         at, params = np.array([row]), rows[row : row + 1]
@@ -91,22 +91,24 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_equal_those_of_the_host(name: str, dtype: torch.dtype, draw: KeyedDraw) -> None:
+def test_drawn_tokens_equal_those_of_the_host(
+    name: str, dtype: torch.dtype, draw: KeyedDraw
+) -> None:
     logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
     found = DeviceDraw(HostPlacement(), draw).draw_tokens(logits, rows)
     assert found.tolist() == on_the_host(logits, rows)
 
 
-def test_a_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
+def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
     logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
     order = np.array([4, 0, 5])
     sampling = DeviceDraw(HostPlacement(), draw)
-    everyone = sampling.draw_tokens(logits, rows)
-    assert sampling.draw_tokens(logits[order], rows[order]).tolist() == everyone[order].tolist()
+    all_tokens = sampling.draw_tokens(logits, rows)
+    assert sampling.draw_tokens(logits[order], rows[order]).tolist() == all_tokens[order].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_drawing_does_not_wait_for_the_device(name: str) -> None:
     logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
     with FakeCuda() as cuda:
         sampling = DeviceDraw(DevicePlacement(cuda.device), draw_by_torch)
@@ -116,14 +118,14 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 def filtered(logits: torch.Tensor, rows: RowParams) -> torch.Tensor:
-    """By what a device runs."""
+    """Filter as a device does."""
     columns = [rows["temperature"].copy(), *torch_columns(rows, FILTERS)]
     plan = FilterPlan.of(rows, logits.shape[1])
     return filter_logits(logits, plan, *map(torch.from_numpy, columns))
 
 
 STEPS = st.sampled_from((0.0, 0.25, 1.0, 3.0))
-"""Between scores; many are equal, and some of both signs."""
+"""Steps between logits: many are equal, and they have both signs."""
 
 
 @st.composite
@@ -144,16 +146,16 @@ def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, RowParams]:
         "min_p": draw(st.sampled_from((0.0, 0.0, 0.1))),
     }
     rows = rows_of(count, seed, **settings)
-    rows["top_k"][1:] = 0  # what is not bounded is searched for
+    rows["top_k"][1:] = 0  # rows without top-k take the search of the nucleus
     return logits.masked_fill(gone, float("-inf")), rows
 
 
 @given(filtered_rows())
 @settings(max_examples=150, deadline=None)
-def test_what_is_kept_is_what_the_host_keeps(
+def test_the_device_keeps_the_tokens_that_the_host_keeps(
     case: tuple[torch.Tensor, RowParams],
 ) -> None:
-    """The very same tokens, ties at the edge among them."""
+    """Exactly the same tokens, including ties at the edge."""
     logits, rows = case
     host = logits.clone()
     filter_by_sorting(host, np.arange(len(logits)), rows)
@@ -161,7 +163,7 @@ def test_what_is_kept_is_what_the_host_keeps(
 
 
 @each_backend
-def test_a_nucleus_of_a_whole_vocabulary_is_that_of_the_host(variant) -> None:  # type: ignore[no-untyped-def]
+def test_a_nucleus_of_a_large_vocabulary_equals_that_of_the_host(variant) -> None:  # type: ignore[no-untyped-def]
     backend = backend_of(variant)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 50_000, generator=generator) * torch.linspace(6, 0.5, 8)[:, None]
@@ -170,7 +172,7 @@ def test_a_nucleus_of_a_whole_vocabulary_is_that_of_the_host(variant) -> None:  
     host = logits.clone()
     backend.filter(host, np.arange(8), rows)
     differing = (found != host).sum(dim=1)
-    # The kernels' exponentials have another last bit.
+    # The kernels' exponentials may differ in the last bit.
     assert int(differing.max()) <= (variant != "reference")
     assert int((found > float("-inf")).sum()) > 10_000
 

@@ -20,7 +20,7 @@ def keys_of(seeds, choice: int = 0, positions=0, temperature=1.0) -> RowParams:
 
 @each_backend
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 1000])
-def test_token_is_the_argmax_of_the_definition(variant, vocab_size: int) -> None:
+def test_a_drawn_token_is_the_argmax_of_the_definition(variant, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(5, vocab_size, generator=generator) * 3
     seeds = [3, 2**64 - 1, 2**32, 17, 0x123456789]
@@ -39,16 +39,16 @@ def test_token_is_the_argmax_of_the_definition(variant, vocab_size: int) -> None
 
 @each_backend
 def test_backends_agree_over_a_whole_vocabulary(variant) -> None:
-    assert_draws_of_the_reference(variant, 24, 49152)
+    assert_draws_equal_the_reference(variant, 24, 49152)
 
 
 @each_backend
-def test_backends_agree_where_the_best_are_close(variant) -> None:
-    """Of 2,000 rows some have two best tokens that are a few hundredths apart."""
-    assert_draws_of_the_reference(variant, 2000, 64)
+def test_backends_agree_on_nearly_equal_best_tokens(variant) -> None:
+    """Among 2,000 rows some have two best tokens that differ by a few hundredths."""
+    assert_draws_equal_the_reference(variant, 2000, 64)
 
 
-def assert_draws_of_the_reference(variant, count: int, vocab_size: int) -> None:
+def assert_draws_equal_the_reference(variant, count: int, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(3)
     spread = torch.linspace(0.1, 8, count)[:, None]
     logits = torch.randn(count, vocab_size, generator=generator) * spread
@@ -76,7 +76,7 @@ def test_frequencies_follow_the_softmax(variant) -> None:
 
 
 @each_backend
-def test_the_row_in_the_batch_does_not_matter(variant) -> None:
+def test_a_draw_does_not_depend_on_the_row_in_the_batch(variant) -> None:
     backend = backend_of(variant)
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(9, 777, generator=generator)
@@ -93,7 +93,7 @@ def test_the_row_in_the_batch_does_not_matter(variant) -> None:
 
 
 @each_backend
-def test_what_a_filter_dropped_is_never_drawn(variant) -> None:
+def test_filtered_tokens_are_never_drawn(variant) -> None:
     logits = torch.full((200, 300), float("-inf"))
     logits[:, 7], logits[:, 250] = -50.0, -51.0
     drawn = backend_of(variant).draw(logits, np.arange(200), keys_of(np.arange(200)))

@@ -22,10 +22,10 @@ VOCAB = 97
 NEVER = float("-inf")
 
 
-def edited_slowly(
+def edit_one_by_one(
     logits: list[float], edits: LogitEdits, prompt: list[int], outputs: list[int]
 ) -> list[float]:
-    """Token by token, as the parameters are described."""
+    """Edit token by token, as the documentation defines the parameters."""
     scores = []
     bias = dict(zip(edits.bias_token_ids, edits.bias_values, strict=True))
     for token_id, logit in enumerate(logits):
@@ -44,7 +44,7 @@ def edited_slowly(
     return scores
 
 
-def some_edits(rng: random.Random) -> LogitEdits:
+def random_edits(rng: random.Random) -> LogitEdits:
     some = lambda count: tuple(rng.sample(range(VOCAB), count))  # noqa: E731
     biased = some(rng.choice([0, 0, 1, 9]))
     allowed = some(rng.choice([1, 30])) if rng.random() < 0.3 else None
@@ -60,17 +60,17 @@ def some_edits(rng: random.Random) -> LogitEdits:
     )
 
 
-def as_grown(edits: LogitEdits, prompt: list[int], outputs: list[int]) -> RowEdits:
-    """Made with no outputs, which come one by one."""
+def grown_edits(edits: LogitEdits, prompt: list[int], outputs: list[int]) -> RowEdits:
+    """Edits created without outputs, which are then appended one by one."""
     grown = RowEdits(edits, prompt, [])
     for token_id in outputs:
         grown.append(token_id)
     return grown
 
 
-@pytest.mark.parametrize("make", [RowEdits, as_grown])
+@pytest.mark.parametrize("make", [RowEdits, grown_edits])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_edits_are_those_of_the_slow_reference(make, seed: int) -> None:
+def test_random_edits_equal_the_slow_reference(make, seed: int) -> None:
     rng = random.Random(seed)
     rows = 40
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
@@ -78,12 +78,12 @@ def test_random_edits_are_those_of_the_slow_reference(make, seed: int) -> None:
     for row in range(rows):
         if rng.random() < 0.2:
             continue
-        edits = some_edits(rng)
+        edits = random_edits(rng)
         edits = LogitEdits(**{**fields_of(edits), "bias_values": rounded(edits.bias_values)})
         prompt = rng.choices(range(VOCAB), k=rng.randint(1, 30))
         outputs = rng.choices(range(6), k=rng.randint(0, 40))
         asked.append((row, make(edits, prompt, outputs)))
-        expected[row] = torch.tensor(edited_slowly(logits[row].tolist(), edits, prompt, outputs))
+        expected[row] = torch.tensor(edit_one_by_one(logits[row].tolist(), edits, prompt, outputs))
     edit_logits(logits, asked)
     assert torch.equal(logits == NEVER, expected == NEVER)
     assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
@@ -95,11 +95,11 @@ def fields_of(edits: LogitEdits) -> dict[str, object]:
 
 
 def rounded(values: tuple[float, ...]) -> tuple[float, ...]:
-    """As float32 has them."""
+    """Round to float32."""
     return tuple(float(np.float32(value)) for value in values)
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(5, VOCAB, generator=generator) * 4
     tokens = torch.randint(0, VOCAB, (5, 24), generator=generator)
@@ -113,8 +113,8 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     assert torch.allclose(logits, expected)
 
 
-def test_bad_words_are_those_of_transformers() -> None:
-    """It looks at the prompt as well, so all tokens are outputs here."""
+def test_bad_words_equal_transformers() -> None:
+    """transformers checks the prompt as well, so all tokens are outputs here."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(30, VOCAB, generator=generator)
     tokens = torch.randint(0, 4, (30, 9), generator=generator)
@@ -126,7 +126,7 @@ def test_bad_words_are_those_of_transformers() -> None:
     assert len({int(count) for count in (logits == NEVER).sum(1)}) > 1
 
 
-def test_bias_is_that_of_transformers() -> None:
+def test_bias_equals_transformers() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
     bias = {(3,): 5.5, (90,): -7.25}
     expected = SequenceBiasLogitsProcessor(bias)(torch.zeros(1, 1, dtype=torch.int64), logits)
@@ -145,7 +145,7 @@ def test_rows_without_edits_keep_their_bits() -> None:
     assert (logits[1] > NEVER).nonzero().tolist() == [[5]]
 
 
-def test_counts_grow_as_tokens_come() -> None:
+def test_counts_grow_with_appended_tokens() -> None:
     rng = random.Random(8)
     outputs = rng.choices(range(50), k=300)
     grown = TokenCounts([1, 2, 2, 99], [])
@@ -157,7 +157,7 @@ def test_counts_grow_as_tokens_come() -> None:
         assert found == {each: outputs.count(each) for each in {*outputs, 1, 2, 99}}
 
 
-def test_a_word_is_forbidden_only_where_it_would_be_complete() -> None:
+def test_a_bad_word_is_forbidden_only_at_its_last_token() -> None:
     words = BadWords([(5,), (1, 2, 3), (2, 4)], [1])
     assert words.forbidden == [5]
     words.append(2)
@@ -167,8 +167,8 @@ def test_a_word_is_forbidden_only_where_it_would_be_complete() -> None:
 
 
 @each_backend
-def test_rows_with_edits_give_what_each_gives_alone(variant) -> None:
-    """Greedy ones and drawn ones; log-probabilities are of the scores before all this."""
+def test_rows_with_edits_do_not_depend_on_the_batch(variant) -> None:
+    """Greedy and drawn rows; log-probabilities are of the logits before edits."""
     rng = random.Random(11)
     sampler = Sampler(backend_of(variant))
     logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
@@ -179,7 +179,7 @@ def test_rows_with_edits_give_what_each_gives_alone(variant) -> None:
         "num_logprobs": [-1, 3] * 8,
     }
     edits = {
-        row: RowEdits(some_edits(rng), rng.choices(range(VOCAB), k=9), rng.choices(range(6), k=9))
+        row: RowEdits(random_edits(rng), rng.choices(range(VOCAB), k=9), rng.choices(range(6), k=9))
         for row in range(0, 16, 3)
     }
     together = sampler.sample(
@@ -211,7 +211,7 @@ def test_logprobs_of_tokens_that_are_named(variant) -> None:
     assert unpack(sampled.logprobs[0])[0].shape == (1, 3)
 
 
-def test_penalties_at_their_limits_leave_numbers() -> None:
+def test_penalties_at_their_limits_give_finite_logits() -> None:
     logits = torch.tensor([[80.0, -80.0, 0.0, 1.0]])
     for repetition in (0.01, 100.0):
         edits = LogitEdits(

@@ -18,7 +18,9 @@ from tests.worker.sampling.settings import backend_of, each_backend, row_params,
 from worker.sampling.sampler import Sampler
 
 
-def kept_slowly(logits: list[float], temperature: float, k: int, p: float, m: float) -> set[int]:
+def reference_kept_ids(
+    logits: list[float], temperature: float, k: int, p: float, m: float
+) -> set[int]:
     """Token ids that pass min-p, then top-k, then top-p."""
     scores = [logit / temperature for logit in logits]
     best = max(scores)
@@ -38,7 +40,7 @@ def kept_slowly(logits: list[float], temperature: float, k: int, p: float, m: fl
 
 
 def filtered(variant, logits: torch.Tensor, temperature, top_k, top_p, min_p) -> list[set[int]]:
-    """Ids that are left in each row; checks that those have their logits still."""
+    """Token ids that remain in every row; checks that their logits are unchanged."""
     masked = logits.clone()
     params = row_params(len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     backend_of(variant).filter(masked, np.arange(len(logits)), params)
@@ -48,7 +50,7 @@ def filtered(variant, logits: torch.Tensor, temperature, top_k, top_p, min_p) ->
 
 
 @each_backend
-def test_random_rows_match_the_slow_reference(variant) -> None:
+def test_filters_of_random_rows_match_the_reference(variant) -> None:
     rng = random.Random(5)
     generator = torch.Generator().manual_seed(5)
     vocab_size = 211
@@ -60,7 +62,7 @@ def test_random_rows_match_the_slow_reference(variant) -> None:
     kept = filtered(variant, logits, temperature, top_k, top_p, min_p)
     settings = zip(temperature, top_k, top_p, min_p, strict=True)
     for row, (t, k, p, m) in enumerate(settings):
-        assert kept[row] == kept_slowly(logits[row].tolist(), t, k, p, m), (row, t, k, p, m)
+        assert kept[row] == reference_kept_ids(logits[row].tolist(), t, k, p, m), (row, t, k, p, m)
 
 
 @each_backend
@@ -68,7 +70,7 @@ def test_a_whole_vocabulary_of_nearly_equal_tokens(variant) -> None:
     """Top-p keeps tens of thousands of tokens; rounding may move its edge a little."""
     logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(2)) * 0.1
     (kept,) = filtered(variant, logits, 1.0, 0, 0.95, 0.0)
-    slow = kept_slowly(logits[0].tolist(), 1.0, 0, 0.95, 0.0)
+    slow = reference_kept_ids(logits[0].tolist(), 1.0, 0, 0.95, 0.0)
     assert len(slow) > 40_000
     assert len(kept ^ slow) <= 3
 
@@ -87,7 +89,7 @@ def test_top_p_ties_go_to_the_lower_id(variant) -> None:
 
 
 @each_backend
-def test_the_best_token_stays_whatever_the_filters(variant) -> None:
+def test_filters_never_drop_the_best_token(variant) -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3]])
     assert filtered(variant, logits, 1e-4, 1, 1e-6, 1.0) == [{2}]
 
@@ -100,7 +102,7 @@ def test_min_p_is_relative_to_the_best(variant) -> None:
 
 
 @each_backend
-def test_top_p_counts_what_top_k_and_min_p_left(variant) -> None:
+def test_top_p_applies_to_the_tokens_left_by_top_k_and_min_p(variant) -> None:
     """Of probabilities .4 .3 .2 .1, top-k 2 leaves .57 .43, so p = .5 keeps one."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert filtered(variant, logits, 1.0, 0, 0.5, 0.0) == [{0, 1}]
@@ -109,7 +111,7 @@ def test_top_p_counts_what_top_k_and_min_p_left(variant) -> None:
 
 
 @each_backend
-def test_rows_without_filters_and_rows_not_named_are_untouched(variant) -> None:
+def test_rows_without_filters_are_untouched(variant) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(4))
     masked = logits.clone()
     backend_of(variant).filter(masked, np.array([1, 3]), row_params(2, top_k=[2, 0]))
@@ -118,14 +120,14 @@ def test_rows_without_filters_and_rows_not_named_are_untouched(variant) -> None:
 
 
 @each_backend
-def test_suppressed_tokens_stay_out(variant) -> None:
+def test_suppressed_tokens_are_never_kept(variant) -> None:
     logits = torch.tensor([[float("-inf"), 1.0, 2.0, float("-inf")]])
     assert filtered(variant, logits, 1.0, 3, 1.0, 0.0) == [{1, 2}]
     assert filtered(variant, logits, 1.0, 0, 0.999, 0.0) == [{1, 2}]
 
 
 @each_backend
-def test_each_filter_keeps_what_that_of_transformers_keeps(variant) -> None:
+def test_filters_keep_the_tokens_that_transformers_keeps(variant) -> None:
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(40, 211, generator=generator) * 2
     ids = torch.zeros(40, 1, dtype=torch.int64)
@@ -142,7 +144,7 @@ def test_each_filter_keeps_what_that_of_transformers_keeps(variant) -> None:
 
 
 @each_backend
-def test_tokens_that_end_too_early_are_those_of_transformers(variant) -> None:
+def test_min_tokens_suppresses_stop_tokens_like_transformers(variant) -> None:
     """Before min_tokens, stop tokens cannot be chosen; afterwards they can."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(7))
     logits[:, [3, 9]] += 20.0

@@ -1,4 +1,4 @@
-"""Masks in the sampler: only their rows, only what they allow, logprobs as the model has them."""
+"""Grammar masks in the sampler: they affect only their rows, and not log-probabilities."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ VOCAB = 403  # not a multiple of 32
 
 
 def packed(allowed: dict[int, list[int]], vocab_size: int = VOCAB) -> GrammarOutput:
-    """Masks by seq_id, packed the obvious way."""
+    """Pack masks by seq_id with a simple loop."""
     words = []
     for tokens in allowed.values():
         row = [0] * -(-vocab_size // 32)
@@ -27,7 +27,7 @@ def packed(allowed: dict[int, list[int]], vocab_size: int = VOCAB) -> GrammarOut
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 403, 49_152])
-def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(vocab_size):
+def test_disallowed_tokens_become_minus_infinity(vocab_size):
     draw = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(draw.standard_normal((5, vocab_size)).astype(np.float32))
     allowed = {
@@ -42,7 +42,7 @@ def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(voc
     assert torch.equal(masked[[0, 2, 4]], logits[[0, 2, 4]])
 
 
-def test_masks_of_sequences_that_are_not_here_change_nothing():
+def test_masks_of_absent_sequences_are_ignored():
     logits = torch.ones(2, VOCAB)
     apply_grammar_masks(logits, grammar_masks(packed({7: [1]}), [1, 2]))
     apply_grammar_masks(logits, grammar_masks(GrammarOutput(1, 1, [], b""), [1, 2]))
@@ -50,7 +50,7 @@ def test_masks_of_sequences_that_are_not_here_change_nothing():
 
 
 @each_backend
-def test_constrained_rows_beside_others(variant):
+def test_constrained_rows_do_not_change_others(variant):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(64, VOCAB, generator=generator) * 2
     rows = sampling_rows(

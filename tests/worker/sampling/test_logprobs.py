@@ -76,17 +76,17 @@ def test_a_chunk_is_at_most_64_mib() -> None:
     assert logprobs.CHUNK_BYTES == 64 << 20
 
 
-def test_ties_are_ordered_by_id_also_across_the_edge() -> None:
-    scores = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, -0.0, 0.0], [0.0] * 7])
-    assert best_tokens(scores, 4).tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
-    assert best_tokens(scores, 7).tolist() == [[1, 3, 0, 2, 4, 5, 6], list(range(7))]
-    assert best_tokens(scores, 0).shape == (2, 0)
-    assert token_ranks(scores, torch.tensor([[4], [6]])).tolist() == [5, 7]
+def test_ties_are_ordered_by_id_also_at_the_cutoff() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, -0.0, 0.0], [0.0] * 7])
+    assert best_tokens(logits, 4).tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
+    assert best_tokens(logits, 7).tolist() == [[1, 3, 0, 2, 4, 5, 6], list(range(7))]
+    assert best_tokens(logits, 0).shape == (2, 0)
+    assert token_ranks(logits, torch.tensor([[4], [6]])).tolist() == [5, 7]
 
 
-def test_keys_order_every_kind_of_float() -> None:
+def test_order_keys_sort_every_kind_of_float() -> None:
     values = [float("-inf"), -3e38, -1.5, -1e-40, 0.0, 1e-40, 2.0, 3e38, float("inf")]
-    scores = torch.tensor([values])
-    keys = order_keys(scores)
+    logits = torch.tensor([values])
+    keys = order_keys(logits)
     assert keys.argsort(dim=1).tolist() == [list(range(len(values)))]
     assert token_ids_of(keys).tolist() == [list(range(len(values)))]

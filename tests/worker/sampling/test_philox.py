@@ -1,4 +1,4 @@
-"""Random words against published vectors and against plain Python."""
+"""Philox words against published vectors and plain Python."""
 
 import math
 
@@ -8,8 +8,7 @@ import pytest
 from tests.worker.sampling.philox_words import philox, token_word
 from worker.sampling.torch_backend import gumbel_noise, philox_4x32_10, token_words
 
-# Known answers that the authors publish with Random123 (kat_vectors, philox4x32 10):
-# all zeros, all ones, the digits of pi.
+# Published with Random123 (kat_vectors, philox4x32 10): all zeros, all ones, the digits of pi.
 KNOWN_ANSWERS = [
     (
         (0x00000000,) * 4,
@@ -30,7 +29,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_known_answers(counter, key, words) -> None:
+def test_philox_matches_the_published_vectors(counter, key, words) -> None:
     assert philox(counter, key) == words
     column = np.array(counter, dtype=np.uint64)[:, None]
     assert tuple(int(word) for word in philox_4x32_10(column, key)[:, 0]) == words

@@ -36,7 +36,7 @@ def test_top_k_one_is_greedy_also_in_a_tie(variant) -> None:
 
 
 @each_backend
-def test_rows_of_every_kind_give_what_each_gives_alone(variant) -> None:
+def test_rows_of_every_kind_do_not_depend_on_the_batch(variant) -> None:
     sampler, logits = Sampler(backend_of(variant)), random_logits(12, seed=3)
     settings = {
         "temperature": [0.0, 1.0, 0.7, 1.3] * 3,
@@ -57,7 +57,7 @@ def test_rows_of_every_kind_give_what_each_gives_alone(variant) -> None:
 
 
 @each_backend
-def test_drawn_tokens_are_those_of_the_reference(variant) -> None:
+def test_drawn_tokens_equal_the_reference(variant) -> None:
     rows = sampling_rows(
         64, temperature=0.9, top_k=30, top_p=0.9, min_p=0.02, seed=np.arange(64) * 31
     )
@@ -88,7 +88,7 @@ def test_suppressed_tokens_are_not_chosen_but_keep_their_logprob(variant) -> Non
 
 @each_backend
 def test_logprobs_are_of_the_raw_logits(variant) -> None:
-    """Neither temperature nor filters show in them; the position is the row's own."""
+    """Neither temperature nor filters affect log-probabilities; positions are the row's own."""
     logits = random_logits(2)
     rows = sampling_rows(2, temperature=0.2, top_k=2, num_logprobs=[4, -1], position=[17, 3])
     sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
@@ -99,13 +99,13 @@ def test_logprobs_are_of_the_raw_logits(variant) -> None:
 
 
 @each_backend
-def test_choices_and_positions_draw_differently(variant) -> None:
+def test_choices_and_positions_have_different_draws(variant) -> None:
     logits = random_logits(1).repeat(40, 1) * 0.1
     rows = sampling_rows(40, temperature=1.0, choice=[0, 1] * 20, position=np.arange(40) // 2)
     tokens = Sampler(backend_of(variant)).sample(logits, rows).token_ids
     assert len(set(tokens.tolist())) > 30
 
 
-def test_a_sampler_for_this_machine() -> None:
+def test_a_sampler_is_selected_for_this_machine() -> None:
     sampled = create_sampler().sample(random_logits(2), sampling_rows(2, temperature=1.0))
     assert sampled.token_ids.shape == (2,)

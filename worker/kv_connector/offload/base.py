@@ -107,5 +107,4 @@ def block_pairs(job: TransferJob, factor: int) -> Iterator[BlockPair]:
 
 
 def device_blocks(job: TransferJob) -> list[int]:
-    """Return all device blocks of a job."""
     return [block for device in job.device for block in device.block_ids]

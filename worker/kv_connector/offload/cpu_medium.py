@@ -118,7 +118,6 @@ class CommitAhead:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until all memory is committed."""
         self._thread.join()
 
     def close(self) -> None:

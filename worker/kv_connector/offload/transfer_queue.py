@@ -202,7 +202,6 @@ class TransferQueue:
             thread.start()
 
     def transfer_async(self, job: TransferJob) -> None:
-        """Queue a job."""
         copy_job = CopyJob(job, self._context.factor, self._seconds, self._blocks.record_steps())
         with self._changed:
             self._open[job.job_id] = copy_job

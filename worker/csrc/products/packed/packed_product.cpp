@@ -12,9 +12,14 @@ namespace {
 
 // Rows that are multiplied with what is unpacked of a panel: their blocks stay in the second cache.
 constexpr int64_t CHUNK = 96;
-// Up to this many rows, unpacking a panel within the product costs less than leaving it
-// unpacked in memory.
-constexpr int64_t FEW = 3;
+
+// Up to this many rows, unpacking a panel within the product costs less than leaving it unpacked in
+// memory; codes of 8 bits are never unpacked. Without an instruction for products of bytes the
+// fifth and sixth bits compete with the products for the same units.
+template <class Format>
+constexpr int64_t FEW = Format::BITS == 8                  ? CHUNK
+                        : WORDS_FIRST && Format::BITS != 4 ? 3
+                                                           : 2 * TILE_ROWS;
 
 // Blocks of a panel that are unpacked together: they stay in the first cache.
 constexpr int64_t DEEP = 18;
@@ -31,14 +36,18 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
                     Scratch& scratch, float* result) {
     const Packed<Format> packed{panel};
     std::fill_n(result, num_rows * PANEL, 0.0f);
-    if (num_rows <= FEW) return tiles<2, 2>(packed, num_blocks, x, num_blocks, num_rows, result);
-    using Plain = UnpackedOf<Format>;
-    for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
-        const int64_t end = std::min(begin + DEEP, num_blocks);
-        unpack_blocks(packed, begin, end, scratch.unpacked);
-        tiles<TILE_ROWS, TILE_MIDDLE>(Plain{scratch.unpacked, Format::ZERO}, end - begin, x + begin, num_blocks,
-                                      num_rows, result);
+    const int64_t many = num_rows > FEW<Format> ? num_rows / TILE_ROWS * TILE_ROWS : 0;
+    if constexpr (Format::BITS != 8) {
+        for (int64_t begin = 0; many && begin < num_blocks; begin += DEEP) {
+            const int64_t end = std::min(begin + DEEP, num_blocks);
+            unpack_blocks(packed, begin, end, scratch.unpacked);
+            const UnpackedOf<Format> plain{scratch.unpacked, Format::ZERO};
+            for (int64_t row = 0; row < many; row += TILE_ROWS)
+                tile_of_panel<TILE_ROWS>(plain, end - begin, x + row * num_blocks + begin, num_blocks,
+                                         result + row * PANEL);
+        }
     }
+    tiles(packed, num_blocks, x + many * num_blocks, num_blocks, num_rows - many, result + many * PANEL);
 }
 
 // The same of a type that is known only now.

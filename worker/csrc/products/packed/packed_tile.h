@@ -209,7 +209,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         const auto block = source.block(index, vector);
         if (vector == 0) source.fetch_ahead(index);
-        each<Source::HALVES>([&](auto half) {
+        each<Source::HALVES>([&](auto half) __attribute__((always_inline)) {
             DotI dots[ROWS][TILE_VECTORS];
             each<ROWS>([&](auto row) {
                 const int32_t* minus = x[row * stride].minus;
@@ -240,26 +240,35 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
     });
 }
 
-// The same for any number of rows; `result` has PANEL floats for each. Tiles have
-// LARGEST rows, MIDDLE or 1: few kinds, because every kind of every source is compiled.
-template <int LARGEST, int MIDDLE, class Source>
+// The same for all outputs of the panel.
+template <int ROWS, class Source>
+inline void tile_of_panel(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride,
+                          float* result) {
+    for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
+        tile<ROWS>(source, num_blocks, vector, x, stride, result);
+}
+
+// The same for any number of rows; `result` has PANEL floats for each. Tiles have TILE_ROWS,
+// TILE_MIDDLE, 2 or 1 rows: few kinds, because every kind of every source is compiled.
+template <class Source>
 void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride, int64_t num_rows,
            float* result) {
     for (int64_t row = 0; row < num_rows;) {
         const int64_t left = num_rows - row;
-        const auto all_vectors = [&](auto rows) {
-            for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
-                tile<rows>(source, num_blocks, vector, x + row * stride, stride, result + row * PANEL);
+        const auto some = [&](auto rows) {
+            tile_of_panel<rows>(source, num_blocks, x + row * stride, stride, result + row * PANEL);
             row += rows;
         };
-        // 8 = 4 + 4, rather than 6 + 1 + 1
-        const bool two_halves = LARGEST < 2 * MIDDLE && left >= 2 * MIDDLE && left < LARGEST + MIDDLE;
-        if (left >= LARGEST && !two_halves)
-            all_vectors(std::integral_constant<int, LARGEST>());
-        else if (left >= MIDDLE)
-            all_vectors(std::integral_constant<int, MIDDLE>());
+        // 8 = 4 + 4, rather than 6 + 2
+        const bool two_halves = TILE_ROWS < 2 * TILE_MIDDLE && left >= 2 * TILE_MIDDLE && left < TILE_ROWS + TILE_MIDDLE;
+        if (left >= TILE_ROWS && !two_halves)
+            some(std::integral_constant<int, TILE_ROWS>());
+        else if (left >= TILE_MIDDLE)
+            some(std::integral_constant<int, TILE_MIDDLE>());
+        else if (left >= 2)
+            some(std::integral_constant<int, 2>());
         else
-            all_vectors(std::integral_constant<int, 1>());
+            some(std::integral_constant<int, 1>());
     }
 }
 
