@@ -89,7 +89,7 @@ class AgentFields(BaseModel):
         return "agent_hint" if hint is not None and hint.job_id else "session_id"
 
 
-# What the engine hears of jobs and tools, whose names belong to one tenant each.
+# Jobs and tools as the engine gets them; their names belong to one tenant.
 
 _UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 

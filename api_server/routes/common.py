@@ -115,13 +115,21 @@ def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: Ignored
         fields[name] = int(text)
     session_id = headers.get(SESSION_HEADER)
     if session_id is not None and fields.get("session_id") is None:
-        fields["session_id"] = session_id
+        fields["session_id"] = _as_utf8(session_id)
     request_id = headers.get(REQUEST_ID_HEADER)
     if request_id is not None and fields.get("request_id") is None:
         if re.fullmatch(REQUEST_ID, request_id):
             fields["request_id"] = request_id
         else:
             ignored.add(REQUEST_ID_HEADER)
+
+
+def _as_utf8(value: str) -> str:
+    """Return the text of a header in UTF-8, as in a body; otherwise in Latin-1, as HTTP has it."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
 
 
 async def read_json(request: Request) -> Any:

@@ -143,7 +143,7 @@ class SessionConnection:
                 await self._read_message()
 
     async def _read_message(self) -> None:
-        """Process a message; one that is invalid gets an error, and the session goes on."""
+        """Process a message; an invalid one gets an error, and the session continues."""
         text = await receive_text(self._websocket)
         event_id = None
         try:

@@ -4,7 +4,7 @@ All servers run all the time (--restart: only during their turn), and one is loa
 round sends the same loads to every server, in changing order. A machine that is slower for a minute
 is slower for all servers, so the ratio within a round is more reliable than the absolute figures.
 
-  tokend bench compare --server tokend=http://127.0.0.1:8000 \
+  tokend bench compare --server tokend=http://127.0.0.1:8000 \\
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
 """

@@ -62,7 +62,9 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         if required:
-            raise ModelError(f"{path.parent} has no {path.name}") from None
+            raise ModelError(
+                f"{path.parent} has no {path.name} (a Hugging Face model) and no .gguf file"
+            ) from None
         return {}
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None

@@ -153,8 +153,9 @@ class FrontEnd:
         return found
 
     async def one_by_one(self, token_ids: Sequence[int], **fields: object) -> list[Any]:
-        """The first events of a completion whose engine, which has no script, draws the next
-        token when the event of the last has come: they do not depend on who is how fast."""
+        """Return the first events of a completion, independent of timing: the engine, which has no
+        script, sends the next token when the event of the last one has arrived.
+        """
         body = {"prompt": "hello", **fields, "stream": True}
         found = []
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
@@ -301,8 +302,8 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
 
 
 @pytest.fixture
-def say(tokenizer: Tokenizer) -> Callable[[str], Script]:
-    """say(text): a script of an engine that samples the tokens of `text` and then the end token."""
+def scripted(tokenizer: Tokenizer) -> Callable[[str], Script]:
+    """scripted(text): the engine samples the tokens of `text` and then the end token."""
 
     def script_for(text: str) -> Script:
         ids = [*tokenizer.encode(text).ids, 2]

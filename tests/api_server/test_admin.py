@@ -59,8 +59,8 @@ async def test_only_an_admin_key_opens_admin_routes(start, tmp_path, method, pat
         assert not front_end.app_state.health.draining
         afar = {"x-forwarded-for": "192.0.2.1", "origin": "https://example.org"}
         for key in ("op", "op2"):
-            heard = await ask(front_end, method, path, {"x-api-key": key, **afar})
-            assert heard.is_success, heard.text
+            response = await ask(front_end, method, path, {"x-api-key": key, **afar})
+            assert response.is_success, response.text
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -191,14 +191,14 @@ async def test_settings_are_returned_without_secrets(start, tmp_path):
 
 def wired(front_end) -> list[AbortRequests]:
     """Collect the abort requests sent to the supervisor, and forward them at once."""
-    heard: list[AbortRequests] = []
+    aborts: list[AbortRequests] = []
 
     def pass_on(message: AbortRequests) -> None:
-        heard.append(message)
+        aborts.append(message)
         front_end.app_state.abort_streams(message.request_ids, message.owner)
 
     front_end.supervisor.send = pass_on
-    return heard
+    return aborts
 
 
 def begin(front_end, key: str, **fields) -> asyncio.Task:
@@ -224,7 +224,7 @@ async def test_an_operator_can_abort_any_request(start, tmp_path):
         requests = [await front_end.engine.requests.get() for _ in range(3)]
         for request in requests:
             front_end.engine.emit(request, [40])
-        assert await abort(front_end, "op", "cmpl-one", "cmpl-two", "cmpl-nobody") == 202
+        assert await abort(front_end, "op", "cmpl-one", "cmpl-two", "cmpl-unknown") == 202
         gone = {(await front_end.engine.aborts.get()).request_id for _ in range(2)}
         assert (await whole).status_code == 410
         assert (await whole).json()["error"]["type"] == "RequestAbortedError"
@@ -242,11 +242,11 @@ async def test_an_operator_can_abort_any_request(start, tmp_path):
 async def test_a_client_key_aborts_only_its_own_requests(start, tmp_path):
     """Of two requests with the same id, a client aborts only its own."""
     async with start(config=config(tmp_path), accepts=True) as front_end:
-        heard = wired(front_end)
+        aborts = wired(front_end)
         mine, yours = (begin(front_end, key, request_id="same") for key in ("a-key", "b-key"))
         requests = [await front_end.engine.requests.get() for _ in range(2)]
         assert await abort(front_end, "a-key", "cmpl-same", "cmpl-sam", "same") == 202
-        assert heard[0].owner == "alice"
+        assert aborts[0].owner == "alice"
         gone = (await front_end.engine.aborts.get()).request_id
         assert (await mine).status_code == 410
         (left,) = (each for each in requests if each.request_id != gone)
@@ -271,21 +271,21 @@ async def test_invalid_lists_of_ids_are_refused(start, body):
 async def test_aborts_go_through_the_supervisor_to_all_front_ends(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         body = {"prompt": "hello", "request_id": "mine"}
         answer = asyncio.create_task(process.http.post("/v1/completions", json=body))
         await process.engine.requests.get()
         asked = await process.http.post("/abort_requests", json={"request_ids": ["cmpl-mine"]})
         assert asked.status_code == 202
-        told = await process.say(AbortRequests)
-        assert told == AbortRequests(["cmpl-mine"], "")
+        aborts = await process.next_message(AbortRequests)
+        assert aborts == AbortRequests(["cmpl-mine"], "")
         assert not answer.done(), "another front end may have the request"
-        process.supervisor.send(told)
+        process.supervisor.send(aborts)
         assert (await answer).status_code == 410
 
 
-async def test_finished_requests_are_no_longer_listed(start, say):
-    async with start(say("!")) as front_end:
+async def test_finished_requests_are_no_longer_listed(start, scripted):
+    async with start(scripted("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
         assert front_end.app_state.open_streams == set()

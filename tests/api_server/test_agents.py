@@ -35,8 +35,8 @@ async def refusal(front_end, path="/v1/completions", headers=None, **fields):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_hint_is_sent_with_the_request(start, say, path):
-    async with start(say("!")) as front_end:
+async def test_a_hint_is_sent_with_the_request(start, scripted, path):
+    async with start(scripted("!")) as front_end:
         hint = {"job_id": "fix 1, é", "is_last_step": True, "ttl_ms": 250}
         agent = (await asked(front_end, path, agent_hint=hint)).agent
         assert agent == AgentHint(job_name("fix 1, é", 0), True, 250.0)
@@ -49,8 +49,8 @@ async def test_a_hint_is_sent_with_the_request(start, say, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_session_id_is_a_job(start, say, path):
-    async with start(say("!")) as front_end:
+async def test_a_session_id_is_a_job(start, scripted, path):
+    async with start(scripted("!")) as front_end:
         header = {"X-Session-ID": "from a header"}
 
         async def job(headers=None, **fields):
@@ -61,6 +61,8 @@ async def test_a_session_id_is_a_job(start, say, path):
         assert await job(header) == job_name("from a header", 0)
         assert await job(header, session_id="s") == job_name("s", 0)
         assert await job(header, agent_hint=JOB) == job_name("fix-1", 0)
+        for charset in ("utf-8", "latin-1"):
+            assert await job({"X-Session-ID": "séance".encode(charset)}) == job_name("séance", 0)
         hint = {"is_last_step": True}
         agent = (await asked(front_end, path, header, agent_hint=hint)).agent
         assert agent == AgentHint(job_name("from a header", 0), is_last_step=True)
@@ -117,24 +119,24 @@ async def test_an_invalid_session_is_a_400_that_names_it(start, session):
             assert found[0] == "session_id"
 
 
-async def test_a_turn_is_one_prompt(start, say):
-    async with start(say("!")) as front_end:
+async def test_a_turn_is_one_prompt(start, scripted):
+    async with start(scripted("!")) as front_end:
         prompts = {"prompt": ["a", "b"]}
         assert (await refusal(front_end, **prompts, agent_hint=JOB))[0] == "agent_hint"
         assert (await refusal(front_end, **prompts, session_id="s"))[0] == "session_id"
         assert (await asked(front_end, prompt=["a"], session_id="s")).agent is not None
 
 
-async def test_unknown_hint_fields_are_reported_and_ignored(start, say):
-    async with start(say("!")) as front_end:
+async def test_unknown_hint_fields_are_reported_and_ignored(start, scripted):
+    async with start(scripted("!")) as front_end:
         response = await front_end.complete(agent_hint={**JOB, "mood": "good"})
         assert response.status_code == 200
         assert response.headers["x-tokend-ignored"] == "agent_hint.mood"
 
 
-async def test_equal_ids_of_two_tenants_are_two_jobs(start, say):
+async def test_equal_ids_of_two_tenants_are_two_jobs(start, scripted):
     async with start(
-        say("```bash\nls\n```"), config=FrontEndConfig(tenant_by="header")
+        scripted("```bash\nls\n```"), config=FrontEndConfig(tenant_by="header")
     ) as front_end:
         jobs, tools = set(), set()
         for tenant in ("alice", "bob", "alice"):
@@ -161,8 +163,8 @@ def test_job_names_are_short_and_hide_the_id():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_tool_is_sent_to_the_engine_at_the_end_of_a_turn(start, say, path, stream):
-    async with start(say("I look.\n```bash\npytest -x\n```")) as front_end:
+async def test_the_tool_is_sent_to_the_engine_at_the_end_of_a_turn(start, scripted, path, stream):
+    async with start(scripted("I look.\n```bash\npytest -x\n```")) as front_end:
         request = await asked(front_end, path, agent_hint=JOB, stream=stream)
         turn = await front_end.engine.turns.get()
         assert (turn.epoch, turn.request_id) == (1, request.request_id)
@@ -170,14 +172,14 @@ async def test_the_tool_is_sent_to_the_engine_at_the_end_of_a_turn(start, say, p
         assert front_end.engine.turns.empty()
 
 
-async def test_a_tool_named_by_the_client_takes_precedence(start, say):
-    async with start(say("```bash\npytest\n```")) as front_end:
+async def test_a_tool_named_by_the_client_takes_precedence(start, scripted):
+    async with start(scripted("```bash\npytest\n```")) as front_end:
         await asked(front_end, agent_hint={**JOB, "tool": "mcp:build/all"}, max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == "mcp:build/all"
 
 
-async def test_a_turn_without_a_call_or_without_text_ends_too(start, say):
-    async with start(say("```bash\nls\n```")) as front_end:
+async def test_a_turn_without_a_call_or_without_text_ends_too(start, scripted):
+    async with start(scripted("```bash\nls\n```")) as front_end:
         await asked(front_end, session_id="s", max_tokens=1)
         assert (await front_end.engine.turns.get()).tool == ""
         await asked(front_end, session_id="s", max_tokens=60, detokenize=False)
@@ -187,16 +189,16 @@ async def test_a_turn_without_a_call_or_without_text_ends_too(start, say):
         assert front_end.engine.turns.empty()
 
 
-async def test_a_stop_string_ends_a_turn(start, say):
+async def test_a_stop_string_ends_a_turn(start, scripted):
     """The engine receives an abort first."""
-    async with start(say("```bash\nls\n```\nand so on and on")) as front_end:
+    async with start(scripted("```bash\nls\n```\nand so on and on")) as front_end:
         await asked(front_end, session_id="s", max_tokens=60, stop=["```\n", "on"])
         assert (await front_end.engine.turns.get()).tool == "ls"
         assert (await front_end.engine.aborts.get()).reason == "stop_string"
 
 
-async def test_requests_without_a_job_end_no_turn(start, say):
-    async with start(say("```bash\nls\n```")) as front_end:
+async def test_requests_without_a_job_end_no_turn(start, scripted):
+    async with start(scripted("```bash\nls\n```")) as front_end:
         await asked(front_end, max_tokens=60)
         await asked(front_end, session_id="s", max_tokens=60)
         assert (await front_end.engine.turns.get()).job == job_name("s", 0)
@@ -282,11 +284,11 @@ async def test_the_end_of_a_turn_of_a_dead_engine_is_not_sent(start, monkeypatch
         assert old.turns.empty()
 
 
-async def test_a_failure_to_find_the_tool_does_not_fail_the_answer(start, say, monkeypatch):
+async def test_a_failure_to_find_the_tool_does_not_fail_the_answer(start, scripted, monkeypatch):
     def fail(text):
         raise RuntimeError("broken")
 
     monkeypatch.setattr("api_server.parsers.called_tool.guess_called_tool", fail)
-    async with start(say("```bash\nls\n```")) as front_end:
+    async with start(scripted("```bash\nls\n```")) as front_end:
         await asked(front_end, session_id="s", max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == ""

@@ -42,9 +42,9 @@ async def posted(front_end, path: str, body: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_tool_call_can_be_sent_back(start, say, serve, name):
+async def test_a_tool_call_can_be_sent_back(start, scripted, serve, name):
     """By each API, with the order of roles of Codex and Claude Code."""
-    async with start(say(CALLS[name]), served=serve(name), max_model_len=8192) as front_end:
+    async with start(scripted(CALLS[name]), served=serve(name), max_model_len=8192) as front_end:
         body = {
             "input": [
                 {"role": "developer", "content": "be brief"},
@@ -125,7 +125,7 @@ def test_call_ids_are_shortened_for_templates_that_require_it():
 
 def test_folding():
     calls = [{"id": "c"}]
-    told = [
+    turns = [
         ("system", "be brief"),
         ("user", "on Linux"),
         ("system", ""),
@@ -137,7 +137,7 @@ def test_folding():
         ("assistant", "so"),
         ("system", "hm"),
     ]
-    messages = [{"role": role, "content": content} for role, content in told]
+    messages = [{"role": role, "content": content} for role, content in turns]
     messages[4]["tool_calls"] = calls
     found = with_merged_roles(messages)
     assert [(each["role"], each["content"]) for each in found] == [

@@ -19,10 +19,10 @@ from proto.config import FrontEndConfig
 from tests.api_server.conftest import concurrently
 
 
-async def test_api_key(start, say):
+async def test_api_key(start, scripted):
     config = FrontEndConfig(api_key="sésame")
     key = "sésame".encode()
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
             assert (await front_end.http.get(path)).status_code == 200
         guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/")

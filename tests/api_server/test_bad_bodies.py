@@ -31,8 +31,8 @@ UPLOAD = (
     ],
     ids=lambda content: repr(content[:12]),
 )
-async def test_bad_bodies(start, say, content):
-    async with start(say("!")) as front_end:
+async def test_bad_bodies(start, scripted, content):
+    async with start(scripted("!")) as front_end:
         await expect_error(front_end, PATH, content, 400)
         assert front_end.engine.requests.empty()
 
@@ -47,9 +47,9 @@ async def test_bad_bodies(start, say, content):
     ],
     ids=["at the top", "within", "in another spelling", "of any length"],
 )
-async def test_a_duplicate_key_is_refused(start, say, content, param):
+async def test_a_duplicate_key_is_refused(start, scripted, content, param):
     """tokend would use the last value, but a proxy that inspects the body perhaps the first."""
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         error = await expect_error(front_end, PATH, content, 400)
         assert error["param"].endswith(param)
         assert "more than once" in error["message"]
@@ -57,8 +57,8 @@ async def test_a_duplicate_key_is_refused(start, say, content, param):
         assert front_end.engine.requests.empty()
 
 
-async def test_content_types(start, say):
-    async with start(say("!")) as front_end:
+async def test_content_types(start, scripted):
+    async with start(scripted("!")) as front_end:
         content = b'{"prompt": "x"}'
         for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
             response = await front_end.http.post(
@@ -72,8 +72,8 @@ async def test_content_types(start, say):
         assert response.status_code == 200
 
 
-async def test_large_bodies(start, say):
-    async with start(say("!")) as front_end:
+async def test_large_bodies(start, scripted):
+    async with start(scripted("!")) as front_end:
         response = await front_end.http.post(PATH, content=b" " * ((32 << 20) + 1), headers=JSON)
         assert response.status_code == 413
 
@@ -86,9 +86,9 @@ async def test_large_bodies(start, say):
         assert (await front_end.complete()).status_code == 200
 
 
-async def test_a_slow_upload(start, say, monkeypatch):
+async def test_a_slow_upload(start, scripted, monkeypatch):
     monkeypatch.setattr(common, "SECONDS_PER_MIB", 0.05)
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         answer = await raw_exchange(front_end, UPLOAD)
         head, _, content = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
@@ -107,8 +107,8 @@ async def raw_exchange(front_end, *pieces: bytes) -> bytes:
     return answer
 
 
-async def test_large_headers(start, say):
-    async with start(say("!")) as front_end:
+async def test_large_headers(start, scripted):
+    async with start(scripted("!")) as front_end:
         fine = await front_end.http.get("/health", headers={"x-long": "y" * 60_000})
         assert fine.status_code == 200
         begin = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -125,8 +125,8 @@ async def test_large_headers(start, say):
         assert (await front_end.complete()).status_code == 200
 
 
-async def test_a_disconnect_during_an_upload_is_not_an_error(start, say, caplog, monkeypatch):
-    async with start(say("!")) as front_end:
+async def test_a_disconnect_during_an_upload_is_not_an_error(start, scripted, caplog, monkeypatch):
+    async with start(scripted("!")) as front_end:
         reading, left = asyncio.Event(), asyncio.Event()
         read = completions.read_fields
 

@@ -1,4 +1,4 @@
-"""Every wrong request is answered in OpenAI's error shape and never reaches the engine."""
+"""Invalid requests get an error in OpenAI's shape and never reach the engine."""
 
 import json
 
@@ -238,8 +238,8 @@ async def expect_error(front_end, path: str, content: bytes, status: int) -> dic
     return error
 
 
-async def test_bad_fields(start, say):
-    async with start(say("!")) as front_end:
+async def test_bad_fields(start, scripted):
+    async with start(scripted("!")) as front_end:
 
         async def check(case):
             fields, param, words = case
@@ -256,8 +256,8 @@ async def test_bad_fields(start, say):
         assert (await front_end.complete()).json()["choices"][0]["text"] == "!"
 
 
-async def test_models(start, say):
-    async with start(say("!")) as front_end:
+async def test_models(start, scripted):
+    async with start(scripted("!")) as front_end:
         error = await expect_error(front_end, PATH, b'{"prompt": "x", "model": "gpt-9"}', 404)
         assert "gpt-9" in error["message"]
         assert error["param"] == "model"
@@ -265,8 +265,8 @@ async def test_models(start, say):
         assert (await front_end.complete(model="toy")).status_code == 200
 
 
-async def test_unknown_paths_and_methods(start, say):
-    async with start(say("!")) as front_end:
+async def test_unknown_paths_and_methods(start, scripted):
+    async with start(scripted("!")) as front_end:
         for method, path, status in (
             ("GET", "/nowhere", 404),
             ("GET", PATH, 405),
@@ -278,7 +278,7 @@ async def test_unknown_paths_and_methods(start, say):
         assert "POST" in (await front_end.http.get(PATH)).headers["allow"]
 
 
-async def test_neutral_and_ignored_fields(start, say):
+async def test_neutral_and_ignored_fields(start, scripted):
     neutral = {
         "best_of": 1,
         "echo": False,
@@ -313,7 +313,7 @@ async def test_neutral_and_ignored_fields(start, say):
         "chat_template": None,
         "add_generation_prompt": True,
     }
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         response = await front_end.complete(**neutral, **nothing)
         assert response.status_code == 200, response.text
         chat_fields = {**neutral, **nothing, **chat}
@@ -343,8 +343,8 @@ async def test_neutral_and_ignored_fields(start, say):
         ("/v1/responses", {"input": "hi", "max_output_tokens": 999}, "max_output_tokens"),
     ],
 )
-async def test_a_context_that_is_too_long_is_recognised(start, path, fields, param):
-    """LiteLLM looks for these words, LangChain for this code."""
+async def test_context_length_errors_match_what_clients_look_for(start, path, fields, param):
+    """LiteLLM matches the first words, LangChain the code or "prompt is too long"."""
     async with start() as front_end:
         response = await front_end.http.post(path, json=fields)
         error = response.json()["error"]
@@ -352,9 +352,10 @@ async def test_a_context_that_is_too_long_is_recognised(start, path, fields, par
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("This model's maximum context length is 256 tokens")
         assert error["param"] == param
+        assert ("prompt is too long" in error["message"]) == (param in ("prompt", "input"))
 
 
-async def test_an_unknown_model_lists_those_there_are(start):
+async def test_an_unknown_model_error_lists_the_available_models(start):
     async with start() as front_end:
         for response in (
             await front_end.complete(model="other"),

@@ -12,8 +12,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_non_streaming_response(start, say, tokenizer):
-    async with start(say("Hi 😀")) as front_end:
+async def test_non_streaming_response(start, scripted, tokenizer):
+    async with start(scripted("Hi 😀")) as front_end:
         body = (await front_end.chat()).json()
         choice = body["choices"][0]
         assert body["object"] == "chat.completion"
@@ -27,8 +27,8 @@ async def test_non_streaming_response(start, say, tokenizer):
         assert body["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
 
 
-async def test_streaming_response(start, say):
-    async with start(say("Hi 😀 there")) as front_end:
+async def test_streaming_response(start, scripted):
+    async with start(scripted("Hi 😀 there")) as front_end:
         options = {"include_usage": True}
         events = await front_end.events(PATH, messages=MESSAGES, stream_options=options)
         assert events[-1] == "[DONE]"
@@ -42,8 +42,8 @@ async def test_streaming_response(start, say):
         assert (await front_end.chat()).json()["usage"] == events[-2]["usage"]
 
 
-async def test_every_choice_begins_with_its_role(start, say):
-    async with start(say("Hi there")) as front_end:
+async def test_every_choice_begins_with_its_role(start, scripted):
+    async with start(scripted("Hi there")) as front_end:
         events = await front_end.events(PATH, messages=MESSAGES, n=2)
         for index in range(2):
             deltas = [
@@ -56,9 +56,9 @@ async def test_every_choice_begins_with_its_role(start, say):
             assert not any("role" in delta for delta in deltas[1:])
 
 
-async def test_text_parts_are_joined_by_newlines(start, say, tokenizer):
+async def test_text_parts_are_joined_by_newlines(start, scripted, tokenizer):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    async with start(say("Hi")) as front_end:
+    async with start(scripted("Hi")) as front_end:
         await front_end.chat(messages=[{"role": "user", "content": parts}])
         prompt = front_end.engine.requests.get_nowait().prompt_token_ids
         assert prompt == tokenizer.encode(PROMPT.replace("hello", "hel\nlo")).ids
@@ -66,8 +66,8 @@ async def test_text_parts_are_joined_by_newlines(start, say, tokenizer):
 
 @pytest.mark.parametrize("fields", [{}, {"name": "f"}, {"tool_call_id": "1"}])
 @pytest.mark.parametrize("role", ["ipython", "critic", "function"])
-async def test_custom_roles_are_passed_to_the_template(start, say, tokenizer, role, fields):
-    async with start(say("Hi")) as front_end:
+async def test_custom_roles_are_passed_to_the_template(start, scripted, tokenizer, role, fields):
+    async with start(scripted("Hi")) as front_end:
         messages = [*MESSAGES, {"role": role, "content": "42", **fields}]
         response = await front_end.chat(messages=messages)
         assert response.status_code == 200, response.text
@@ -77,8 +77,8 @@ async def test_custom_roles_are_passed_to_the_template(start, say, tokenizer, ro
         assert prompt == tokenizer.encode(text).ids
 
 
-async def test_max_completion_tokens_wins(start, say):
-    async with start(say("Hi there you")) as front_end:
+async def test_max_completion_tokens_wins(start, scripted):
+    async with start(scripted("Hi there you")) as front_end:
         choice = (await front_end.chat(max_tokens=9, max_completion_tokens=1)).json()["choices"][0]
         assert choice["finish_reason"] == "length"
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 1
@@ -86,8 +86,8 @@ async def test_max_completion_tokens_wins(start, say):
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 9
 
 
-async def test_length_errors_name_the_clients_field(start, say):
-    async with start(say("Hi")) as front_end:
+async def test_length_errors_name_the_clients_field(start, scripted):
+    async with start(scripted("Hi")) as front_end:
         for name in ("max_tokens", "max_completion_tokens"):
             for value in (0, 10**6):
                 error = (await front_end.chat(**{name: value})).json()["error"]
@@ -98,8 +98,8 @@ async def test_length_errors_name_the_clients_field(start, say):
 @pytest.mark.parametrize(
     "messages", [MESSAGES * 4097, [{"role": "user", "content": "x" * 20_000}] * 10]
 )
-async def test_an_oversized_conversation_is_not_rendered(start, say, messages, monkeypatch):
-    async with start(say("Hi")) as front_end:
+async def test_an_oversized_conversation_is_not_rendered(start, scripted, messages, monkeypatch):
+    async with start(scripted("Hi")) as front_end:
         rendered = []
         monkeypatch.setattr(ChatTemplate, "render", lambda _, given: rendered.append(given))
         response = await front_end.chat(messages=messages)
@@ -108,14 +108,14 @@ async def test_an_oversized_conversation_is_not_rendered(start, say, messages, m
         assert rendered == []
 
 
-async def test_null_content_has_its_own_error(start, say):
-    async with start(say("Hi")) as front_end:
+async def test_null_content_has_its_own_error(start, scripted):
+    async with start(scripted("Hi")) as front_end:
         response = await front_end.chat(messages=[{"role": "user", "content": None}])
         assert response.json()["error"]["message"] == "messages.0 content must not be null"
 
 
-async def test_logprobs(start, say, tokenizer):
-    async with start(say("Hi 😀")) as front_end:
+async def test_logprobs(start, scripted, tokenizer):
+    async with start(scripted("Hi 😀")) as front_end:
         body = (await front_end.chat(logprobs=True, top_logprobs=2)).json()
         content = body["choices"][0]["logprobs"]["content"]
         ids = [*tokenizer.encode("Hi 😀").ids, 2]
@@ -135,8 +135,8 @@ async def test_logprobs(start, say, tokenizer):
         assert streamed == content
 
 
-async def test_prompt_logprobs_and_token_ids(start, say):
-    async with start(say("Hi")) as front_end:
+async def test_prompt_logprobs_and_token_ids(start, scripted):
+    async with start(scripted("Hi")) as front_end:
         body = (await front_end.chat(prompt_logprobs=1, return_token_ids=True)).json()
         assert body["prompt_token_ids"] == front_end.engine.requests.get_nowait().prompt_token_ids
         assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
@@ -150,19 +150,19 @@ async def test_prompt_logprobs_and_token_ids(start, say):
         assert streamed == body["choices"][0]["token_ids"]
 
 
-async def test_continuous_usage(start, say):
+async def test_continuous_usage(start, scripted):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with start(say("Hi there you all")) as front_end:
+    async with start(scripted("Hi there you all")) as front_end:
         events = await front_end.events(PATH, messages=MESSAGES, stream_options=options)
         counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
         assert counts[0] == 0
         assert counts[:-1] == sorted(set(counts[:-1]))
 
 
-async def test_a_base_model_refuses_chats(start, say, tokenizer, tmp_path):
+async def test_a_base_model_refuses_chats(start, scripted, tokenizer, tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     base = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
-    async with start(say("Hi"), served=base) as front_end:
+    async with start(scripted("Hi"), served=base) as front_end:
         response = await front_end.chat()
         assert response.status_code == 400
         assert "chat template" in response.json()["error"]["message"]
@@ -196,8 +196,8 @@ async def test_a_base_model_refuses_chats(start, say, tokenizer, tmp_path):
         ([{"role": "user", "content": "x", "reasoning": "y"}], "messages"),
     ],
 )
-async def test_bad_messages(start, say, messages, param):
-    async with start(say("Hi")) as front_end:
+async def test_bad_messages(start, scripted, messages, param):
+    async with start(scripted("Hi")) as front_end:
         body = json.dumps({"messages": messages}).encode()
         response = await front_end.http.post(
             PATH, content=body, headers={"content-type": "application/json"}
@@ -210,8 +210,8 @@ async def test_bad_messages(start, say, messages, param):
 @pytest.mark.parametrize(
     "fields", [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None}, {"name": "ann"}]
 )
-async def test_messages_with_neutral_fields(start, say, fields):
-    async with start(say("Hi")) as front_end:
+async def test_messages_with_neutral_fields(start, scripted, fields):
+    async with start(scripted("Hi")) as front_end:
         message = {"role": "assistant", "content": "x", **fields}
         response = await front_end.chat(messages=[message, *MESSAGES])
         assert response.status_code == 200, response.text

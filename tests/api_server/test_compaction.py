@@ -1,4 +1,4 @@
-"""POST /v1/responses/compact: the window that replaces a conversation, and how it goes on."""
+"""POST /v1/responses/compact: the window that replaces a conversation, and its continuation."""
 
 import pytest
 from openai.types.responses import ResponseCompactionItem, ResponseUsage
@@ -32,8 +32,8 @@ async def window(front_end, **fields) -> list[dict]:
     return found["output"]
 
 
-async def test_the_window_has_the_users_messages_and_a_summary(start, say, tokenizer):
-    async with start(say(SUMMARY), max_model_len=2000) as front_end:
+async def test_the_window_has_the_users_messages_and_a_summary(start, scripted, tokenizer):
+    async with start(scripted(SUMMARY), max_model_len=2000) as front_end:
         output = await window(front_end, input=CONVERSATION, instructions="You help.")
         prompt = prompt_of(front_end, tokenizer)
         assert [part in prompt for part in ("You help.", "one", "21", "two", "three")] == [True] * 5
@@ -56,8 +56,8 @@ async def test_the_window_has_the_users_messages_and_a_summary(start, say, token
         assert "two" not in prompt
 
 
-async def test_openais_client_passes_the_window_on(start, say, tokenizer):
-    async with start(say(SUMMARY), max_model_len=2000) as front_end:
+async def test_the_openai_client_sends_the_window_back(start, scripted, tokenizer):
+    async with start(scripted(SUMMARY), max_model_len=2000) as front_end:
         responses = client(front_end).responses
         compacted = await responses.compact(model="toy", input="one")
         prompt_of(front_end, tokenizer)
@@ -66,8 +66,8 @@ async def test_openais_client_passes_the_window_on(start, say, tokenizer):
         assert SUMMARY in prompt_of(front_end, tokenizer)
 
 
-async def test_a_window_can_be_compacted_again(start, say, tokenizer):
-    async with start(say(SUMMARY), max_model_len=2000) as front_end:
+async def test_a_window_can_be_compacted_again(start, scripted, tokenizer):
+    async with start(scripted(SUMMARY), max_model_len=2000) as front_end:
         first = await window(front_end, input=CONVERSATION)
         prompt_of(front_end, tokenizer)
         second = await window(front_end, input=[*first, {"role": "user", "content": "four"}])
@@ -75,8 +75,8 @@ async def test_a_window_can_be_compacted_again(start, say, tokenizer):
         assert [item["type"] for item in second].count("compaction") == 1
 
 
-async def test_a_call_without_result_stays_so_that_its_result_can_follow(start, say):
-    async with start(say(SUMMARY), max_model_len=2000) as front_end:
+async def test_a_call_without_result_is_kept(start, scripted):
+    async with start(scripted(SUMMARY), max_model_len=2000) as front_end:
         pending = CALL | {"call_id": "d"}
         output = await window(front_end, input=[*CONVERSATION, pending])
         assert [item["type"] for item in output[-2:]] == ["compaction", "function_call"]
@@ -84,16 +84,16 @@ async def test_a_call_without_result_stays_so_that_its_result_can_follow(start, 
         assert (await ask(front_end, input=[*output, result])).status_code == 200
 
 
-async def test_old_messages_of_the_user_go_if_they_are_too_long_to_stay(start, say):
+async def test_long_old_user_messages_are_dropped(start, scripted):
     long = [{"role": "user", "content": f"{number} " + "x" * 290} for number in range(9)]
-    async with start(say(SUMMARY), max_model_len=1000) as front_end:
+    async with start(scripted(SUMMARY), max_model_len=1000) as front_end:
         output = await window(front_end, input=[CONVERSATION[0], *long])
         texts = [item["content"][0]["text"][:8] for item in output[:-1]]
         assert texts == ["be brief", "6 xxxxxx", "7 xxxxxx", "8 xxxxxx"]
 
 
-async def test_a_stored_conversation_can_be_compacted(start, say, tokenizer):
-    async with start(say("two"), max_model_len=2000) as front_end:
+async def test_a_stored_conversation_can_be_compacted(start, scripted, tokenizer):
+    async with start(scripted("two"), max_model_len=2000) as front_end:
         first = (await ask(front_end, input="one")).json()
         prompt_of(front_end, tokenizer)
         output = await window(front_end, previous_response_id=first["id"])
@@ -101,8 +101,8 @@ async def test_a_stored_conversation_can_be_compacted(start, say, tokenizer):
         assert "two" in prompt_of(front_end, tokenizer)
 
 
-async def test_a_conversation_that_fills_the_context_can_be_compacted(start, say):
-    async with start(say(SUMMARY), max_model_len=400) as front_end:
+async def test_a_conversation_that_fills_the_context_can_be_compacted(start, scripted):
+    async with start(scripted(SUMMARY), max_model_len=400) as front_end:
         await window(front_end, input="word " * 500)
         request = front_end.engine.requests.get_nowait()
         assert request.sampling_params.max_tokens == 100
@@ -120,21 +120,21 @@ async def test_a_conversation_that_fills_the_context_can_be_compacted(start, say
         ({"model": "toy", "input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input"),
     ],
 )
-async def test_what_is_refused(start, fields, param):
+async def test_invalid_requests_are_refused(start, fields, param):
     async with start() as front_end:
         response = await front_end.http.post(PATH, json=fields)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
 
 
-async def test_fields_of_a_response_that_it_lacks_are_named(start, say):
-    async with start(say(SUMMARY), max_model_len=2000) as front_end:
+async def test_unsupported_response_fields_are_named(start, scripted):
+    async with start(scripted(SUMMARY), max_model_len=2000) as front_end:
         response = await compact(front_end, input="a", tools=[], prompt_cache_key="k")
         assert response.headers["x-tokend-ignored"] == "tools"
 
 
-async def test_without_a_summary_nothing_is_replaced(start, say):
-    async with start(say(""), max_model_len=2000) as front_end:
+async def test_a_failed_summary_replaces_nothing(start, scripted):
+    async with start(scripted(""), max_model_len=2000) as front_end:
         response = await compact(front_end, input="a")
         assert response.status_code == 500
         assert "no summary" in response.json()["error"]["message"]

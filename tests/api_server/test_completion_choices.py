@@ -38,8 +38,8 @@ async def test_usage_counts_the_prompt_once_and_tokens_of_all_choices(start):
         assert events[-2]["usage"] == usage
 
 
-async def test_beams_reach_the_engine(start, say):
-    async with start(say("x")) as front_end:
+async def test_beams_reach_the_engine(start, scripted):
+    async with start(scripted("x")) as front_end:
         for fields in ({}, {"temperature": 0, "top_k": -1, "length_penalty": 2}):
             response = await front_end.complete(
                 n=3, use_beam_search=True, early_stopping="never", **fields
@@ -68,10 +68,10 @@ async def test_beams_are_returned_complete_and_in_order(start, tokenizer):
         assert [each["index"] for each in choices] == [0, 1]
 
 
-async def test_requests_without_a_seed_get_reproducible_seeds(start, say):
+async def test_requests_without_a_seed_get_reproducible_seeds(start, scripted):
     drawn = []
     for _ in range(2):
-        async with start(say("x"), seed=5) as front_end:
+        async with start(scripted("x"), seed=5) as front_end:
             await front_end.complete()
             await front_end.complete()
             drawn.append([front_end.engine.requests.get_nowait().seed for _ in range(2)])
@@ -79,8 +79,8 @@ async def test_requests_without_a_seed_get_reproducible_seeds(start, say):
     assert drawn[0][0] != drawn[0][1]
 
 
-async def test_stop_string_aborts_the_choice(start, say):
-    async with start(say("one two three four")) as front_end:
+async def test_stop_string_aborts_the_choice(start, scripted):
+    async with start(scripted("one two three four")) as front_end:
         body = (await front_end.complete(stop=[" thr", "zzz"])).json()
         choice = body["choices"][0]
         assert choice["text"] == "one two"
@@ -99,7 +99,7 @@ async def test_stop_strings_are_ignored_before_min_tokens(start, tokenizer):
         assert body["choices"][0]["text"].count("e") >= 1
 
 
-async def test_stop_token_and_ignore_eos(start, say, tokenizer):
+async def test_stop_token_and_ignore_eos(start, scripted, tokenizer):
     bang = tokenizer.encode("!").ids[0]
     ids = [*tokenizer.encode("hi").ids, bang, 2, *tokenizer.encode("more").ids]
     async with start(lambda request, choice: ids) as front_end:
@@ -109,8 +109,8 @@ async def test_stop_token_and_ignore_eos(start, say, tokenizer):
         assert (choice["text"], choice["finish_reason"]) == ("hi!", "length")
 
 
-async def test_echo_streams_the_prompt_first(start, say):
-    async with start(say(" world")) as front_end:
+async def test_echo_streams_the_prompt_first(start, scripted):
+    async with start(scripted(" world")) as front_end:
         events = await front_end.events(PATH, prompt="hello", echo=True, n=2)
         choices = [event["choices"][0] for event in events[:-1]]
         for index in range(2):

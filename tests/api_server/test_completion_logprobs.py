@@ -11,8 +11,8 @@ PATH = "/v1/completions"
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
-async def test_logprobs(start, say, tokenizer, number):
-    async with start(say(" world 😀")) as front_end:
+async def test_logprobs(start, scripted, tokenizer, number):
+    async with start(scripted(" world 😀")) as front_end:
         choice = (await front_end.complete(logprobs=number, max_tokens=60)).json()["choices"][0]
         logprobs = choice["logprobs"]
         ids = [*tokenizer.encode(" world 😀").ids, 2]
@@ -48,10 +48,10 @@ async def test_logprobs_of_minus_infinity(start):
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs(start, say, tokenizer, max_tokens, stream):
+async def test_echo_with_logprobs(start, scripted, tokenizer, max_tokens, stream):
     """Requests of lm-eval: batched token ids, echo, one alternative, one token or none."""
     prompts = [tokenizer.encode(text).ids for text in ("hello fox", "lazy dog!")]
-    async with start(say(" world")) as front_end:
+    async with start(scripted(" world")) as front_end:
         fields = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
         if stream:
             events = await front_end.events(PATH, **fields)
@@ -79,8 +79,8 @@ async def test_echo_with_logprobs(start, say, tokenizer, max_tokens, stream):
         assert front_end.engine.requests.get_nowait().sampling_params.prompt_logprobs == 1
 
 
-async def test_prompt_logprobs(start, say, tokenizer):
-    async with start(say("!")) as front_end:
+async def test_prompt_logprobs(start, scripted, tokenizer):
+    async with start(scripted("!")) as front_end:
         fields = {"prompt": [40, 41, 42], "prompt_logprobs": 1, "echo": True, "logprobs": 2}
         choice = (await front_end.complete(**fields)).json()["choices"][0]
         rows = choice["prompt_logprobs"]

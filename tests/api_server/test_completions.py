@@ -9,8 +9,8 @@ def texts(events: list) -> list[str]:
     return [event["choices"][0]["text"] for event in events[:-1] if event["choices"]]
 
 
-async def test_non_streaming_response(start, say, tokenizer):
-    async with start(say(" world")) as front_end:
+async def test_non_streaming_response(start, scripted, tokenizer):
+    async with start(scripted(" world")) as front_end:
         response = await front_end.complete(request_id="mine-1")
         assert response.status_code == 200
         body = response.json()
@@ -31,9 +31,9 @@ async def test_non_streaming_response(start, say, tokenizer):
         }
 
 
-async def test_stream_equals_non_streaming_response(start, say):
+async def test_stream_equals_non_streaming_response(start, scripted):
     text = 'emoji 😀 and 👩‍👩‍👧‍👦 你好 e\u0301 \u2028 " \\ done'
-    async with start(say(text)) as front_end:
+    async with start(scripted(text)) as front_end:
         whole = (await front_end.complete(max_tokens=200)).json()["choices"][0]
         events = await front_end.events(PATH, prompt="hello", max_tokens=200)
         assert events[-1] == "[DONE]"
@@ -45,16 +45,16 @@ async def test_stream_equals_non_streaming_response(start, say):
         assert all("usage" not in event for event in events[:-1])
 
 
-async def test_the_last_chunk_has_text_and_the_finish_reason(start, say):
-    async with start(say(" world and more")) as front_end:
+async def test_the_last_chunk_has_text_and_the_finish_reason(start, scripted):
+    async with start(scripted(" world and more")) as front_end:
         events = await front_end.events(PATH, prompt="hello", max_tokens=3)
         assert texts(events)[-1] != ""
         assert events[-2]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_every_form_of_prompt(start, say, tokenizer):
+async def test_every_form_of_prompt(start, scripted, tokenizer):
     ids = tokenizer.encode("hello").ids
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for prompt, number in (
             ("hello", 1),
             (["hello", "hello"], 2),
@@ -68,9 +68,9 @@ async def test_every_form_of_prompt(start, say, tokenizer):
                 assert front_end.engine.requests.get_nowait().prompt_token_ids == ids
 
 
-async def test_priority_from_body_or_header(start, say):
+async def test_priority_from_body_or_header(start, scripted):
     header = {"x-vllm-priority": "-3"}
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for fields, headers, expected in (
             ({}, {}, 0),
             ({"priority": 7}, {}, 7),
@@ -98,8 +98,8 @@ async def test_a_priority_in_the_header_must_be_a_whole_number(start, text):
         assert response.json()["error"]["param"] == "priority"
 
 
-async def test_parameters_reach_the_engine(start, say):
-    async with start(say("x"), seed=5) as front_end:
+async def test_parameters_reach_the_engine(start, scripted):
+    async with start(scripted("x"), seed=5) as front_end:
         await front_end.complete(
             max_tokens=9,
             min_tokens=2,
@@ -123,16 +123,16 @@ async def test_parameters_reach_the_engine(start, say):
         assert request.n == 2
 
 
-async def test_default_max_tokens(start, say, tokenizer):
-    async with start(say("x"), max_model_len=40) as front_end:
+async def test_default_max_tokens(start, scripted, tokenizer):
+    async with start(scripted("x"), max_model_len=40) as front_end:
         await front_end.complete()
         await front_end.complete(prompt=[40] * 30)
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 16
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 10
 
 
-async def test_usage_in_streams(start, say):
-    async with start(say(" world")) as front_end:
+async def test_usage_in_streams(start, scripted):
+    async with start(scripted(" world")) as front_end:
         options = {"include_usage": True}
         events = await front_end.events(PATH, prompt="hello", stream_options=options)
         assert events[-2]["choices"] == []
@@ -146,16 +146,16 @@ async def test_usage_in_streams(start, say):
         assert counts[:-1] == sorted(set(counts[:-1]))
 
 
-async def test_continuous_usage_needs_include_usage(start, say):
-    async with start(say(" world")) as front_end:
+async def test_continuous_usage_needs_include_usage(start, scripted):
+    async with start(scripted(" world")) as front_end:
         options = {"include_usage": False, "continuous_usage_stats": True}
         events = await front_end.events(PATH, prompt="hello", stream_options=options)
         assert all(not event.get("usage") for event in events[:-1])
 
 
-async def test_token_ids(start, say, tokenizer):
+async def test_token_ids(start, scripted, tokenizer):
     ids = [*tokenizer.encode(" world 😀").ids, 2]
-    async with start(say(" world 😀")) as front_end:
+    async with start(scripted(" world 😀")) as front_end:
         choice = (
             await front_end.complete(prompt=[40, 41], return_token_ids=True, max_tokens=60)
         ).json()["choices"][0]
@@ -169,8 +169,8 @@ async def test_token_ids(start, say, tokenizer):
         assert "token_ids" not in (await front_end.complete()).json()["choices"][0]
 
 
-async def test_cached_tokens(start, say):
-    async with start(say("!")) as front_end:
+async def test_cached_tokens(start, scripted):
+    async with start(scripted("!")) as front_end:
         front_end.engine.num_cached_tokens = 2
         usage = (await front_end.complete(n=2)).json()["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -1,4 +1,4 @@
-"""Pages of other origins: which may use the API, and what their browsers need for it."""
+"""CORS: origins whose pages may use the API, and the headers that their browsers need."""
 
 import httpx
 import pytest
@@ -38,13 +38,13 @@ async def test_a_preflight_needs_no_key(start):
         assert allowed_origin(refused) is None
 
 
-async def test_all_answers_have_the_headers(start, say, monkeypatch):
+async def test_all_responses_have_cors_headers(start, scripted, monkeypatch):
     """Streams and errors too: without them a page cannot read why a request failed."""
 
     def fail() -> str:
         raise RuntimeError
 
-    async with start(say("Hi"), config=allowing(CHAT)) as front_end:
+    async with start(scripted("Hi"), config=allowing(CHAT)) as front_end:
         monkeypatch.setattr(system, "daemon_version", fail)
         body = {"prompt": "hello", "max_tokens": 2}
         for path, fields, headers, status in (
@@ -71,13 +71,13 @@ async def test_all_answers_have_the_headers(start, say, monkeypatch):
                 assert response.headers["vary"] == "Origin"
 
 
-async def test_what_the_settings_allow(start, say):
+async def test_allowed_origins_and_credentials(start, scripted):
     settings = {
         "allow_credentials": True,
         "allowed_methods": ("POST",),
         "allowed_headers": ("X-A", "Authorization"),
     }
-    async with start(say("Hi"), config=allowing("*", **settings)) as front_end:
+    async with start(scripted("Hi"), config=allowing("*", **settings)) as front_end:
         response = await preflight(front_end, OTHER, **{"access-control-request-headers": "x-a"})
         assert response.status_code == 200
         assert allowed_origin(response) == OTHER, "with credentials an origin is named"
@@ -106,8 +106,8 @@ async def test_a_websocket_from_another_origin(start, path, origins, opened):
         assert caught.value.response.status_code == 403
 
 
-async def test_an_operators_route_stays_closed_to_pages(start):
-    """Without a key they are for this machine alone, and a page is not."""
+async def test_admin_routes_are_closed_to_pages_of_other_origins(start):
+    """Without a key they accept local clients only, which a page is not."""
     async with start(config=FrontEndConfig(allowed_origins=("*",))) as front_end:
         response = await front_end.http.post("/pause", headers={"origin": CHAT})
         assert response.status_code == 403

@@ -22,12 +22,12 @@ async def test_open_requests_finish_and_new_ones_are_refused(run_dir, model):
     """New requests on existing connections as well, which are then closed."""
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         assert (await process.http.get("/v1/models")).headers.get("connection") is None
         answer = begin(process.http)
         request = await process.engine.requests.get()
         process.supervisor.send(Drain())
-        assert await process.say(DrainProgress) == DrainProgress(0, 1)
+        assert await process.next_message(DrainProgress) == DrainProgress(0, 1)
         for refused in (
             await process.http.get("/v1/models"),
             await begin(process.http),
@@ -46,7 +46,7 @@ async def test_open_requests_finish_and_new_ones_are_refused(run_dir, model):
         assert (await process.http.get("/metrics")).status_code == 200
         process.engine.emit(request, [40, 41], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"
-        assert await process.say(DrainProgress) == DrainProgress(0, 0)
+        assert await process.next_message(DrainProgress) == DrainProgress(0, 0)
         process.supervisor.send(Shutdown())
         assert await process.status() == 0
 
@@ -75,10 +75,10 @@ async def test_a_request_counts_as_open_from_its_headers_on(start):
 async def test_an_operator_starts_a_drain(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         asked = await process.http.post("/admin/drain")
         assert (asked.status_code, asked.json()["status"]) == (202, "draining")
-        assert await process.say(DrainRequested) == DrainRequested(0)
+        assert await process.next_message(DrainRequested) == DrainRequested(0)
         assert (await begin(process.http)).status_code == 503, "the drain starts at once"
 
 

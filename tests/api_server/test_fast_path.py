@@ -62,9 +62,9 @@ async def test_a_reset_connection_counts_as_disconnected(start, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_pipelined_requests_are_both_answered(start, say):
+async def test_pipelined_requests_are_both_answered(start, scripted):
     """The second request does not mean that the client of the first one left."""
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         reader, writer = await asyncio.open_connection(*address(front_end))
         writer.write(2 * (HEAD + BODY))
         text = b""

@@ -1,4 +1,4 @@
-"""A stream without news says so from time to time, between events and never within one."""
+"""Idle streams send empty lines as keep-alive, between events and never within one."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_empty_lines_stand_between_events(start, tokenizer, path):
+async def test_empty_lines_are_sent_between_events(start, tokenizer, path):
     ids = tokenizer.encode("the quick fox").ids
     async with start(accepts=True, config=OFTEN) as front_end:
         body = {**BODIES[path], "stream": True, "max_tokens": len(ids), "logprobs": 1}
@@ -46,7 +46,7 @@ async def test_empty_lines_stand_between_events(start, tokenizer, path):
         assert "".join(texts) == "the quick fox"
 
 
-async def test_an_answer_that_is_sent_as_a_whole_has_none(start):
+async def test_non_streaming_answers_have_no_empty_lines(start):
     async with start(accepts=True, config=OFTEN) as front_end:
         answer = asyncio.create_task(front_end.complete(max_tokens=1))
         request = await front_end.engine.requests.get()
@@ -64,8 +64,11 @@ async def openai_client(url: str) -> str:
 
 
 async def benchmark_client(url: str) -> str:
-    """Reads as vLLM's `bench serve` does: each piece of the body is stripped before it is added to
-    those before, and ends an event if it is whole JSON; it knows comments only as whole events."""
+    """Parse events like vLLM's `bench serve`.
+
+    Each chunk of the body is stripped and appended to the buffer, and ends an event if it is
+    complete JSON; comments are recognised only as whole events.
+    """
     text = buffer = ""
     body = {"prompt": "hello", "max_tokens": 2, "stream": True}
     async with (
@@ -86,7 +89,7 @@ async def benchmark_client(url: str) -> str:
 
 
 async def splitting_client(url: str) -> str:
-    """Splits at empty lines, skips empty parts, and takes any other for an event with data."""
+    """Split at empty lines, skip empty parts, and parse any other part as an event with data."""
     body = {"prompt": "hello", "max_tokens": 2, "stream": True}
     async with httpx.AsyncClient(verify=False) as http:
         response = await http.post(f"{url}/v1/completions", json=body)
@@ -97,8 +100,8 @@ async def splitting_client(url: str) -> str:
 
 
 @pytest.mark.parametrize("read", [openai_client, benchmark_client, splitting_client])
-async def test_clients_take_no_notice(start, tokenizer, read):
-    """Silence before the first token and between two tokens."""
+async def test_clients_ignore_keep_alive_lines(start, tokenizer, read):
+    """Empty lines before the first token and between two tokens."""
     ids = tokenizer.encode("the quick").ids[:2]
     async with start(accepts=True, config=OFTEN) as front_end:
         answer = asyncio.create_task(read(front_end.url))
@@ -111,7 +114,7 @@ async def test_clients_take_no_notice(start, tokenizer, read):
         assert await answer == tokenizer.decode(ids)
 
 
-async def test_while_an_engine_is_restarted_a_stream_shows_that_it_lives(start):
+async def test_keep_alive_lines_continue_during_an_engine_restart(start):
     async with start(accepts=True, config=OFTEN) as front_end:
         body = {"prompt": "hello", "stream": True, "max_tokens": 2}
         async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
@@ -125,8 +128,8 @@ async def test_while_an_engine_is_restarted_a_stream_shows_that_it_lives(start):
         assert rest[-2] == "data: [DONE]"
 
 
-async def test_whoever_speaks_is_not_silent():
-    """The one timer of a stream looks again when the silence since the last word is over."""
+async def test_a_write_restarts_the_keep_alive_timer():
+    """A stream has a single timer, which is rescheduled to the interval after the last write."""
     loop = asyncio.get_running_loop()
     notifier = StreamNotifier()
     keep_alive = KeepAlive(3600.0, notifier, KEEP_ALIVE)
@@ -147,7 +150,7 @@ async def test_whoever_speaks_is_not_silent():
     assert keep_alive._timer.cancelled()
 
 
-async def test_none_where_none_are_wanted(monkeypatch):
+async def test_keep_alive_can_be_disabled(monkeypatch):
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None, raising=False)
     keep_alive = KeepAlive(0.0, StreamNotifier(), KEEP_ALIVE)
     assert keep_alive.due_event() == ""

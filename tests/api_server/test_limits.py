@@ -26,8 +26,8 @@ def nested(depth: int, opening: str, closing: str) -> bytes:
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}")])
-async def test_body_depth_limit(start, say, opening, closing):
-    async with start(say("!")) as front_end:
+async def test_body_depth_limit(start, scripted, opening, closing):
+    async with start(scripted("!")) as front_end:
         for depth in (MAX_DEPTH + 1, 1000, 100_000):
             content = nested(depth, opening, closing)
             error = await expect_error(front_end, PATH, content, 400)
@@ -38,8 +38,8 @@ async def test_body_depth_limit(start, say, opening, closing):
         assert (await front_end.http.post(PATH, content=deepest, headers=headers)).is_success
 
 
-async def test_brackets_in_strings_and_siblings_do_not_count_as_depth(start, say):
-    async with start(say("!")) as front_end:
+async def test_brackets_in_strings_and_siblings_do_not_count_as_depth(start, scripted):
+    async with start(scripted("!")) as front_end:
         assert (await front_end.complete(user="[" * 1000)).status_code == 200
         assert (await front_end.complete(metadata={"a": [[]] * 1000})).status_code == 200
 
@@ -90,8 +90,10 @@ async def test_a_body_of_a_gigabyte_takes_no_memory(start, announced):
 
 
 @pytest.mark.parametrize("prompts", [["x"] * 10**5, [[1]] * 10**5], ids=["texts", "ids"])
-async def test_too_many_prompts_are_refused_before_tokenizing(start, say, monkeypatch, prompts):
-    async with start(say("!")) as front_end:
+async def test_too_many_prompts_are_refused_before_tokenizing(
+    start, scripted, monkeypatch, prompts
+):
+    async with start(scripted("!")) as front_end:
         monkeypatch.setattr(type(front_end.app_state.tokenizer), "encode", None)
         content = json.dumps({"prompt": prompts}).encode()
         error = await expect_error(front_end, PATH, content, 400)
@@ -101,8 +103,8 @@ async def test_too_many_prompts_are_refused_before_tokenizing(start, say, monkey
 
 
 @pytest.mark.parametrize("salt", ["s" * MIB, "a\x00b", "line\nbreak", "\ud800", "", 5, ["s"], {}])
-async def test_invalid_cache_salts(start, say, salt):
-    async with start(say("!")) as front_end:
+async def test_invalid_cache_salts(start, scripted, salt):
+    async with start(scripted("!")) as front_end:
         content = json.dumps({"prompt": "x", "cache_salt": salt}).encode()
         error = await expect_error(front_end, PATH, content, 400)
         assert error["param"] == "cache_salt"
@@ -120,8 +122,8 @@ async def test_invalid_cache_salts(start, say, salt):
         {"tools": "all"},
     ],
 )
-async def test_templates_and_tools_of_clients(start, say, fields):
-    async with start(say("!")) as front_end:
+async def test_templates_and_tools_of_clients(start, scripted, fields):
+    async with start(scripted("!")) as front_end:
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         error = await expect_error(front_end, CHAT, json.dumps(body).encode(), 400)
         assert error["param"].split(".")[0].split("[")[0] in (*fields, "tool_choice", "tools")

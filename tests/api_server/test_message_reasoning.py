@@ -36,8 +36,8 @@ def serve(tokenizer, tmp_path):
     return served
 
 
-async def test_reasoning_is_a_separate_block(start, say, serve):
-    async with start(say(SAID), served=serve(THINKING)) as front_end:
+async def test_reasoning_is_a_separate_block(start, scripted, serve):
+    async with start(scripted(SAID), served=serve(THINKING)) as front_end:
         found = await answer(front_end)
         thinking, text = found["content"]
         assert thinking["thinking"] == "the fox 😀"
@@ -45,34 +45,36 @@ async def test_reasoning_is_a_separate_block(start, say, serve):
         assert text == {"type": "text", "text": "over the sea"}
         details = found["usage"]["output_tokens_details"]
         assert 0 < details["thinking_tokens"] < found["usage"]["output_tokens"]
-        told = await events(front_end)
-        kinds = [each["delta"]["type"] for each in told if each["type"] == "content_block_delta"]
+        streamed = await events(front_end)
+        kinds = [
+            each["delta"]["type"] for each in streamed if each["type"] == "content_block_delta"
+        ]
         assert kinds.index("signature_delta") == kinds.count("thinking_delta") > 0
         assert kinds[-1] == "text_delta"
-        assert told[-2]["usage"] == found["usage"]
+        assert streamed[-2]["usage"] == found["usage"]
 
 
-async def test_reasoning_can_be_omitted(start, say, serve):
-    async with start(say(SAID), served=serve(THINKING)) as front_end:
+async def test_reasoning_can_be_omitted(start, scripted, serve):
+    async with start(scripted(SAID), served=serve(THINKING)) as front_end:
         thinking, text = (
             await answer(front_end, thinking={"type": "adaptive", "display": "omitted"})
         )["content"]
         assert (thinking["thinking"], text["text"]) == ("", "over the sea")
 
 
-async def test_thinking_switch_and_budget(start, say, serve, tokenizer):
-    async with start(say(SAID), served=serve(THINKING)) as front_end:
+async def test_thinking_switch_and_budget(start, scripted, serve, tokenizer):
+    async with start(scripted(SAID), served=serve(THINKING)) as front_end:
         await answer(front_end, thinking={"type": "enabled", "budget_tokens": 1024})
         request = front_end.engine.requests.get_nowait()
         assert request.thinking.budget == 1024
-    async with start(say("over"), served=serve(THINKING)) as front_end:
+    async with start(scripted("over"), served=serve(THINKING)) as front_end:
         found = await answer(front_end, thinking={"type": "disabled"})
         assert [block["type"] for block in found["content"]] == ["text"]
         assert prompt_of(front_end, tokenizer).endswith("assistant:<think></think>")
 
 
-async def test_thinking_blocks_are_sent_back_to_the_template(start, say, serve, tokenizer):
-    async with start(say(SAID), served=serve(THINKING)) as front_end:
+async def test_thinking_blocks_are_sent_back_to_the_template(start, scripted, serve, tokenizer):
+    async with start(scripted(SAID), served=serve(THINKING)) as front_end:
         first = Message.model_validate(await answer(front_end)).to_param()
         front_end.engine.requests.get_nowait()
         content = [block.model_dump() for block in first["content"]]
@@ -81,9 +83,9 @@ async def test_thinking_blocks_are_sent_back_to_the_template(start, say, serve, 
         assert "(the fox 😀)over the sea;" in prompt_of(front_end, tokenizer)
 
 
-async def test_role_orders_are_adapted_to_the_template(start, say, serve, tokenizer):
+async def test_role_orders_are_adapted_to_the_template(start, scripted, serve, tokenizer):
     messages = [*USER, {"role": "system", "content": "9 tokens left"}]
-    async with start(say("!"), served=serve(STRICT)) as front_end:
+    async with start(scripted("!"), served=serve(STRICT)) as front_end:
         await answer(front_end, system="be brief", messages=messages)
         assert prompt_of(front_end, tokenizer) == "system:be brief;user:hello\n9 tokens left;"
         response = await front_end.http.post(

@@ -91,8 +91,8 @@ def prompt_of(front_end, tokenizer) -> str:
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-async def test_non_streaming_response(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_non_streaming_response(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         found = await answer(front_end)
         assert found["id"].startswith("msg_")
         assert found["content"] == [{"type": "text", "text": TEXT}]
@@ -101,8 +101,8 @@ async def test_non_streaming_response(start, say):
         assert found["usage"]["output_tokens"] > 0
 
 
-async def test_the_order_of_events(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_the_order_of_events(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         found = await events(front_end)
         names = [each["type"] for each in found]
         texts = [each["delta"]["text"] for each in found if each["type"] == "content_block_delta"]
@@ -122,8 +122,8 @@ async def test_the_order_of_events(start, say):
         assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-async def test_cached_tokens_are_not_input_tokens(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_cached_tokens_are_not_input_tokens(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         fresh = (await answer(front_end))["usage"]
         front_end.engine.num_cached_tokens = 3
         usage = (await answer(front_end))["usage"]
@@ -132,8 +132,8 @@ async def test_cached_tokens_are_not_input_tokens(start, say):
         assert (await events(front_end))[-2]["usage"] == usage
 
 
-async def test_messages_are_rendered_for_the_model(start, say, tokenizer):
-    async with start(say("!")) as front_end:
+async def test_messages_are_rendered_for_the_model(start, scripted, tokenizer):
+    async with start(scripted("!")) as front_end:
         await answer(
             front_end,
             system=[
@@ -163,16 +163,16 @@ async def test_messages_are_rendered_for_the_model(start, say, tokenizer):
         )
 
 
-async def test_an_assistant_prefill_is_continued(start, say, tokenizer):
-    async with start(say("!")) as front_end:
+async def test_an_assistant_prefill_is_continued(start, scripted, tokenizer):
+    async with start(scripted("!")) as front_end:
         await answer(front_end, messages=[*USER, {"role": "assistant", "content": "The answer:"}])
         assert prompt_of(front_end, tokenizer).endswith("<|im_start|>assistant\nThe answer:")
 
 
-async def test_parameters_reach_the_engine(start, say):
+async def test_parameters_reach_the_engine(start, scripted):
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
-    async with start(say(TEXT)) as front_end:
+    async with start(scripted(TEXT)) as front_end:
         await answer(
             front_end,
             max_tokens=9,
@@ -193,8 +193,8 @@ async def test_parameters_reach_the_engine(start, say):
         assert json.loads(front_end.engine.requests.get_nowait().grammar.source) == schema
 
 
-async def test_stop_reasons(start, say):
-    async with start(say("one two three")) as front_end:
+async def test_stop_reasons(start, scripted):
+    async with start(scripted("one two three")) as front_end:
         found = await answer(front_end, stop_sequences=[" two"])
         assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", " two")
         assert found["content"][0]["text"] == "one"
@@ -209,9 +209,9 @@ async def test_max_tokens_is_capped_by_the_context(start, tokenizer):
         assert found["usage"]["input_tokens"] + found["usage"]["output_tokens"] == 256
 
 
-async def test_a_truncated_prompt_leaves_room_for_the_answer(start, say):
+async def test_a_truncated_prompt_leaves_room_for_the_answer(start, scripted):
     long = [{"role": "user", "content": "the quick brown fox " * 200}]
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for most, left in ((6, 6), (5000, 64)):
             found = await answer(
                 front_end, messages=long, max_tokens=most, truncate_prompt_tokens=-1
@@ -228,9 +228,9 @@ async def test_the_error_for_a_long_prompt_has_the_text_that_agents_match(start)
         assert message.startswith("prompt is too long: ")
 
 
-async def test_a_call_and_its_result(start, say, tokenizer):
+async def test_a_call_and_its_result(start, scripted, tokenizer):
     """The official client: tool_use, tool_result, answer."""
-    async with start(say(f"Let me look.{CALL}"), max_model_len=8192) as front_end:
+    async with start(scripted(f"Let me look.{CALL}"), max_model_len=8192) as front_end:
         asked = {"model": "toy", "max_tokens": 200, "tools": [WEATHER]}
         async with client(front_end).messages.stream(**asked, messages=USER) as stream:
             async for _ in stream:
@@ -252,8 +252,8 @@ async def test_a_call_and_its_result(start, say, tokenizer):
         assert prompt.index('"arguments": {"city": "Paris"}') < prompt.index("21 °C")
 
 
-async def test_a_streamed_call(start, say):
-    async with start(say(CALL), max_model_len=8192) as front_end:
+async def test_a_streamed_call(start, scripted):
+    async with start(scripted(CALL), max_model_len=8192) as front_end:
         found = await events(front_end, tools=[WEATHER], max_tokens=200)
         begun = found[1]["content_block"]
         assert (begun["type"], begun["name"], begun["input"]) == ("tool_use", "weather", {})
@@ -264,9 +264,9 @@ async def test_a_streamed_call(start, say):
         assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-async def test_choices_of_tools(start, say, tokenizer):
+async def test_choices_of_tools(start, scripted, tokenizer):
     other = {"name": "clock", "input_schema": {"type": "object"}}
-    async with start(say("!"), max_model_len=8192) as front_end:
+    async with start(scripted("!"), max_model_len=8192) as front_end:
         for choice, has_grammar in (
             ({"type": "auto"}, False),
             ({"type": "none"}, False),
@@ -279,7 +279,7 @@ async def test_choices_of_tools(start, say, tokenizer):
             assert (request.grammar is not None) is has_grammar, choice
 
 
-async def test_tool_errors_and_tool_references(start, say, tokenizer):
+async def test_tool_errors_and_tool_references(start, scripted, tokenizer):
     call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
     blocks = [
         {
@@ -299,7 +299,7 @@ async def test_tool_errors_and_tool_references(start, say, tokenizer):
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": blocks},
     ]
-    async with start(say("!"), max_model_len=8192) as front_end:
+    async with start(scripted("!"), max_model_len=8192) as front_end:
         response = await ask(front_end, messages=messages, tools=[WEATHER])
         assert response.status_code == 200, response.text
         assert response.headers["x-tokend-ignored"] == "messages.content.tool_result.image"
@@ -308,9 +308,9 @@ async def test_tool_errors_and_tool_references(start, say, tokenizer):
         assert prompt.index("clock") < prompt.index("go on")
 
 
-async def test_fields_sent_by_agents_are_accepted(start, say):
+async def test_fields_sent_by_agents_are_accepted(start, scripted):
     """Fields that have no effect must not cause an error."""
-    async with start(say(TEXT), max_model_len=8192) as front_end:
+    async with start(scripted(TEXT), max_model_len=8192) as front_end:
         response = await ask(
             front_end,
             max_tokens=32_000,
@@ -344,8 +344,8 @@ async def test_fields_sent_by_agents_are_accepted(start, say):
         assert found.content[0].text
 
 
-async def test_token_counts_are_exact_without_the_engine(start, say):
-    async with start(say("!"), max_model_len=8192) as front_end:
+async def test_token_counts_are_exact_without_the_engine(start, scripted):
+    async with start(scripted("!"), max_model_len=8192) as front_end:
         fields = {"messages": USER, "system": "be brief", "tools": [WEATHER]}
         counted = await client(front_end).messages.count_tokens(model="toy", **fields)
         assert front_end.engine.requests.empty()
@@ -421,18 +421,18 @@ async def test_invalid_requests_are_refused(start, fields, words):
         assert words in await error(front_end, **fields)
 
 
-async def test_every_anthropic_field_is_accepted_or_refused_by_name(start, say):
+async def test_every_anthropic_field_is_accepted_or_refused_by_name(start, scripted):
     """With any value: no server error, and no error that names another field."""
     taken = MessagesRequest.model_fields.keys() | HARMLESS | {"cache_control"}
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
 
         async def check(case: tuple[str, str]) -> None:
             path, name = case
             for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
                 response = await ask(front_end, path, **{name: value})
                 if response.status_code == 200:
-                    told = response.headers.get("x-tokend-ignored", "")
-                    assert name in taken or name in told, name
+                    ignored = response.headers.get("x-tokend-ignored", "")
+                    assert name in taken or name in ignored, name
                 elif response.status_code == 404:
                     assert name == "model"
                 else:
@@ -449,9 +449,9 @@ async def test_every_anthropic_field_is_accepted_or_refused_by_name(start, say):
         )
 
 
-async def test_error_types_of_anthropic(start, say):
+async def test_error_types_of_anthropic(start, scripted):
     config = FrontEndConfig(api_key="secret")
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         with pytest.raises(anthropic.AuthenticationError) as denied:
             await client(front_end).messages.create(**BODY)
         assert denied.value.body["error"]["type"] == "authentication_error"
@@ -555,8 +555,8 @@ async def test_idle_streams_get_pings(start):
         assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
 
 
-async def test_the_session_header_names_the_agent_job(start, say):
-    async with start(say("!")) as front_end:
+async def test_the_session_header_names_the_agent_job(start, scripted):
+    async with start(scripted("!")) as front_end:
         headers = {"x-session-id": "s1"}
         response = await front_end.http.post(PATH, json=BODY, headers=headers)
         assert response.status_code == 200

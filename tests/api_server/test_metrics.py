@@ -12,8 +12,8 @@ from tests.api_server.conftest import samples
 from tests.fakes import boots
 
 
-async def test_metrics(start, say, tokenizer):
-    async with start(say(" world")) as front_end:
+async def test_metrics(start, scripted, tokenizer):
+    async with start(scripted(" world")) as front_end:
         before = await samples(front_end)
         assert before["vllm:request_success_total,stop"] == 0
         assert before["vllm:corrupted_requests_total"] == 0
@@ -144,8 +144,8 @@ ENDED = (
 )
 
 
-async def test_request_phases(start, say, tokenizer):
-    async with start(say(" world")) as front_end:
+async def test_request_phases(start, scripted, tokenizer):
+    async with start(scripted(" world")) as front_end:
         prompt = len(tokenizer.encode("hello").ids)
         output = len(tokenizer.encode(" world").ids) + 1
         await front_end.complete(max_tokens=40)
@@ -176,8 +176,8 @@ async def test_request_phases(start, say, tokenizer):
         assert found[info] == 1
 
 
-async def test_http_requests_by_route(start, say):
-    async with start(say(" world")) as front_end:
+async def test_http_requests_by_route(start, scripted):
+    async with start(scripted(" world")) as front_end:
         await front_end.complete()
         await front_end.complete(stream=True)
         await front_end.http.post("/v1/completions", json={"prompt": 3.5})

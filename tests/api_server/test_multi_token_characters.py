@@ -7,8 +7,8 @@ TEXT = "naïve 你好世界 😀 and 👩‍👩‍👧‍👦 and 🇩🇪, end
 
 
 @pytest.mark.parametrize("stop", ["好", "😀", "好世界 😀", "👩‍👩", "‍👧", "🇩🇪,"])
-async def test_a_stop_string_between_multi_token_characters(start, say, stop):
-    async with start(say(TEXT)) as front_end:
+async def test_a_stop_string_between_multi_token_characters(start, scripted, stop):
+    async with start(scripted(TEXT)) as front_end:
         answer = await front_end.complete(stop=stop, max_tokens=200)
         events = await front_end.events(PATH, prompt="hello", stop=stop, max_tokens=200)
     whole = answer.json()["choices"][0]
@@ -18,8 +18,8 @@ async def test_a_stop_string_between_multi_token_characters(start, say, stop):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-async def test_every_chunk_has_whole_characters(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_every_chunk_has_whole_characters(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         events = await front_end.events(PATH, prompt="hello", max_tokens=200)
     pieces = [event["choices"][0]["text"] for event in events[:-1]]
     assert "".join(pieces) == TEXT

@@ -52,13 +52,13 @@ def use_sync(url: str) -> None:
             client.completions.create(model="gpt-9", prompt="x")
 
 
-async def test_sync(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_sync(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         await asyncio.to_thread(use_sync, front_end.url)
 
 
-async def test_async(start, say):
-    async with start(say(TEXT)) as front_end, async_client(front_end.url) as client:
+async def test_async(start, scripted):
+    async with start(scripted(TEXT)) as front_end, async_client(front_end.url) as client:
         chat = await client.chat.completions.create(model="toy", messages=MESSAGES)
         assert chat.choices[0].message.content == TEXT
         stream = await client.chat.completions.create(model="toy", messages=MESSAGES, stream=True)
@@ -70,8 +70,8 @@ async def test_async(start, say):
         assert final.choices[0].message.content == TEXT
 
 
-async def test_parameters_and_the_response_id(start, say):
-    async with start(say(TEXT)) as front_end, async_client(front_end.url) as client:
+async def test_parameters_and_the_response_id(start, scripted):
+    async with start(scripted(TEXT)) as front_end, async_client(front_end.url) as client:
         chat = await client.chat.completions.create(
             model="toy",
             messages=MESSAGES,

@@ -42,8 +42,8 @@ async def test_every_operation_is_described(start):
             assert "$defs" not in json.dumps(schema), name
 
 
-async def test_accepted_requests_match_the_document(start, say):
-    async with start(say("!")) as front_end:
+async def test_accepted_requests_match_the_document(start, scripted):
+    async with start(scripted("!")) as front_end:
         document = await document_of(front_end)
         check = validator(document, *COMPLETIONS)
         for fields in (

@@ -66,8 +66,8 @@ async def test_a_prompt_refused_by_the_queue_aborts_the_others(start):
         assert (await front_end.engine.aborts.get()).request_id == first.request_id
 
 
-async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start, say):
-    async with start(say("!"), ready=False) as front_end:
+async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start, scripted):
+    async with start(scripted("!"), ready=False) as front_end:
         vocab_size = front_end.engine.vocab_size
         front_end.engine._send(
             boots.engine_ready(

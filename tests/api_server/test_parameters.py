@@ -23,8 +23,8 @@ async def asked(front_end, endpoint: str, **fields):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_logits_edits_reach_the_engine(start, say, tokenizer, endpoint):
-    async with start(say("!")) as front_end:
+async def test_logits_edits_reach_the_engine(start, scripted, tokenizer, endpoint):
+    async with start(scripted("!")) as front_end:
         _, request = await asked(front_end, endpoint)
         assert request.sampling_params.edits is None
         assert request.sampling_params.repetition is None
@@ -53,9 +53,9 @@ async def test_logits_edits_reach_the_engine(start, say, tokenizer, endpoint):
         assert set(words) <= set(edits.bad_words)
 
 
-async def test_bad_words_with_a_leading_space(start, say, tokenizer):
+async def test_bad_words_with_a_leading_space(start, scripted, tokenizer):
     """The other tokenization is used if it has the same length and another first token."""
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for word in ("fox", "lazy", "zebra", "the quick", "  dog"):
             first = tuple(tokenizer.encode(word.lstrip()).ids)
             spaced = tuple(tokenizer.encode(" " + word.lstrip()).ids)
@@ -67,8 +67,8 @@ async def test_bad_words_with_a_leading_space(start, say, tokenizer):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_repetition_detection_and_cache_salt_reach_the_engine(start, say, endpoint):
-    async with start(say("!")) as front_end:
+async def test_repetition_detection_and_cache_salt_reach_the_engine(start, scripted, endpoint):
+    async with start(scripted("!")) as front_end:
         pattern = {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}
         _, request = await asked(
             front_end, endpoint, repetition_detection=pattern, cache_salt="tenant é"
@@ -80,9 +80,9 @@ async def test_repetition_detection_and_cache_salt_reach_the_engine(start, say, 
         assert request.sampling_params.repetition.min_pattern_size == 1
 
 
-async def test_min_tokens_above_max_tokens(start, say):
+async def test_min_tokens_above_max_tokens(start, scripted):
     """Also if max_tokens follows from the context."""
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for fields in ({"min_tokens": 300}, {"min_tokens": 9, "max_completion_tokens": 8}):
             response = await front_end.chat(**fields)
             assert response.status_code == 400
@@ -105,8 +105,8 @@ async def test_a_repetition_ends_a_choice(start):
 
 
 @pytest.mark.parametrize("shown", [False, True])
-async def test_include_stop_str_in_output(start, say, shown):
-    async with start(say("the quick brown fox")) as front_end:
+async def test_include_stop_str_in_output(start, scripted, shown):
+    async with start(scripted("the quick brown fox")) as front_end:
         fields = {"max_tokens": 60, "stop": ["brown"], "include_stop_str_in_output": shown}
         body = (await front_end.complete(**fields)).json()
         expected = "the quick brown" if shown else "the quick "
@@ -131,9 +131,9 @@ async def test_skip_special_tokens(start, tokenizer, skipped, shows_stop):
         assert chat["choices"][0]["message"]["content"] == expected
 
 
-async def test_token_ids_without_text(start, say, tokenizer):
+async def test_token_ids_without_text(start, scripted, tokenizer):
     ids = [*tokenizer.encode("the quick fox").ids, 2]
-    async with start(say("the quick fox")) as front_end:
+    async with start(scripted("the quick fox")) as front_end:
         fields = {"max_tokens": 60, "detokenize": False, "return_token_ids": True}
         choice = (await front_end.complete(**fields)).json()["choices"][0]
         assert (choice["text"], choice["token_ids"]) == ("", ids)
@@ -143,8 +143,8 @@ async def test_token_ids_without_text(start, say, tokenizer):
         assert (chat["message"]["content"], chat["token_ids"]) == ("", ids)
 
 
-async def test_logprobs_without_text(start, say):
-    async with start(say("the fox")) as front_end:
+async def test_logprobs_without_text(start, scripted):
+    async with start(scripted("the fox")) as front_end:
         fields = {"max_tokens": 60, "detokenize": False, "prompt_logprobs": 0}
         choice = (await front_end.complete(logprobs=1, **fields)).json()["choices"][0]
         logprobs = choice["logprobs"]
@@ -171,10 +171,10 @@ async def test_token_ids_without_text_are_not_held_back(start):
 
 
 @pytest.mark.parametrize("interval", [1, 3, 1000])
-async def test_stream_interval(start, say, tokenizer, interval):
+async def test_stream_interval(start, scripted, tokenizer, interval):
     """The first token immediately, then every N tokens, then the rest."""
     ids = [*tokenizer.encode("the quick brown fox jumps").ids, 2]
-    async with start(say("the quick brown fox jumps")) as front_end:
+    async with start(scripted("the quick brown fox jumps")) as front_end:
         fields = {"prompt": "hello", "max_tokens": 60, "return_token_ids": True}
         events = await front_end.events(PATH, stream_interval=interval, **fields)
         lengths = [len(each["choices"][0]["token_ids"]) for each in events[:-1]]
@@ -186,11 +186,11 @@ async def test_stream_interval(start, say, tokenizer, interval):
             assert len(lengths) <= 2
 
 
-async def test_stream_interval_defaults_to_the_flag(start, say):
+async def test_stream_interval_defaults_to_the_flag(start, scripted):
     """A value in the request overrides --stream-interval."""
     config = FrontEndConfig(stream_interval=1000)
     fields = {"max_tokens": 60, "return_token_ids": True}
-    async with start(say("the quick brown fox jumps"), config=config) as front_end:
+    async with start(scripted("the quick brown fox jumps"), config=config) as front_end:
         assert len(await front_end.events(PATH, prompt="hello", **fields)) <= 3
         assert (await front_end.complete(**fields)).status_code == 200
 
@@ -203,9 +203,9 @@ async def test_stream_interval_of_the_request(start):
         assert [each["choices"][0]["token_ids"] for each in events] == [[40], [41], [42]]
 
 
-async def test_return_tokens_as_token_ids(start, say, tokenizer):
+async def test_return_tokens_as_token_ids(start, scripted, tokenizer):
     first = tokenizer.encode("fox").ids[0]
-    async with start(say("fox")) as front_end:
+    async with start(scripted("fox")) as front_end:
         fields = {"max_tokens": 60, "return_tokens_as_token_ids": True, "prompt_logprobs": 0}
         choice = (await front_end.complete(logprobs=1, **fields)).json()["choices"][0]
         assert choice["logprobs"]["tokens"][0] == f"token_id:{first}"
@@ -250,11 +250,11 @@ async def test_logprob_token_ids(start, endpoint):
         ({"truncate_prompt_tokens": -1}, slice(-240, None)),
     ],
 )
-async def test_truncate_prompt_tokens(start, say, tokenizer, fields, kept):
+async def test_truncate_prompt_tokens(start, scripted, tokenizer, fields, kept):
     """For text and token ids, also far longer than the context."""
     text = "the quick brown fox jumps over the lazy dog. " * 400
     ids = tokenizer.encode(text).ids
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         for prompt in (text, ids):
             _, request = await asked(front_end, "complete", prompt=prompt, **fields)
             assert request.prompt_token_ids == ids[kept]
@@ -266,8 +266,8 @@ async def test_truncate_prompt_tokens(start, say, tokenizer, fields, kept):
         )
 
 
-async def test_truncate_prompt_tokens_in_a_chat(start, say):
-    async with start(say("!")) as front_end:
+async def test_truncate_prompt_tokens_in_a_chat(start, scripted):
+    async with start(scripted("!")) as front_end:
         long = [{"role": "user", "content": "the quick brown fox " * 5000}]
         _, request = await asked(front_end, "chat", messages=long, truncate_prompt_tokens=40)
         assert len(request.prompt_token_ids) == 40
@@ -278,13 +278,13 @@ async def test_truncate_prompt_tokens_in_a_chat(start, say):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_rendered_prompt_is_returned(start, say, tokenizer, stream):
+async def test_the_rendered_prompt_is_returned(start, scripted, tokenizer, stream):
     async def shown(path, **fields):
         if stream:
             return (await front_end.events(path, **fields))[0]
         return (await front_end.http.post(path, json=fields)).json()
 
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         ids = tokenizer.encode("lazy dog").ids
         body = await shown(PATH, prompt=ids, return_prompt_text=True)
         assert body["choices"][0]["prompt_text"] == "lazy dog"
@@ -295,9 +295,9 @@ async def test_the_rendered_prompt_is_returned(start, say, tokenizer, stream):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_unknown_fields_are_reported(start, say, caplog, endpoint):
+async def test_unknown_fields_are_reported(start, scripted, caplog, endpoint):
     caplog.set_level("INFO", "tokend.requests")
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         fields = {"temprature": 1, "x\r\ny: 1": 2, "z" * 200: None, "repetition_detection": None}
         response = await getattr(front_end, endpoint)(**fields)
         assert response.status_code == 200, response.text
@@ -310,8 +310,8 @@ async def test_unknown_fields_are_reported(start, say, caplog, endpoint):
         assert "x-tokend-ignored" not in fine.headers
 
 
-async def test_unknown_nested_fields_are_reported(start, say):
-    async with start(say("!")) as front_end:
+async def test_unknown_nested_fields_are_reported(start, scripted):
+    async with start(scripted("!")) as front_end:
         response = await front_end.chat(
             messages=[
                 {"role": "user", "content": [{"type": "text", "text": "hi", "mood": 1}], "hat": 2}
@@ -330,8 +330,8 @@ async def test_unknown_nested_fields_are_reported(start, say):
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_request_id(start, say, endpoint):
-    async with start(say("!")) as front_end:
+async def test_request_id(start, scripted, endpoint):
+    async with start(scripted("!")) as front_end:
         url = PATH if endpoint == "complete" else "/v1/chat/completions"
         messages = [{"role": "user", "content": "hi"}]
         ask = {"prompt": "hi"} if endpoint == "complete" else {"messages": messages}

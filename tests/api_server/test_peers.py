@@ -1,4 +1,4 @@
-"""Two API servers of one daemon: a response is found through both, in the one that keeps it."""
+"""Two API servers of one daemon: a stored response is reachable through both of them."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ TEXT = "Hi 😀 there"
 
 @pytest.fixture
 def two(start):
-    """two(script): both front ends."""
+    """two(script): start both front ends."""
 
     @contextlib.asynccontextmanager
     async def running(script=None, **fields):
@@ -29,8 +29,8 @@ def two(start):
     return running
 
 
-async def test_a_response_is_found_through_the_other_front_end(two, say, tokenizer):
-    async with two(say(TEXT)) as front_ends:
+async def test_a_response_is_found_through_the_other_front_end(two, scripted, tokenizer):
+    async with two(scripted(TEXT)) as front_ends:
         for index, (here, there) in enumerate((front_ends, front_ends[::-1])):
             made = await answer(here, input="one", store=True)
             assert made["id"].startswith(f"resp_{index}_")
@@ -41,7 +41,9 @@ async def test_a_response_is_found_through_the_other_front_end(two, say, tokeniz
             assert listed["data"][0]["content"][0]["text"] == "one"
             prompt_of(here, tokenizer)
             following = await answer(there, input="two", previous_response_id=made["id"])
-            assert following["id"].startswith(f"resp_{1 - index}_"), "it stays where it was made"
+            assert following["id"].startswith(f"resp_{1 - index}_"), (
+                "the response stays in the front end that created it"
+            )
             prompt = prompt_of(there, tokenizer)
             assert [part in prompt for part in ("one", TEXT, "two")] == [True] * 3
             assert (await there.http.delete(url)).json()["deleted"]
@@ -51,8 +53,8 @@ async def test_a_response_is_found_through_the_other_front_end(two, say, tokeniz
             assert found["code"] == "previous_response_not_found"
 
 
-async def test_every_way_to_continue_reaches_the_other_front_end(two, say):
-    async with two(say(TEXT), max_model_len=2000) as (here, there):
+async def test_every_way_to_continue_reaches_the_other_front_end(two, scripted):
+    async with two(scripted(TEXT), max_model_len=2000) as (here, there):
         made = await answer(here, input="one")
         fields = {"previous_response_id": made["id"], "input": "two"}
         counts = [
@@ -86,8 +88,8 @@ async def test_a_running_response_is_seen_and_cancelled_from_the_other_front_end
         assert (await here.engine.aborts.get()).request_id == request.request_id
 
 
-async def test_another_client_finds_nothing_through_any_front_end(two, say):
-    async with two(say(TEXT), config={"tenant_by": "header"}) as (here, there):
+async def test_responses_of_other_clients_are_hidden_in_both_front_ends(two, scripted):
+    async with two(scripted(TEXT), config={"tenant_by": "header"}) as (here, there):
         body = {"input": "one"}
         made = await here.http.post(PATH, json=body, headers={"X-Tenant-ID": "ann"})
         url = f"{PATH}/{made.json()['id']}"
@@ -95,22 +97,22 @@ async def test_another_client_finds_nothing_through_any_front_end(two, say):
             assert (await there.http.get(url, headers={"X-Tenant-ID": name})).status_code == status
 
 
-async def test_a_front_end_that_does_not_answer_is_a_503(start, say, monkeypatch):
+async def test_an_unresponsive_front_end_is_a_503(start, scripted, monkeypatch):
     monkeypatch.setattr(peers, "PEER_SECONDS", 0.1)
-    async with start(say(TEXT), config=FrontEndConfig(api_server_count=2)) as front_end:
+    async with start(scripted(TEXT), config=FrontEndConfig(api_server_count=2)) as front_end:
         response = await front_end.http.get(f"{PATH}/resp_1_x")
         assert response.status_code == 503
         assert response.headers["retry-after"]
 
 
 @pytest.mark.parametrize("index", [0, 1])
-async def test_a_front_end_that_is_started_again_is_found_without_its_responses(start, say, index):
-    """index: of the one that is started again, which binds the path or connects to it."""
+async def test_a_restarted_front_end_is_reachable_without_its_responses(start, scripted, index):
+    """index: of the restarted front end, which binds the path or connects to it."""
     config = FrontEndConfig(api_server_count=2)
-    async with start(say(TEXT), config=config, index=1 - index) as there:
+    async with start(scripted(TEXT), config=config, index=1 - index) as there:
         found = []
         for _ in range(2):
-            async with start(say(TEXT), config=config, index=index) as here:
+            async with start(scripted(TEXT), config=config, index=index) as here:
                 found.append(await answer(here))
                 seen = [await there.http.get(f"{PATH}/{made['id']}") for made in found]
                 statuses = [response.status_code for response in seen]

@@ -49,7 +49,7 @@ class Process:
     http: httpx.AsyncClient
     alive: list[int]
 
-    async def say(self, kind: type) -> object:
+    async def next_message(self, kind: type) -> object:
         """Return the next message of this type to the supervisor."""
         async with asyncio.timeout(TIMEOUT_SECONDS):
             while True:
@@ -107,7 +107,7 @@ async def test_start_serve_and_shutdown(run_dir, model):
     async with running(run_dir, model) as process:
         assert (await process.http.get("/health")).status_code == 503
         process.engine.announce()
-        ready = await process.say(FrontEndReady)
+        ready = await process.next_message(FrontEndReady)
         assert ready.index == 0
         names = [each.what for each in ready.phases]
         assert names == ["imports", "tokenizer", "routes", "engine"]
@@ -129,7 +129,7 @@ async def test_start_serve_and_shutdown(run_dir, model):
 async def test_connects_to_the_next_engine_on_request(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
         request = await process.engine.requests.get()
         await process.engine.close()
@@ -151,7 +151,7 @@ async def test_connects_to_the_next_engine_on_request(run_dir, model):
 async def test_sigterm(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
         request = await process.engine.requests.get()
         process.engine.emit(request, [40])
@@ -163,12 +163,12 @@ async def test_sigterm(run_dir, model):
 async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model, capfd):
     async with running(run_dir, model) as process:
         process.supervisor.send(Ping())
-        await process.say(Alive)
+        await process.next_message(Alive)
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         for _ in range(20):
             process.supervisor.send(Ping())
-            await process.say(Alive)
+            await process.next_message(Alive)
         process.child.send_signal(signal.SIGUSR1)
         shown = ""
         async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -177,7 +177,7 @@ async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model
                 await asyncio.sleep(0.01)
         process.supervisor.send(HealthStatus((NotReady("draining", 0.0),)))
         process.supervisor.send(Ping())
-        await process.say(Alive)
+        await process.next_message(Alive)
         ready = await process.http.get("/health/ready")
         assert ready.status_code == 503
         assert ready.json()["reasons"][0].startswith("draining for ")
@@ -186,7 +186,7 @@ async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model
 async def test_ctrl_c_is_left_to_the_supervisor(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce()
-        await process.say(FrontEndReady)
+        await process.next_message(FrontEndReady)
         process.child.send_signal(signal.SIGINT)
         answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
         request = await process.engine.requests.get()
@@ -199,7 +199,7 @@ async def test_ctrl_c_is_left_to_the_supervisor(run_dir, model):
 async def test_a_folder_without_tokenizer_is_fatal(run_dir, model, tmp_path):
     empty = msgspec.structs.replace(model, folder=str(tmp_path))
     async with running(run_dir, empty) as process:
-        message = await process.say(Fatal)
+        message = await process.next_message(Fatal)
         assert "tokenizer.json" in message.error.message
         assert await process.status() == 1
 
@@ -207,6 +207,6 @@ async def test_a_folder_without_tokenizer_is_fatal(run_dir, model, tmp_path):
 async def test_an_engine_of_another_version_is_fatal(run_dir, model):
     async with running(run_dir, model) as process:
         process.engine.announce(protocol_version=99)
-        message = await process.say(Fatal)
+        message = await process.next_message(Fatal)
         assert "protocol 99" in message.error.message
         assert await process.status() == 1

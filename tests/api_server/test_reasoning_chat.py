@@ -31,8 +31,8 @@ def joined(events, name):
     return "".join(event["choices"][0]["delta"].get(name) or "" for event in events)
 
 
-async def test_non_streaming_response(start, say, served, tokenizer):
-    async with start(say(SAID), served=served) as front_end:
+async def test_non_streaming_response(start, scripted, served, tokenizer):
+    async with start(scripted(SAID), served=served) as front_end:
         body = (await front_end.chat()).json()
         assert body["choices"][0]["message"] == {
             "role": "assistant",
@@ -48,8 +48,8 @@ async def test_non_streaming_response(start, say, served, tokenizer):
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-async def test_streaming_response(start, say, served, interval):
-    async with start(say(SAID), served=served) as front_end:
+async def test_streaming_response(start, scripted, served, interval):
+    async with start(scripted(SAID), served=served) as front_end:
         events = await front_end.events(
             PATH,
             messages=MESSAGES,
@@ -68,7 +68,7 @@ async def test_streaming_response(start, say, served, interval):
 
 @pytest.mark.parametrize("inside", [False, True])
 async def test_reasoning_tokens_are_counted_without_text(
-    start, say, served, tokenizer, tmp_path, inside
+    start, scripted, served, tokenizer, tmp_path, inside
 ):
     said = SAID
     if inside:  # the prompt ends with the start marker
@@ -76,7 +76,7 @@ async def test_reasoning_tokens_are_counted_without_text(
         template = TEMPLATE.replace("assistant:{%", "assistant:<think>{%", 1)
         assert template != TEMPLATE
         (tmp_path / "chat_template.jinja").write_text(template)
-    async with start(say(said), served=served) as front_end:
+    async with start(scripted(said), served=served) as front_end:
         body = (await front_end.chat(detokenize=False)).json()
         assert not body["choices"][0]["message"]["content"]
         assert not body["choices"][0]["message"].get("reasoning")
@@ -84,8 +84,8 @@ async def test_reasoning_tokens_are_counted_without_text(
         assert number == len(tokenizer.encode("\nthe fox 😀\n").ids)
 
 
-async def test_reasoning_can_be_omitted(start, say, served):
-    async with start(say(SAID), served=served) as front_end:
+async def test_reasoning_can_be_omitted(start, scripted, served):
+    async with start(scripted(SAID), served=served) as front_end:
         body = (await front_end.chat(include_reasoning=False)).json()
         assert "reasoning" not in body["choices"][0]["message"]
         assert body["choices"][0]["message"]["content"] == "over the sea"
@@ -95,19 +95,19 @@ async def test_reasoning_can_be_omitted(start, say, served):
         assert joined(events[:-1], "content") == "over the sea"
 
 
-async def test_content_is_null_without_content_tokens(start, say, served):
-    async with start(say("<think>\nthe fox"), served=served) as front_end:
+async def test_content_is_null_without_content_tokens(start, scripted, served):
+    async with start(scripted("<think>\nthe fox"), served=served) as front_end:
         message = (await front_end.chat()).json()["choices"][0]["message"]
         assert message["content"] is None
         assert message["reasoning"] == "the fox"
-    async with start(say("<think>\n</think>"), served=served) as front_end:
+    async with start(scripted("<think>\n</think>"), served=served) as front_end:
         message = (await front_end.chat()).json()["choices"][0]["message"]
         assert message["content"] == ""
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_every_choice_has_its_reasoning(start, say, served, n):
-    async with start(say(SAID), served=served) as front_end:
+async def test_every_choice_has_its_reasoning(start, scripted, served, n):
+    async with start(scripted(SAID), served=served) as front_end:
         body = (await front_end.chat(n=n, temperature=1.0, logprobs=True)).json()
         for choice in body["choices"]:
             assert choice["message"]["reasoning"] == "the fox 😀"
@@ -118,8 +118,8 @@ async def test_every_choice_has_its_reasoning(start, say, served, n):
     "fields",
     [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}],
 )
-async def test_thinking_can_be_switched_off(start, say, served, tokenizer, fields):
-    async with start(say("over <think> it"), served=served) as front_end:
+async def test_thinking_can_be_switched_off(start, scripted, served, tokenizer, fields):
+    async with start(scripted("over <think> it"), served=served) as front_end:
         body = (await front_end.chat(**fields)).json()
         assert body["choices"][0]["message"]["content"] == "over <think> it"
         assert "reasoning" not in body["choices"][0]["message"]
@@ -128,8 +128,10 @@ async def test_thinking_can_be_switched_off(start, say, served, tokenizer, field
         assert request.prompt_token_ids == tokenizer.encode(prompt).ids
 
 
-async def test_a_template_variable_of_the_client_takes_precedence(start, say, served, tokenizer):
-    async with start(say("x"), served=served) as front_end:
+async def test_a_template_variable_of_the_client_takes_precedence(
+    start, scripted, served, tokenizer
+):
+    async with start(scripted("x"), served=served) as front_end:
         await front_end.chat(
             reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}
         )
@@ -137,9 +139,9 @@ async def test_a_template_variable_of_the_client_takes_precedence(start, say, se
         assert tokenizer.decode(request.prompt_token_ids).endswith("<think></think>")
 
 
-async def test_parser_none_leaves_the_text_unchanged(start, say, served):
+async def test_parser_none_leaves_the_text_unchanged(start, scripted, served):
     config = FrontEndConfig(reasoning_parser="none")
-    async with start(say(SAID), served=served, config=config) as front_end:
+    async with start(scripted(SAID), served=served, config=config) as front_end:
         body = (await front_end.chat()).json()
         assert body["choices"][0]["message"]["content"] == SAID
         assert "completion_tokens_details" not in body["usage"]
@@ -147,8 +149,8 @@ async def test_parser_none_leaves_the_text_unchanged(start, say, served):
         assert response.json()["error"]["param"] == "thinking_token_budget"
 
 
-async def test_the_thinking_budget_reaches_the_engine(start, say, served, tokenizer):
-    async with start(say(SAID), served=served) as front_end:
+async def test_the_thinking_budget_reaches_the_engine(start, scripted, served, tokenizer):
+    async with start(scripted(SAID), served=served) as front_end:
         await front_end.chat(thinking_token_budget=5)
         assert front_end.engine.requests.get_nowait().thinking == ThinkingRule(
             begun=False,
@@ -163,8 +165,8 @@ async def test_the_thinking_budget_reaches_the_engine(start, say, served, tokeni
         assert front_end.engine.requests.get_nowait().thinking is None
 
 
-async def test_a_grammar_applies_after_the_reasoning(start, say, served):
-    async with start(say(SAID), served=served) as front_end:
+async def test_a_grammar_applies_after_the_reasoning(start, scripted, served):
+    async with start(scripted(SAID), served=served) as front_end:
         await front_end.chat(response_format={"type": "json_object"})
         request = front_end.engine.requests.get_nowait()
         assert isinstance(request.grammar, GrammarSource)
@@ -200,8 +202,8 @@ async def test_markers_that_are_special_tokens(start, tmp_path, skips):
         ({"include_reasoning": "yes"}, "include_reasoning"),
     ],
 )
-async def test_reasoning_fields_need_a_reasoning_model(start, say, fields, param):
-    async with start(say("Hi")) as front_end:
+async def test_reasoning_fields_need_a_reasoning_model(start, scripted, fields, param):
+    async with start(scripted("Hi")) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
@@ -212,8 +214,8 @@ async def test_reasoning_fields_need_a_reasoning_model(start, say, fields, param
 @pytest.mark.parametrize(
     "fields", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"use_beam_search": True, "n": 2}]
 )
-async def test_the_end_marker_of_reasoning_must_be_allowed(start, say, served, fields):
-    async with start(say("Hi"), served=served) as front_end:
+async def test_the_end_marker_of_reasoning_must_be_allowed(start, scripted, served, fields):
+    async with start(scripted("Hi"), served=served) as front_end:
         response = await front_end.chat(thinking_token_budget=5, **fields)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == next(iter(fields))

@@ -53,7 +53,7 @@ ROWS = {
     ),
     "12 tokens outside the vocabulary": (f"{API}test_bad_requests.py::test_bad_fields",),
     "13 schemas that are none, too deep, recursive without an end": (
-        f"{API}test_structured_fields.py::test_what_is_refused",
+        f"{API}test_structured_fields.py::test_invalid_requests_are_refused",
         f"{API}test_structured_fields.py::test_a_schema_a_thousand_levels_deep_is_refused",
         f"{GRAMMARS}test_backend.py::test_what_cannot_be_used_says_why",
         f"{GRAMMARS}test_sandbox.py::test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine",

@@ -14,8 +14,8 @@ from proto.stats import METRIC_CELLS, SchedulerStats
 from tests.api_server.conftest import samples
 
 
-async def test_request_phases_and_parameters(start, say):
-    async with start(say(" world")) as front_end:
+async def test_request_phases_and_parameters(start, scripted):
+    async with start(scripted(" world")) as front_end:
         await front_end.complete(n=3, max_tokens=7)
         found = await samples(front_end)
         assert found["vllm:request_params_n_sum"] == 3
@@ -46,8 +46,8 @@ async def test_aborted_and_refused_requests_are_in_no_phase(start):
         assert found["vllm:time_to_first_token_seconds_count"] == 1
 
 
-async def test_prompt_tokens_by_source_add_up(start, say):
-    async with start(say("!")) as front_end:
+async def test_prompt_tokens_by_source_add_up(start, scripted):
+    async with start(scripted("!")) as front_end:
         metrics = front_end.app_state.metrics
         metrics.record_first_step(0.0, 100, 64, 48)
         metrics.record_first_step(0.0, 10, 0, 0)
@@ -105,9 +105,9 @@ def test_discarded_tokens():
     assert (discarded("after_stop"), discarded("repeated")) == (2, 1)
 
 
-async def test_http_requests_by_route_and_status(start, say):
+async def test_http_requests_by_route_and_status(start, scripted):
     config = FrontEndConfig(api_key="k", metrics_open=True)
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         front_end.http.headers["authorization"] = "Bearer k"
         await front_end.complete()
         await front_end.events("/v1/completions", prompt="x")

@@ -1,4 +1,4 @@
-"""Thoughts over /v1/responses, with a model that thinks."""
+"""Reasoning over /v1/responses, with a reasoning model."""
 
 import pytest
 
@@ -14,8 +14,8 @@ def served(tokenizer, tmp_path):
     return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
 
 
-async def test_thoughts_are_an_item_and_are_counted(start, say, served):
-    async with start(say(SAID), served=served) as front_end:
+async def test_reasoning_is_an_item_and_its_tokens_are_counted(start, scripted, served):
+    async with start(scripted(SAID), served=served) as front_end:
         whole = await answer(front_end)
         found = (await events(front_end))[-1]["response"]
         for response in (whole, found):
@@ -27,8 +27,10 @@ async def test_thoughts_are_an_item_and_are_counted(start, say, served):
         assert 0 < counts[0]["reasoning_tokens"] < whole["usage"]["output_tokens"]
 
 
-async def test_an_effort_is_a_switch_where_the_template_has_one(start, say, served, tokenizer):
-    async with start(say("over"), served=served) as front_end:
+async def test_effort_switches_reasoning_in_templates_with_a_switch(
+    start, scripted, served, tokenizer
+):
+    async with start(scripted("over"), served=served) as front_end:
         for effort, end in (("none", "assistant:<think></think>"), ("high", "assistant:")):
             response = await ask(front_end, reasoning={"effort": effort, "summary": "auto"})
             assert response.status_code == 200, response.text
@@ -38,8 +40,8 @@ async def test_an_effort_is_a_switch_where_the_template_has_one(start, say, serv
         assert response.json()["error"]["param"] == "reasoning"
 
 
-async def test_thoughts_may_be_hidden_and_come_back(start, say, served):
-    async with start(say(SAID), served=served) as front_end:
+async def test_reasoning_can_be_omitted_and_sent_back(start, scripted, served):
+    async with start(scripted(SAID), served=served) as front_end:
         hidden = await answer(front_end, include_reasoning=False)
         assert [item["type"] for item in hidden["output"]] == ["message"]
         first = await answer(front_end)
@@ -53,8 +55,8 @@ async def test_thoughts_may_be_hidden_and_come_back(start, say, served):
         assert "x-tokend-ignored" not in response.headers
 
 
-async def test_log_probabilities_are_those_of_the_text(start, say, served, tokenizer):
-    """Thoughts, markers and calls have tokens too, which are no part of it."""
+async def test_logprobs_cover_only_the_text(start, scripted, served, tokenizer):
+    """Tokens of reasoning, markers and calls are excluded."""
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     fields = {
         "include": ["message.output_text.logprobs"],
@@ -63,7 +65,7 @@ async def test_log_probabilities_are_those_of_the_text(start, say, served, token
     cases = ((SAID, True), (f"{SAID}<to be>", True), (f"{SAID}\n{call}", False))
     for said, ends_so in cases:
         for shown in ({}, {"include_reasoning": False}):
-            async with start(say(said), served=served, max_model_len=999) as front_end:
+            async with start(scripted(said), served=served, max_model_len=999) as front_end:
                 whole = await answer(front_end, **fields, **shown)
                 told = await events(front_end, **fields, **shown)
                 (part,) = (
@@ -93,8 +95,8 @@ async def test_log_probabilities_are_those_of_the_text(start, say, served, token
         ("minimal", {"minimal": "minimal", "max": "high"}),
     ],
 )
-async def test_an_effort_is_the_nearest_that_the_template_knows(
-    start, say, tokenizer, tmp_path, mentioned, expected
+async def test_effort_is_mapped_to_the_nearest_one_of_the_template(
+    start, scripted, tokenizer, tmp_path, mentioned, expected
 ):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     branch = f"{{% if reasoning_effort == '{mentioned}' %}}{{% endif %}}" if mentioned else ""
@@ -102,7 +104,7 @@ async def test_an_effort_is_the_nearest_that_the_template_knows(
     served = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
     messages = [{"role": "user", "content": "hi"}]
     message = {"model": "toy", "max_tokens": 9, "messages": messages}
-    async with start(say("over"), served=served) as front_end:
+    async with start(scripted("over"), served=served) as front_end:
         for effort, known in expected.items():
             bodies = {
                 "/v1/chat/completions": {"messages": messages, "reasoning_effort": effort},

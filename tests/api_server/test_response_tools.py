@@ -1,4 +1,4 @@
-"""Conversations with tools over /v1/responses: OpenAI's client, and a coding agent's bodies."""
+"""Conversations with tools over /v1/responses, with OpenAI's client and a coding agent."""
 
 import json
 
@@ -27,7 +27,7 @@ SAID = "It is 21 degrees."
 
 @pytest.fixture
 def model_calls(tokenizer):
-    """Lets the model call with this, and answer once it has heard the result."""
+    """A script of a model that makes this call, and answers after the result."""
 
     def script_for(call: str):
         first = [*tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>").ids, 2]
@@ -43,7 +43,7 @@ def model_calls(tokenizer):
 
 
 async def streamed(api, **fields) -> tuple[list, object]:
-    """The events of OpenAI's client, each as it should be, and the response at their end."""
+    """Return the validated events of OpenAI's client and the final response."""
     stream = await api.responses.create(model="toy", stream=True, **fields)
     events = [event async for event in stream]
     for event in events:
@@ -83,14 +83,14 @@ async def test_a_stored_conversation(start, model_calls):
         assert second.output_text == SAID
 
 
-async def test_the_stream_helper_of_the_client(start, model_calls):
+async def test_the_clients_stream_helper_with_tools(start, model_calls):
     async with start(model_calls(CALL), max_model_len=2048) as front_end, client(front_end) as api:
         async with api.responses.stream(model="toy", input="?", tools=[WEATHER]) as stream:
             final = await stream.get_final_response()
         assert final.output[0].parsed_arguments == {"city": "Paris"}
 
 
-async def test_events_as_they_are_sent(start, model_calls):
+async def test_order_and_content_of_events(start, model_calls):
     async with start(model_calls(CALL), max_model_len=2048) as front_end:
         body = {"input": "?", "tools": [WEATHER], "stream": True}
         found = decoded((await front_end.http.post(PATH, json=body)).text)
@@ -187,7 +187,7 @@ HISTORY = [
     ],
 )
 async def test_a_coding_agent(start, model_calls, tokenizer, call, expected):
-    """Its bodies, a call, and the same conversation with what came of the call."""
+    """The agent's requests: a call, then the same conversation with its result."""
     async with start(model_calls(json.dumps(call)), max_model_len=4096) as front_end:
         response = await front_end.http.post(PATH, json={**AGENT, "input": HISTORY})
         assert response.status_code == 200, response.text
@@ -217,7 +217,7 @@ async def test_a_coding_agent(start, model_calls, tokenizer, call, expected):
         assert json.dumps(call) in prompt_of(front_end, tokenizer)
 
 
-async def test_errors_name_the_tool_that_the_client_wrote(start):
+async def test_errors_name_the_clients_tool(start):
     async with start() as front_end:
         wrong = {**WEATHER, "parameters": {"type": "array"}}
         found = await error(front_end, tools=[{"type": "web_search"}, wrong])
@@ -227,7 +227,7 @@ async def test_errors_name_the_tool_that_the_client_wrote(start):
         assert "tools[0].name" in found["message"]
 
 
-async def test_no_tool_is_called_where_none_may_be(start, model_calls, tokenizer):
+async def test_tool_choice_none_prevents_calls(start, model_calls, tokenizer):
     async with start(model_calls(CALL), max_model_len=2048) as front_end, client(front_end) as api:
         found = await api.responses.create(
             model="toy", input="?", tools=[WEATHER], tool_choice="none"
@@ -236,7 +236,7 @@ async def test_no_tool_is_called_where_none_may_be(start, model_calls, tokenizer
         assert "weather" not in prompt_of(front_end, tokenizer)
 
 
-async def test_a_client_of_another_kind_of_tool_is_told_so(start):
+async def test_a_tool_choice_of_an_unsupported_type_is_refused(start):
     async with start() as front_end, client(front_end) as api:
         with pytest.raises(openai.BadRequestError) as caught:
             await api.responses.create(
@@ -248,8 +248,8 @@ async def test_a_client_of_another_kind_of_tool_is_told_so(start):
         assert caught.value.param == "tool_choice"
 
 
-async def test_tools_that_are_left_out_are_named_in_the_body(start, model_calls):
-    """Clients rarely show the headers of a response."""
+async def test_ignored_tools_are_named_in_the_body(start, model_calls):
+    """Clients rarely display response headers."""
     tools = [WEATHER, {"type": "web_search"}]
     async with start(model_calls(CALL), max_model_len=2048) as front_end, client(front_end) as api:
         events, response = await streamed(api, input="?", tools=tools)
@@ -262,7 +262,7 @@ async def test_tools_that_are_left_out_are_named_in_the_body(start, model_calls)
         assert not hasattr(ordinary, "ignored_fields")
 
 
-async def test_tools_that_are_left_out_are_named_in_a_message(start, say):
+async def test_ignored_tools_are_named_in_a_message(start, scripted):
     body = {
         "model": "toy",
         "max_tokens": 9,
@@ -270,7 +270,7 @@ async def test_tools_that_are_left_out_are_named_in_a_message(start, say):
         "tools": [{"type": "web_search_20250305", "name": "web_search"}],
         "stream": True,
     }
-    async with start(say(SAID)) as front_end:
+    async with start(scripted(SAID)) as front_end:
         sent = (await front_end.http.post("/v1/messages", json=body)).text
         (data,) = [line for line in sent.splitlines() if '"message_start"' in line]
         message = json.loads(data.removeprefix("data: "))["message"]

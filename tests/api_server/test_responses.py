@@ -1,4 +1,4 @@
-"""/v1/responses: events and answers as OpenAI's own types read them, what is stored, and whose."""
+"""/v1/responses: responses and events checked with OpenAI's types; storage and its ownership."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def ask(front_end, **fields):
 
 
 async def answer(front_end, **fields) -> dict:
-    """The response, which is one that OpenAI could have given."""
+    """Return the response after validation by OpenAI's types."""
     response = await ask(front_end, **fields)
     assert response.status_code == 200, response.text
     Response.model_validate(response.json())
@@ -46,7 +46,7 @@ async def answer(front_end, **fields) -> dict:
 
 
 def decoded(text: str) -> list[dict]:
-    """Events of a stream, numbered one after the other, each one that OpenAI has."""
+    """Return the events of a stream, validated by OpenAI's types and numbered consecutively."""
     found = []
     for number, event in enumerate(text.removesuffix("\n\n").split("\n\n")):
         name, _, data = event.partition("\n")
@@ -78,13 +78,13 @@ def client(front_end, key: str = "none") -> openai.AsyncOpenAI:
 
 
 def prompt_of(front_end, tokenizer) -> str:
-    """What the engine was asked last."""
+    """Return the last request that the engine got."""
     request = front_end.engine.requests.get_nowait()
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-async def test_a_whole_answer(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_non_streaming_response(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         found = await answer(front_end, model="toy", metadata={"a": "b"}, temperature=0.5)
         assert found["status"] == "completed"
         assert found["id"].startswith("resp_")
@@ -107,8 +107,8 @@ async def test_a_whole_answer(start, say):
         assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 
-async def test_the_order_of_events(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_the_order_of_events(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         found = await events(front_end)
         names = [each["type"].removeprefix("response.") for each in found]
         deltas = [each["delta"] for each in found if each["type"].endswith("text.delta")]
@@ -133,15 +133,15 @@ async def test_the_order_of_events(start, say):
         assert whole["output"][0]["content"] == last["output"][0]["content"]
 
 
-async def test_cached_tokens(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_cached_tokens(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         front_end.engine.num_cached_tokens = 3
         found = await answer(front_end)
         assert found["usage"]["input_tokens_details"]["cached_tokens"] == 3
 
 
-async def test_what_the_model_sees(start, say, tokenizer):
-    async with start(say("!")) as front_end:
+async def test_input_is_rendered_for_the_model(start, scripted, tokenizer):
+    async with start(scripted("!")) as front_end:
         items = [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
@@ -164,7 +164,7 @@ async def test_what_the_model_sees(start, say, tokenizer):
         )
 
 
-async def test_a_tool_may_give_what_the_model_cannot_see(start, say, tokenizer):
+async def test_images_in_tool_results_are_replaced_by_text(start, scripted, tokenizer):
     items = [
         {"role": "user", "content": "look"},
         {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
@@ -177,15 +177,15 @@ async def test_a_tool_may_give_what_the_model_cannot_see(start, say, tokenizer):
             ],
         },
     ]
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         response = await ask(front_end, input=items)
         assert response.status_code == 200, response.text
         assert response.headers["x-tokend-ignored"] == "input.output.input_image"
         assert "here\n[image: not shown" in prompt_of(front_end, tokenizer)
 
 
-async def test_parameters_reach_the_engine(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_parameters_reach_the_engine(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         await answer(
             front_end,
             max_output_tokens=9,
@@ -210,8 +210,8 @@ async def test_parameters_reach_the_engine(start, say):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_is_too_long_is_incomplete(start, say, stream):
-    async with start(say(TEXT)) as front_end:
+async def test_a_truncated_answer_is_incomplete(start, scripted, stream):
+    async with start(scripted(TEXT)) as front_end:
         if stream:
             found = await events(front_end, max_output_tokens=2)
             assert found[-1]["type"] == "response.incomplete"
@@ -224,15 +224,15 @@ async def test_an_answer_that_is_too_long_is_incomplete(start, say, stream):
         assert found["usage"]["output_tokens"] == 2
 
 
-async def test_an_answer_without_text_has_a_message(start, say):
-    async with start(say("")) as front_end:
+async def test_an_answer_without_text_has_a_message(start, scripted):
+    async with start(scripted("")) as front_end:
         found = await events(front_end)
         assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
         assert len((await answer(front_end))["output"]) == 1
 
 
-async def test_log_probabilities(start, say):
-    async with start(say("the fox")) as front_end:
+async def test_log_probabilities(start, scripted):
+    async with start(scripted("the fox")) as front_end:
         include = ["message.output_text.logprobs"]
         found = await events(front_end, include=include, top_logprobs=2)
         deltas = [each for each in found if each["type"] == "response.output_text.delta"]
@@ -265,7 +265,7 @@ async def test_a_stream_that_fails(start):
         assert found[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
-async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
+async def test_errors_of_the_engine_name_fields_of_this_api(start):
     for fields in ({"stream": True}, {}, {"background": True, "store": True}):
         async with start() as front_end:
             asking = asyncio.create_task(ask(front_end, **fields))
@@ -340,16 +340,16 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ({"truncation": "some"}, "truncation", "auto"),
     ],
 )
-async def test_what_is_refused(start, fields, param, words):
+async def test_invalid_requests_are_refused(start, fields, param, words):
     async with start() as front_end:
         found = await error(front_end, **fields)
         assert words in found["message"]
         assert param is None or found["param"] == param
 
 
-async def test_every_field_that_openai_has_is_taken_or_refused_by_name(start, say):
-    """Whatever is in it: nothing is an error of the daemon's, or of another field."""
-    async with start(say("!")) as front_end:
+async def test_every_openai_field_is_accepted_or_refused_by_name(start, scripted):
+    """With any value: no server error, and no error that names another field."""
+    async with start(scripted("!")) as front_end:
 
         async def check(name: str) -> None:
             for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
@@ -367,8 +367,8 @@ async def test_every_field_that_openai_has_is_taken_or_refused_by_name(start, sa
         )
 
 
-async def test_what_is_ignored_is_named(start, say):
-    async with start(say("!")) as front_end:
+async def test_ignored_fields_are_named(start, scripted):
+    async with start(scripted("!")) as front_end:
         response = await ask(
             front_end,
             input=[
@@ -400,8 +400,8 @@ async def test_what_is_ignored_is_named(start, say):
         }
 
 
-async def test_a_conversation_that_is_too_long_may_lose_its_beginning(start, say):
-    async with start(say("!")) as front_end:
+async def test_truncation_auto_drops_the_beginning_of_a_long_conversation(start, scripted):
+    async with start(scripted("!")) as front_end:
         long = "the quick brown fox " * 200
         assert (await error(front_end, input=long))["param"] == "input"
         found = await answer(front_end, input=long, truncation="auto", max_output_tokens=6)
@@ -410,8 +410,8 @@ async def test_a_conversation_that_is_too_long_may_lose_its_beginning(start, say
         assert found["usage"]["input_tokens"] == 256 - 64, "there is room for an answer"
 
 
-async def test_stored_responses_go_on(start, say, tokenizer):
-    async with start(say(TEXT)) as front_end, client(front_end) as api:
+async def test_stored_responses_can_be_continued(start, scripted, tokenizer):
+    async with start(scripted(TEXT)) as front_end, client(front_end) as api:
         first = await api.responses.create(
             model="toy", input="one", instructions="Only now.", store=True
         )
@@ -439,9 +439,9 @@ async def test_stored_responses_go_on(start, say, tokenizer):
         assert (await api.responses.retrieve(second.id)).previous_response_id == first.id
 
 
-async def test_input_tokens_are_counted(start, say):
-    """As many as the same request has, with the conversation before it."""
-    async with start(say(TEXT)) as front_end, client(front_end) as api:
+async def test_input_tokens_are_counted(start, scripted):
+    """The count equals that of the same request, including the previous conversation."""
+    async with start(scripted(TEXT)) as front_end, client(front_end) as api:
         body = {"input": [{"role": "user", "content": "one"}]}
         first = await answer(front_end, **body)
         found = await front_end.http.post(f"{PATH}/input_tokens", json=body)
@@ -452,7 +452,7 @@ async def test_input_tokens_are_counted(start, say):
         second = await answer(front_end, **following)
         assert counted.input_tokens == second["usage"]["input_tokens"] > number
         long = await api.responses.input_tokens.count(model="toy", input="fox " * 1000)
-        assert long.input_tokens > 256, "beyond the context too"
+        assert long.input_tokens > 256, "also beyond the context"
         with pytest.raises(openai.NotFoundError):
             await api.responses.input_tokens.count(model="other", input="one")
         refused = await front_end.http.post(f"{PATH}/input_tokens", json={"input": 5})
@@ -460,9 +460,9 @@ async def test_input_tokens_are_counted(start, say):
 
 
 @pytest.mark.parametrize("path", ["", "/input_tokens", "/compact"])
-async def test_errors_count_only_the_items_of_the_request(start, say, path):
-    """Not those before them, which the client does not see; nor those that a summary leaves out."""
-    async with start(say(TEXT)) as front_end:
+async def test_errors_count_only_the_items_of_the_request(start, scripted, path):
+    """Items of previous responses, and items replaced by a summary, do not count."""
+    async with start(scripted(TEXT)) as front_end:
         first = await answer(front_end, input=[{"role": "user", "content": "one"}] * 3)
         pending = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         body = {
@@ -475,8 +475,29 @@ async def test_errors_count_only_the_items_of_the_request(start, say, path):
         assert refused.json()["error"]["message"].startswith("input[2].role must be")
 
 
-async def test_input_items_are_listed(start, say):
-    async with start(say(TEXT)) as front_end, client(front_end) as api:
+@pytest.mark.parametrize("instructions", [None, "Brief."])
+async def test_errors_name_the_item_of_a_merged_message(start, scripted, instructions):
+    """Initial system messages are merged, and so are the items of an assistant turn."""
+    items = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "half \ud83d"},
+    ]
+    async with start(scripted(TEXT)) as front_end:
+        body = json.dumps({"model": "toy", "input": items, "instructions": instructions})
+        headers = {"content-type": "application/json"}
+        refused = await front_end.http.post(PATH, content=body, headers=headers)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"].startswith("input[5].content holds half of a surrogate pair")
+        assert error["param"] == "input"
+
+
+async def test_input_items_are_listed(start, scripted):
+    async with start(scripted(TEXT)) as front_end, client(front_end) as api:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         result = {"type": "function_call_output", "call_id": "c", "output": "21"}
         given = [{"role": "user", "content": "one", "id": "msg_mine"}, call, result]
@@ -511,8 +532,8 @@ async def test_input_items_are_listed(start, say):
         assert (await page("resp_none")).status_code == 404
 
 
-async def test_nothing_is_stored_against_the_clients_will(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_store_false_stores_nothing(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         found = await answer(front_end, store=False)
         await events(front_end, store=False)
         assert len(front_end.app_state.responses) == 0
@@ -524,14 +545,16 @@ async def test_nothing_is_stored_against_the_clients_will(start, say):
             assert response.status_code == 404
 
 
-async def test_nothing_is_stored_where_that_is_not_wanted(start, say):
-    async with start(say(TEXT), config=FrontEndConfig(max_stored_responses_mib=0)) as front_end:
+async def test_storage_can_be_disabled(start, scripted):
+    async with start(
+        scripted(TEXT), config=FrontEndConfig(max_stored_responses_mib=0)
+    ) as front_end:
         assert (await error(front_end, store=True))["param"] == "store"
 
 
-async def test_a_conversation_that_is_too_large_to_store(start, say):
+async def test_an_oversized_conversation_is_not_stored(start, scripted):
     config = FrontEndConfig(max_stored_responses_mib=1)
-    async with start(say(TEXT), config=config) as front_end:
+    async with start(scripted(TEXT), config=config) as front_end:
         fields = {"input": "x" * 200_000, "truncation": "auto"}
         for must_store in ({"store": True}, {"background": True}):
             assert (await error(front_end, **fields, **must_store))["param"] == "store"
@@ -542,9 +565,9 @@ async def test_a_conversation_that_is_too_large_to_store(start, say):
         assert len(front_end.app_state.responses) == 0
 
 
-async def test_a_response_is_finished_for_all_once_its_last_event_is_made(start, say):
-    """The stream that has sent it may still be open."""
-    async with start(say(TEXT)) as front_end:
+async def test_a_response_is_complete_once_its_last_event_is_created(start, scripted):
+    """Its stream may still be open."""
+    async with start(scripted(TEXT)) as front_end:
         responses = front_end.app_state.responses
         remove, finished = responses.remove_running, asyncio.Event()
         responses.remove_running = lambda *given: finished.set()
@@ -565,8 +588,8 @@ def keys(tmp_path):
     return str(path)
 
 
-async def test_nobody_sees_the_responses_of_others(start, say, keys):
-    async with start(say(TEXT), config=FrontEndConfig(api_key_file=keys)) as front_end:
+async def test_responses_of_other_keys_are_hidden(start, scripted, keys):
+    async with start(scripted(TEXT), config=FrontEndConfig(api_key_file=keys)) as front_end:
         alice, bob = client(front_end, "a1"), client(front_end, "b1")
         made = await alice.responses.create(model="toy", input="one", store=True)
         for use in (
@@ -584,8 +607,8 @@ async def test_nobody_sees_the_responses_of_others(start, say, keys):
                 await use(made.id)
 
 
-async def test_nobody_sees_those_of_others_behind_a_proxy(start, say):
-    async with start(say(TEXT), config=FrontEndConfig(tenant_by="header")) as front_end:
+async def test_responses_of_other_tenants_behind_a_proxy_are_hidden(start, scripted):
+    async with start(scripted(TEXT), config=FrontEndConfig(tenant_by="header")) as front_end:
         ann, ben = {"x-tenant-id": "ann"}, {"x-tenant-id": "ben"}
         body = {"input": "hi", "store": True}
         made = (await front_end.http.post(PATH, json=body, headers=ann)).json()
@@ -595,7 +618,7 @@ async def test_nobody_sees_those_of_others_behind_a_proxy(start, say):
         assert (await front_end.http.get(url, headers=ann)).status_code == 200
 
 
-async def test_background(start):
+async def test_background_responses(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         assert made.status == "in_progress"
@@ -612,7 +635,7 @@ async def test_background(start):
         assert (await api.responses.cancel(made.id)).status == "incomplete"
 
 
-async def test_a_background_response_that_fails_says_so(start):
+async def test_a_failed_background_response_has_the_error(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         request = await front_end.engine.requests.get()
@@ -623,7 +646,7 @@ async def test_a_background_response_that_fails_says_so(start):
         assert (found.status, found.error.message) == ("failed", "it broke")
 
 
-async def test_cancelling_what_is_in_the_background(start):
+async def test_cancelling_a_background_response(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         request = await front_end.engine.requests.get()
@@ -663,7 +686,7 @@ async def test_cancelling_before_it_is_accepted(start):
         assert (await asking).status_code == 410
 
 
-async def test_leaving_a_stream_aborts_and_stores_nothing(start):
+async def test_a_disconnect_aborts_the_response_and_stores_nothing(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         stream = await api.responses.create(model="toy", input="x", stream=True, store=True)
         await anext(stream)
@@ -673,15 +696,15 @@ async def test_leaving_a_stream_aborts_and_stores_nothing(start):
         assert len(front_end.app_state.responses) == 0
 
 
-async def test_a_kept_response_is_not_streamed_again(start, say):
-    async with start(say(TEXT)) as front_end:
+async def test_a_stored_response_is_not_streamed_again(start, scripted):
+    async with start(scripted(TEXT)) as front_end:
         made = await answer(front_end, store=True)
         response = await front_end.http.get(f"{PATH}/{made['id']}?stream=true")
         assert response.status_code == 400
 
 
-async def test_the_clients_stream_helper(start, say):
-    async with start(say(TEXT)) as front_end, client(front_end) as api:
+async def test_the_clients_stream_helper(start, scripted):
+    async with start(scripted(TEXT)) as front_end, client(front_end) as api:
         async with api.responses.stream(model="toy", input="hello") as stream:
             final = await stream.get_final_response()
         assert final.output_text == TEXT

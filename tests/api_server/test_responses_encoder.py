@@ -1,4 +1,4 @@
-"""What becomes of the parts of an answer in /v1/responses, and of its tools and items before."""
+"""/v1/responses: encoding of answers, and translation of tools and input items."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ FILES = {
 
 
 class Parts:
-    """A parser that knows what is meant: the text is a number of the parts to come."""
+    """A parser whose parts are given: the text is the number of the next parts."""
 
     def __init__(self, *steps: Sequence[OutputPart]) -> None:
         self._steps = list(steps)
@@ -70,7 +70,7 @@ def chat_messages(items: list[dict], tools: ResponseTools) -> list[dict]:
 
 
 def play(steps: Sequence[Sequence[OutputPart]], finish: str = "stop", **fields):
-    """The events of a stream with these parts, one step a token; and the whole answer."""
+    """Return the events of a stream with these parts, one per step, and the whole response."""
     asked, _ = parse_request(
         {"input": "x", "tools": [WEATHER, PATCH, FILES], **fields}, IgnoredFields()
     )
@@ -115,7 +115,7 @@ CALL = [
 ]
 
 
-def test_thinking_text_and_a_call():
+def test_reasoning_text_and_a_call():
     events, whole = play(
         [[ReasoningText("Hm")], [ReasoningText(". ")], [ContentText("Look.")], *CALL]
     )
@@ -159,7 +159,7 @@ def test_thinking_text_and_a_call():
     assert set(places) == {0, 1, 2}
 
 
-def test_a_summary_is_what_was_thought():
+def test_the_summary_contains_the_reasoning():
     events, _ = play([[ReasoningText("Hm")], [ContentText("Yes")]], reasoning={"summary": "auto"})
     assert names(events)[:10] == [
         "output_item.added",
@@ -177,7 +177,7 @@ def test_a_summary_is_what_was_thought():
     assert thought["summary"] == [{"type": "summary_text", "text": "Hm"}]
 
 
-def test_two_calls_of_different_kinds():
+def test_calls_of_different_types():
     begin = [
         ToolCallStart(1, "call_2", "apply_patch"),
         ToolCallArguments(1, '{"input": "*** Begin'),
@@ -213,7 +213,7 @@ def test_the_input_of_a_custom_tool(arguments, given):
     assert events[-1]["response"]["output"][0]["input"] == given
 
 
-def test_a_call_that_is_cut_is_incomplete():
+def test_a_truncated_call_is_incomplete():
     events, whole = play(CALL[:2], finish="length")
     assert events[-1]["type"] == "response.incomplete"
     assert whole["output"][0]["status"] == "incomplete"
@@ -237,7 +237,7 @@ def test_tools_become_functions():
     assert str(ignored) == "tools.format, tools.web_search"
 
 
-def test_names_in_namespaces():
+def test_names_of_tools_in_namespaces():
     def offered(namespace: str, name: str) -> str:
         tool = {"type": "namespace", "name": namespace, "tools": [{**WEATHER, "name": name}]}
         tools = ResponseTools([{"type": "web_search"}, tool], "auto", IgnoredFields())
@@ -254,7 +254,7 @@ def test_names_in_namespaces():
     assert {len(each) for each in long} == {64}
 
 
-def test_errors_of_a_chat_are_told_as_of_this_api():
+def test_chat_errors_are_translated_to_this_api():
     request, _ = parse_request(
         {"input": "x", "tools": [{"type": "web_search"}, WEATHER, FILES]}, IgnoredFields()
     )
@@ -266,7 +266,7 @@ def test_errors_of_a_chat_are_told_as_of_this_api():
             "max_output_tokens must be",
             "max_output_tokens",
         ),
-        ("messages.3.content: no", "messages", "input.3.content: no", "input"),
+        ("messages.3.content: no", "messages", "input.content: no", "input"),
         ("at most 9 messages", "messages", "at most 9 messages", "input"),
         (
             "tools[0].function.name: no",
@@ -281,12 +281,12 @@ def test_errors_of_a_chat_are_told_as_of_this_api():
         assert (found.message, found.param) == (ours, place)
 
 
-def test_without_functions_nothing_is_said_of_tools():
+def test_without_functions_the_chat_has_no_tools():
     tools = ResponseTools([{"type": "web_search"}], "auto", IgnoredFields())
     assert tools.chat_fields(False) == {}
 
 
-def test_a_choice_of_tools():
+def test_tool_choice():
     def chosen(choice):
         return ResponseTools([WEATHER, PATCH, FILES], choice, IgnoredFields()).chat_fields(True)
 
@@ -328,13 +328,13 @@ def test_a_choice_of_tools():
         [{**WEATHER, "name": f"t{number}"} for number in range(129)],
     ],
 )
-def test_tools_that_are_refused(tools):
+def test_refused_tools(tools):
     with pytest.raises(InvalidRequestError) as caught:
         ResponseTools(tools, "auto", IgnoredFields())
     assert caught.value.param.startswith("tools")
 
 
-def test_a_turn_of_the_assistant_is_one_message():
+def test_an_assistant_turn_is_one_message():
     tools = ResponseTools([WEATHER, PATCH, FILES], "auto", IgnoredFields())
     items = [
         {"role": "user", "content": "weather?"},
@@ -378,7 +378,7 @@ def test_a_turn_of_the_assistant_is_one_message():
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Pa', "[1]", "5", "[" * 100_000])
-def test_a_call_that_was_cut_can_be_sent_back(arguments):
+def test_a_truncated_call_can_be_sent_back(arguments):
     tools = ResponseTools([], "auto", IgnoredFields())
     item = {"type": "function_call", "call_id": "1", "name": "x", "arguments": arguments}
     (message,) = chat_messages([item], tools)
@@ -386,8 +386,8 @@ def test_a_call_that_was_cut_can_be_sent_back(arguments):
     assert json.loads(found) == {"arguments": arguments}
 
 
-def test_what_an_answer_said_can_be_said_again():
-    """Its items, sent back, are the message that they came from."""
+def test_output_items_can_be_sent_back():
+    """Output items that are sent back become the original message."""
     _, whole = play([[ContentText("Look.")], *CALL])
     tools = ResponseTools([WEATHER], "auto", IgnoredFields())
     (message,) = chat_messages(whole["output"], tools)

@@ -28,7 +28,7 @@ async def create(client, **fields):
 
 
 async def events(client, **fields) -> list[dict]:
-    """The events of a response, up to the last one."""
+    """Return the events of a response, up to the last one."""
     await create(client, **fields)
     return await events_of_next(client)
 
@@ -62,8 +62,8 @@ def prompt_of(front_end, tokenizer) -> str:
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-async def test_the_events_are_those_of_the_stream(start, say):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_events_equal_those_of_the_http_stream(start, scripted):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         for _ in range(2):
             found = await events(client, model="toy")
             assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -78,9 +78,9 @@ async def test_the_events_are_those_of_the_stream(start, say):
 
 
 async def test_a_response_that_is_not_stored_can_be_continued_on_its_connection(
-    start, say, tokenizer
+    start, scripted, tokenizer
 ):
-    async with start(say(TEXT)) as front_end:
+    async with start(scripted(TEXT)) as front_end:
         async with websocket(front_end, PATH) as client:
             first = await answer(client, input="one")
             prompt_of(front_end, tokenizer)
@@ -99,8 +99,8 @@ async def test_a_response_that_is_not_stored_can_be_continued_on_its_connection(
         assert (await front_end.http.get(f"{PATH}/{second['id']}")).status_code == 404
 
 
-async def test_a_stored_response_can_be_continued_from_anywhere(start, say, tokenizer):
-    async with start(say(TEXT)) as front_end:
+async def test_a_stored_response_can_be_continued_from_anywhere(start, scripted, tokenizer):
+    async with start(scripted(TEXT)) as front_end:
         async with websocket(front_end, PATH) as client:
             first = await answer(client, input="one", store=True)
         async with websocket(front_end, PATH) as client:
@@ -109,9 +109,9 @@ async def test_a_stored_response_can_be_continued_from_anywhere(start, say, toke
         assert stored.json() == first
 
 
-async def test_a_failed_continuation_forgets_the_response(start, say):
+async def test_a_failed_continuation_forgets_the_response(start, scripted):
     orphan = [{"type": "function_call_output", "call_id": "x", "output": "21"}]
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         first = await answer(client)
         found = await error(client, input="a", temperature=-1)
         assert found["param"] == "temperature"
@@ -122,8 +122,8 @@ async def test_a_failed_continuation_forgets_the_response(start, say):
         assert found["code"] == "previous_response_not_found"
 
 
-async def test_a_warm_up_computes_the_prompt_and_has_no_output(start, say, tokenizer):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_a_warm_up_computes_the_prompt_and_has_no_output(start, scripted, tokenizer):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         found = await events(
             client, input=[], instructions="be brief", generate=False, min_tokens=5
         )
@@ -156,8 +156,10 @@ async def test_a_warm_up_computes_the_prompt_and_has_no_output(start, say, token
         ('{"type": "response.create", "input": "a", "previous_response_id": 5}', None),
     ],
 )
-async def test_an_invalid_message_is_answered_and_the_connection_goes_on(start, say, text, param):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_an_invalid_message_is_an_error_and_the_connection_continues(
+    start, scripted, text, param
+):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         await client.send(text)
         found = await message(client)
         assert (found["type"], found["status"]) == ("error", 400)
@@ -166,8 +168,8 @@ async def test_an_invalid_message_is_answered_and_the_connection_goes_on(start, 
         assert text_of(await answer(client, stream=True)) == TEXT
 
 
-async def test_messages_that_are_sent_ahead_are_answered_one_after_the_other(start, say):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_messages_sent_ahead_are_answered_in_order(start, scripted):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         for name in "abc":
             await create(client, metadata={"name": name})
         for name in "abc":
@@ -176,9 +178,9 @@ async def test_messages_that_are_sent_ahead_are_answered_one_after_the_other(sta
             assert found[-1]["type"] == "response.completed"
 
 
-async def test_fields_of_the_handshake_hold_for_every_response(start, say):
+async def test_handshake_headers_apply_to_every_response(start, scripted):
     headers = {"x-session-id": "s", "x-request-id": "mine"}
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH, **headers) as client:
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH, **headers) as client:
         found = [await events(client, unheard_of=1) for _ in range(2)]
         assert found[0][-1]["response"]["id"] != found[1][-1]["response"]["id"]
         assert found[0][0]["response"]["ignored_fields"] == ["unheard_of"]
@@ -201,7 +203,7 @@ async def test_a_failure_of_the_engine_is_the_last_event(start):
         assert "error" not in [event["type"] for event in found]
 
 
-async def test_a_refusal_of_the_engine_is_an_error(start):
+async def test_an_error_before_acceptance_is_an_error_event(start):
     async with start() as front_end, websocket(front_end, PATH) as client:
         await create(client)
         request = await front_end.engine.requests.get()
@@ -211,7 +213,7 @@ async def test_a_refusal_of_the_engine_is_an_error(start):
         assert found["error"]["code"] == "overloaded_error"
 
 
-async def test_a_client_that_leaves_aborts_its_response(start):
+async def test_a_disconnect_aborts_the_response(start):
     async with start(accepts=True) as front_end:
         async with websocket(front_end, PATH) as client:
             await create(client)
@@ -235,8 +237,8 @@ async def test_a_running_response_can_be_cancelled(start):
         assert (last["id"], last["status"]) == (started["id"], "cancelled")
 
 
-async def test_an_idle_connection_holds_no_drain_and_is_closed_by_it(start, say):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_a_drain_closes_idle_connections_without_waiting(start, scripted):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         await answer(client)
         app_state = front_end.app_state
         assert app_state.in_flight.number == 0
@@ -245,7 +247,7 @@ async def test_an_idle_connection_holds_no_drain_and_is_closed_by_it(start, say)
         assert await closed(client) == 1012
 
 
-async def test_a_drain_lets_the_response_finish(start):
+async def test_a_drain_waits_for_the_response(start):
     async with start(accepts=True) as front_end, websocket(front_end, PATH) as client:
         await create(client)
         request = await front_end.engine.requests.get()
@@ -257,8 +259,8 @@ async def test_a_drain_lets_the_response_finish(start):
         assert await closed(client) == 1012
 
 
-async def test_a_reload_between_two_responses_changes_what_answers(start, say):
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+async def test_a_reload_between_two_responses_changes_the_engine(start, scripted):
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         first = await answer(client)
         old = front_end.app_state
         front_end.app.state.app_state = dataclasses.replace(
@@ -269,16 +271,16 @@ async def test_a_reload_between_two_responses_changes_what_answers(start, say):
         assert old.in_flight.number == 0
 
 
-async def test_a_connection_ends_after_an_hour(start, say, monkeypatch):
+async def test_a_connection_ends_after_an_hour(start, scripted, monkeypatch):
     monkeypatch.setattr(route, "CONNECTION_SECONDS", 0.2)
-    async with start(say(TEXT)) as front_end, websocket(front_end, PATH) as client:
+    async with start(scripted(TEXT)) as front_end, websocket(front_end, PATH) as client:
         found = await message(client)
         assert found["error"]["code"] == "websocket_connection_limit_reached"
         assert await closed(client) == 1008
 
 
-async def test_it_needs_a_key_and_a_page_of_the_same_site(start, say):
-    async with start(say(TEXT), config=FrontEndConfig(api_key="secret")) as front_end:
+async def test_a_key_and_the_same_origin_are_required(start, scripted):
+    async with start(scripted(TEXT), config=FrontEndConfig(api_key="secret")) as front_end:
         key = {"Authorization": "Bearer secret"}
         refusals = [(401, {}), (403, {**key, "Origin": "https://evil.example"})]
         for status, headers in refusals:

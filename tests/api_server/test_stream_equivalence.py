@@ -35,9 +35,9 @@ def merged(whole: dict, event: dict) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", FIELDS)
-async def test_completions(start, say, tokenizer, name, n):
+async def test_completions(start, scripted, tokenizer, name, n):
     ids = tokenizer.encode("hello").ids
-    async with start(say(TEXT)) as front_end:
+    async with start(scripted(TEXT)) as front_end:
         for prompt in ("hello", ["hello", "fox"], ids, [ids, [40, 41]]):
             fields = {"max_tokens": 60, **FIELDS[name], "prompt": prompt, "n": n}
             body = (await front_end.complete(**fields)).json()
@@ -60,9 +60,9 @@ async def test_completions(start, say, tokenizer, name, n):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", ["nothing", "stop", "seed", "stop_token_ids"])
-async def test_chats(start, say, name, n):
+async def test_chats(start, scripted, name, n):
     messages = [{"role": "user", "content": "hello"}]
-    async with start(say(TEXT)) as front_end:
+    async with start(scripted(TEXT)) as front_end:
         fields = {**FIELDS[name], "max_tokens": 60, "n": n, "logprobs": True, "top_logprobs": 2}
         body = (await front_end.chat(**fields)).json()
         fields["stream_options"] = {"include_usage": True}

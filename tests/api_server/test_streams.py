@@ -205,8 +205,8 @@ async def test_a_disconnect_before_submission_sends_nothing_to_the_engine(start,
         assert front_end.app_state.client.num_open == 0
 
 
-async def test_a_finished_request_is_not_aborted(start, say):
-    async with start(say("!")) as front_end:
+async def test_a_finished_request_is_not_aborted(start, scripted):
+    async with start(scripted("!")) as front_end:
         await front_end.complete()
         await front_end.events("/v1/completions", prompt="hello")
         assert (await front_end.http.get("/health")).status_code == 200

@@ -1,4 +1,4 @@
-"""The forms in which clients ask for structured output, and what the engine gets of each."""
+"""Request fields for structured output, and the grammar that the engine gets."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def source_of(**fields) -> GrammarSource | None:
         ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
     ],
 )
-def test_forms(fields, kind, source):
+def test_fields_become_grammar_sources(fields, kind, source):
     found = source_of(**fields)
     assert found is not None
     (name, value) = next(iter(fields.items()))
@@ -63,7 +63,7 @@ def test_forms(fields, kind, source):
     assert (found.kind, found.source, found.field) == (kind, source, path)
 
 
-def test_what_nobody_defines_is_ignored_by_name():
+def test_unknown_fields_are_reported_and_ignored():
     ignored = IgnoredFields()
     body = {
         "prompt": "x",
@@ -134,7 +134,7 @@ def test_free_text_and_compact_json():
         ({"guided_json": '{"minimum": NaN}'}, "guided_json", "NaN is no JSON number"),
     ],
 )
-def test_what_is_refused(fields, param, words):
+def test_invalid_requests_are_refused(fields, param, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         source_of(**fields)
     assert caught.value.param == param
@@ -184,7 +184,7 @@ FORMAT = {"type": "json_schema", "schema": UNIQUE}
     ],
 )
 async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields, field):
-    """Errors are found here, or by the engine before and after the answer has begun."""
+    """The front end finds errors, or the engine before and after the response has begun."""
     conversation = {"input": "x"} if path == RESPONSES else {"messages": USER}
     body = {"model": "toy", "max_tokens": 20, **conversation, **fields}
     if path == RESPONSES:
@@ -217,9 +217,9 @@ async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields,
         assert f"{field}: too large" in text
 
 
-async def test_a_grammar_reaches_the_engine_and_its_refusal_is_a_400(start, say):
+async def test_a_grammar_reaches_the_engine_and_its_error_is_a_400(start, scripted):
     body = {"prompt": "hello", "structured_outputs": {"regex": "a+"}}
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         response = await front_end.complete(**body)
         assert response.status_code == 200, response.text
         for field in (

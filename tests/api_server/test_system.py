@@ -98,9 +98,9 @@ async def test_models_and_version(start):
         assert set((await front_end.http.get("/version")).json()) == {"version"}
 
 
-async def test_one_line_per_request(start, say, caplog):
+async def test_one_line_per_request(start, scripted, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
-    async with start(say("private answer")) as front_end:
+    async with start(scripted("private answer")) as front_end:
         await front_end.complete(prompt="private question", request_id="r1")
         await front_end.events("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
     lines = [record.getMessage() for record in caplog.records if record.name == "tokend.requests"]
@@ -126,12 +126,12 @@ BODIES = [
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_no_line_has_a_prompt_an_answer_or_a_key(start, say, caplog, log_format):
+async def test_no_line_has_a_prompt_an_answer_or_a_key(start, scripted, caplog, log_format):
     """In lines of any logger, also for refused requests."""
     caplog.set_level(logging.INFO)
     caplog.handler.setFormatter(formatter(log_format, "api 0"))
     config = FrontEndConfig(api_key=f"key-{SECRET}")
-    async with start(say(f" {SECRET}"), config=config) as front_end:
+    async with start(scripted(f" {SECRET}"), config=config) as front_end:
         front_end.http.headers["authorization"] = f"Bearer key-{SECRET}"
         statuses = set()
         for path, body in BODIES:
@@ -144,9 +144,9 @@ async def test_no_line_has_a_prompt_an_answer_or_a_key(start, say, caplog, log_f
     assert SECRET not in caplog.text
 
 
-async def test_json_log_line(start, say, caplog):
+async def test_json_log_line(start, scripted, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         await front_end.complete(request_id="r1", n=2)
     (record,) = [each for each in caplog.records if each.name == "tokend.requests"]
     line = json.loads(JsonLines("api 0").format(record))
@@ -156,9 +156,9 @@ async def test_json_log_line(start, say, caplog):
     assert 0 <= line["queue"] <= line["ttft"] <= line["total"]
 
 
-async def test_request_logging_can_be_disabled(start, say, caplog):
+async def test_request_logging_can_be_disabled(start, scripted, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
-    async with start(say("!"), config=FrontEndConfig(disable_log_requests=True)) as front_end:
+    async with start(scripted("!"), config=FrontEndConfig(disable_log_requests=True)) as front_end:
         await front_end.complete()
     assert not [record for record in caplog.records if record.name == "tokend.requests"]
 

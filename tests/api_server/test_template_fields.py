@@ -60,8 +60,8 @@ def served(tokenizer, tmp_path):
         ),
     ],
 )
-async def test_rendered_prompts(start, say, served, tokenizer, fields, prompt):
-    async with start(say("Hi"), served=served) as front_end:
+async def test_rendered_prompts(start, scripted, served, tokenizer, fields, prompt):
+    async with start(scripted("Hi"), served=served) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 200, response.text
         sent = front_end.engine.requests.get_nowait().prompt_token_ids
@@ -71,8 +71,8 @@ async def test_rendered_prompts(start, say, served, tokenizer, fields, prompt):
         assert tokens == sent
 
 
-async def test_unused_template_variables_are_reported(start, say):
-    async with start(say("Hi")) as front_end:
+async def test_unused_template_variables_are_reported(start, scripted):
+    async with start(scripted("Hi")) as front_end:
         response = await front_end.chat(chat_template_kwargs={"enable_thinking": False})
         assert response.status_code == 200
         assert response.headers["x-tokend-ignored"] == "chat_template_kwargs.enable_thinking"
@@ -99,16 +99,16 @@ async def test_unused_template_variables_are_reported(start, say):
         ({"documents": [{"text": "a" * 500_000}]}, "documents"),
     ],
 )
-async def test_refused_template_variables(start, say, fields, param):
-    async with start(say("Hi")) as front_end:
+async def test_refused_template_variables(start, scripted, fields, param):
+    async with start(scripted("Hi")) as front_end:
         response = await front_end.chat(**fields)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
         assert front_end.engine.requests.empty()
 
 
-async def test_oversized_documents_are_not_rendered(start, say, served):
-    async with start(say("Hi"), served=served) as front_end:
+async def test_oversized_documents_are_not_rendered(start, scripted, served):
+    async with start(scripted("Hi"), served=served) as front_end:
         response = await front_end.chat(documents=[{"text": "a" * 500_000}])
         assert response.status_code == 400
         assert "maximum context length is" in response.json()["error"]["message"]

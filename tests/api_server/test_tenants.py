@@ -29,17 +29,17 @@ async def tenant(front_end, path="/v1/completions", key=None, **headers):
     return (await front_end.engine.requests.get()).tenant
 
 
-async def test_without_keys_all_requests_have_one_tenant(start, say):
-    async with start(say("!")) as front_end:
+async def test_without_keys_all_requests_have_one_tenant(start, scripted):
+    async with start(scripted("!")) as front_end:
         assert await tenant(front_end) == DEFAULT_TENANT
         assert await tenant(front_end, x_tenant_id="alice") == DEFAULT_TENANT
         assert await tenant(front_end, x_tenant_id="no name") == DEFAULT_TENANT
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_name_of_the_key_file_is_a_tenant(start, say, keys, path):
+async def test_a_name_of_the_key_file_is_a_tenant(start, scripted, keys, path):
     config = FrontEndConfig(api_key="k", api_key_file=keys)
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         found = {key: await tenant(front_end, path, key) for key in ("k", "a1", "a2", "b1")}
         assert found["k"] == DEFAULT_TENANT
         assert found["a1"] == found["a2"]
@@ -50,14 +50,14 @@ async def test_a_name_of_the_key_file_is_a_tenant(start, say, keys, path):
         assert (await tenant(front_end, path)).status_code == 401
 
 
-async def test_an_x_api_key_names_its_tenant(start, say, keys):
-    async with start(say("!"), config=FrontEndConfig(api_key_file=keys)) as front_end:
+async def test_an_x_api_key_names_its_tenant(start, scripted, keys):
+    async with start(scripted("!"), config=FrontEndConfig(api_key_file=keys)) as front_end:
         assert await tenant(front_end, x_api_key="b1") == await tenant(front_end, key="b1")
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_trusted_header_names_the_tenant(start, say, path):
-    async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
+async def test_a_trusted_header_names_the_tenant(start, scripted, path):
+    async with start(scripted("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
         assert await tenant(front_end, path) == DEFAULT_TENANT
         alice = await tenant(front_end, path, x_tenant_id="alice@example.org")
         bob = await tenant(front_end, path, x_tenant_id="bob")
@@ -65,9 +65,9 @@ async def test_a_trusted_header_names_the_tenant(start, say, path):
         assert await tenant(front_end, path, x_tenant_id="bob") == bob
 
 
-async def test_header_values_are_separate_for_every_key(start, say, keys):
+async def test_header_values_are_separate_for_every_key(start, scripted, keys):
     config = FrontEndConfig(api_key_file=keys, tenant_by="header")
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         found = [
             await tenant(front_end, key=key, **header)
             for key in ("a1", "b1")
@@ -76,15 +76,15 @@ async def test_header_values_are_separate_for_every_key(start, say, keys):
         assert len(set(found)) == 6
 
 
-async def test_tenant_numbers_are_the_same_in_all_front_ends(start, say):
+async def test_tenant_numbers_are_the_same_in_all_front_ends(start, scripted):
     """The numbers must not change between starts, or a restart would mix up tenants."""
-    async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
+    async with start(scripted("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
         assert await tenant(front_end, x_tenant_id="alice") == 1433568293330041613
 
 
-async def test_tenants_can_be_disabled(start, say, keys):
+async def test_tenants_can_be_disabled(start, scripted, keys):
     config = FrontEndConfig(api_key_file=keys, tenant_by="none")
-    async with start(say("!"), config=config) as front_end:
+    async with start(scripted("!"), config=config) as front_end:
         assert await tenant(front_end, key="a1", x_tenant_id="x") == DEFAULT_TENANT
         assert await tenant(front_end, key="b1") == DEFAULT_TENANT
 

@@ -30,12 +30,12 @@ def client(front_end, context: ssl.SSLContext) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-async def test_answers_and_streams(start, say, authority, server, number: int):
+async def test_answers_and_streams(start, scripted, authority, server, number: int):
     """number: of front ends, since several of them accept connections in another way."""
     config = FrontEndConfig(
         ssl_certfile=server.certificate, ssl_keyfile=server.key, api_server_count=number
     )
-    async with start(say("the sea"), config=config) as front_end:
+    async with start(scripted("the sea"), config=config) as front_end:
         async with client(front_end, authority.client_context()) as http:
             body = {"prompt": "hello", "max_tokens": 64}
             answer = await http.post("/v1/completions", json=body)

@@ -49,8 +49,8 @@ async def test_tokenize_conversation(start, tokenizer, goes_on):
         assert found["token_strs"][0] == "<|im_start|>"
 
 
-async def test_tokenized_conversations_equal_chat_prompts(start, say):
-    async with start(say("!")) as front_end:
+async def test_tokenized_conversations_equal_chat_prompts(start, scripted):
+    async with start(scripted("!")) as front_end:
         chat = (await front_end.chat(return_token_ids=True)).json()
         found = (await front_end.http.post("/tokenize", json={"messages": MESSAGES})).json()
         assert found["tokens"] == chat["prompt_token_ids"]

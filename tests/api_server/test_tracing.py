@@ -33,10 +33,10 @@ TRACED = FrontEndConfig(otlp_traces_endpoint="http://localhost:4317")
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_trace_id_reaches_the_engine_and_the_log(start, say, caplog, path):
+async def test_the_trace_id_reaches_the_engine_and_the_log(start, scripted, caplog, path):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     headers = {"traceparent": PARENT, "tracestate": "vendor=1"}
-    async with start(say("fox")) as front_end:
+    async with start(scripted("fox")) as front_end:
         response = await front_end.http.post(path, json=BODIES[path], headers=headers)
         assert response.status_code == 200, response.text
         request = await front_end.engine.requests.get()
@@ -59,10 +59,10 @@ async def test_the_trace_id_reaches_the_engine_and_the_log(start, say, caplog, p
         PARENT + "-more",
     ],
 )
-async def test_invalid_trace_headers_are_ignored(start, say, caplog, parent):
+async def test_invalid_trace_headers_are_ignored(start, scripted, caplog, parent):
     caplog.set_level(logging.INFO, logger="tokend.requests")
     headers = {"tracestate": "vendor=1"} | ({} if parent is None else {"traceparent": parent})
-    async with start(say("fox")) as front_end:
+    async with start(scripted("fox")) as front_end:
         body = BODIES["/v1/completions"]
         await front_end.http.post("/v1/completions", json=body, headers=headers)
         assert (await front_end.engine.requests.get()).trace_headers == {}
@@ -136,17 +136,17 @@ async def test_a_failed_request_is_a_span_with_an_error(start, spans):
     assert span.attributes["error.type"] == "BadRequestError"
 
 
-async def test_a_request_without_a_trace_starts_a_logged_one(start, say, spans, caplog):
+async def test_a_request_without_a_trace_starts_a_logged_one(start, scripted, spans, caplog):
     caplog.set_level(logging.INFO, logger="tokend.requests")
-    async with start(say("fox"), config=TRACED) as front_end:
+    async with start(scripted("fox"), config=TRACED) as front_end:
         await front_end.complete()
         (span,) = spans(front_end)
     assert span.parent is None
     assert f"trace_id={span.context.trace_id:032x}" in caplog.text
 
 
-async def test_a_trace_that_is_not_sampled_is_not_exported(start, say, spans):
-    async with start(say("fox"), config=TRACED) as front_end:
+async def test_a_trace_that_is_not_sampled_is_not_exported(start, scripted, spans):
+    async with start(scripted("fox"), config=TRACED) as front_end:
         body = BODIES["/v1/completions"]
         headers = {"traceparent": PARENT[:-2] + "00"}
         await front_end.http.post("/v1/completions", json=body, headers=headers)
@@ -172,12 +172,12 @@ async def collector():
         yield f"http://127.0.0.1:{port}/v1/traces", bodies
 
 
-async def test_spans_reach_a_collector(start, say, monkeypatch):
+async def test_spans_reach_a_collector(start, scripted, monkeypatch):
     monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "http/protobuf")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     async with collector() as (endpoint, bodies):
         config = FrontEndConfig(otlp_traces_endpoint=endpoint)
-        async with start(say("fox"), config=config) as front_end:
+        async with start(scripted("fox"), config=config) as front_end:
             await front_end.complete()
             await asyncio.to_thread(front_end.app_state.tracer.close)
         export = ExportTraceServiceRequest.FromString(bodies.get_nowait())

@@ -10,13 +10,13 @@ FIELDS = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
 }
-TOLD = {"remote_block_ids": [7, 3], "remote_host": "a"}
+TRANSFER_PARAMS = {"remote_block_ids": [7, 3], "remote_host": "a"}
 
 
 @pytest.mark.parametrize("path", FIELDS)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("told", [{"kv_transfer_params": TOLD}, {}])
-async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, stream, told):
+@pytest.mark.parametrize("expected", [{"kv_transfer_params": TRANSFER_PARAMS}, {}])
+async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, stream, expected):
     async with start() as front_end:
         fields = {**FIELDS[path], "max_tokens": 2}
         whole = front_end.http.post
@@ -25,9 +25,9 @@ async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, s
         request = await front_end.engine.requests.get()
         front_end.engine.accept(request)
         front_end.engine.emit(request, [40])
-        encoded = b'{"remote_block_ids":[7,3],"remote_host":"a"}' if told else b""
+        encoded = b'{"remote_block_ids":[7,3],"remote_host":"a"}' if expected else b""
         front_end.engine.emit(request, [41], finish=FinishReason.LENGTH, kv_transfer_params=encoded)
         events = (await answer)[:-1] if stream else [(await answer).json()]
         key = "kv_transfer_params"
-        assert {name: value for name, value in events[-1].items() if name == key} == told
+        assert {name: value for name, value in events[-1].items() if name == key} == expected
         assert not any(key in event for event in events[:-1])

@@ -84,7 +84,7 @@ async def measure(model: PreparedModel, text: str) -> None:
                     kept, inputs.INLINE_SIZE = inputs.INLINE_SIZE, size
                     gaps = [await longest_gap(front_end, path, text) for _ in range(ROUNDS)]
                     inputs.INLINE_SIZE = kept
-                    print(f"{path or 'nobody'}, {where}: {1000 * min(gaps):.1f} ms", flush=True)
+                    print(f"{path or 'no prompt'}, {where}: {1000 * min(gaps):.1f} ms", flush=True)
 
 
 def main() -> None:

@@ -415,7 +415,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--ledger",
         default="",
         metavar="FILE",
-        help="write each replay there when it is over, and take those that are there already",
+        help="append finished replays to this file, and reuse those that it contains",
     )
     add("--finished", action="store_true", help="show what the ledger has, and play nothing")
     add(

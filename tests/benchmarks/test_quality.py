@@ -101,10 +101,10 @@ def test_the_bound_applies_to_all_texts_together() -> None:
 
 def test_the_document_names_texts_and_units() -> None:
     texts = [Text("prose", ("a", "b"))]
-    told = json.loads(document(rows(0.0, 0.5), texts))
-    assert told["texts_sha256"] == digest(texts)
-    assert told["rows"][0]["kl_nats_per_token"] == pytest.approx(0.0)
-    assert told["rows"][0]["flags"] == "--a 'b c'"
+    found = json.loads(document(rows(0.0, 0.5), texts))
+    assert found["texts_sha256"] == digest(texts)
+    assert found["rows"][0]["kl_nats_per_token"] == pytest.approx(0.0)
+    assert found["rows"][0]["flags"] == "--a 'b c'"
     assert digest(texts) != digest([Text("prose", ("ab",))])
 
 

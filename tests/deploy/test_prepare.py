@@ -256,7 +256,9 @@ def test_errors_of_the_preparing_process_are_raised_in_the_parent(
     (tmp_path / "text.gguf").write_text("Once upon a time")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf", around)
     (tmp_path / "empty").mkdir()
-    assert "empty has no config.json" in refusal(tmp_path / "empty", around)
+    assert "empty has no config.json (a Hugging Face model) and no .gguf file" in refusal(
+        tmp_path / "empty", around
+    )
 
 
 def gguf_refusal(path: Path) -> str:

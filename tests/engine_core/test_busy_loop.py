@@ -68,7 +68,7 @@ class LazyWorkers:
 
 
 class ScriptedIO:
-    """Runs one action per wait; stops the engine at a wait that nothing would end."""
+    """Runs one action per wait; stops the engine at a wait that would never end."""
 
     def __init__(self, actions=()):
         self.actions = deque(actions)
@@ -298,7 +298,9 @@ def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nons
     assert loop.workers.connected_epochs == [7]
     for request, prompt in zip(requests, ([1, 2], [3]), strict=True):
         tokens = loop.tokens_of(request)
-        assert tokens[1:] == undisturbed([*prompt, *tokens[:1]], 4), "all after what was claimed"
+        assert tokens[1:] == undisturbed([*prompt, *tokens[:1]], 4), (
+            "all tokens after the claimed ones"
+        )
     loop.engine.runner = loop.workers.runner
     loop.engine.assert_idle()
 

@@ -1,7 +1,7 @@
-"""Engines that die one after the other of one request: it ends, and the others go on.
+"""Engines that crash in turn because of one request: it ends, and the others continue.
 
-The counting is the front end's own; the engines die before they decide anything where the guilty
-one is in their line or runs, and of deciding about it where it comes into the line later.
+The front end's own code counts crashes; engines crash before their first step if the request is
+queued or running, and when they schedule it if it arrives later.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Stream:
 
 
 class DeadlyGate:
-    """Crashes the engine when it looks at the poisonous request."""
+    """Crashes the engine when it checks the poisonous request."""
 
     status = RequestStatus.WAITING
 
@@ -58,7 +58,7 @@ class EngineDiesError(Exception):
 
 
 class FrontEnd:
-    """A front end that sends open requests to one engine after the other and counts crashes."""
+    """A front end that sends open requests to one engine after another and counts crashes."""
 
     def __init__(self, prompts):
         self.open = [

@@ -123,7 +123,7 @@ def test_every_front_end_gets_its_own_outputs(start):
     second.send(engine.request(1 << 55, [2], 1))
     message = engine.expect(second, EngineCoreOutputs, lambda each: each.accepted)
     assert message.accepted == [1 << 55]
-    assert message.stats is not None, "they ride with what is said anyway"
+    assert message.stats is not None, "statistics are sent with other messages"
     engine.run_step()
     (output,) = engine.expect(first, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (output.request_id, output.new_token_ids) == (1, undisturbed([1], 1))
@@ -223,7 +223,7 @@ def test_a_request_that_crashed_engines_runs_alone_and_is_finally_refused(start)
     steps = [engine.run_step() for _ in range(3)]
     sequences = [len(each.new_requests) + len(each.cached_requests.seq_ids) for each in steps]
     front_end.send(engine.request(2, [2], 2, crash_count=5))
-    assert sequences == [1, 2, 1], "once it has a token it may have company"
+    assert sequences == [1, 2, 1], "after a token it may share steps"
     (output,) = engine.expect(
         front_end, EngineCoreOutputs, lambda each: each.outputs and each.outputs[0].error
     ).outputs

@@ -1,4 +1,4 @@
-"""Health reports while a KV connector copies: does the engine or a worker owe something?"""
+"""Health reports while a KV connector copies: work owed by the engine or a worker."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ PROMPT = list(range(37))
 
 
 def test_an_unreported_store_does_not_hide_a_hang() -> None:
-    """A request runs, or has room to run, while blocks are held by a copy."""
+    """A request runs, or could run, while a copy holds blocks."""
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 20)
     rig.step()
@@ -30,7 +30,7 @@ def test_an_unreported_store_does_not_hide_a_hang() -> None:
     assert not owes_step(rig.scheduler), "idle"
     assert rig.kv_cache.transfer_refs.num_alone
     rig.add_one(PROMPT[:20], 1)
-    assert owes_step(rig.scheduler), "there is room for it"
+    assert owes_step(rig.scheduler), "there are blocks for it"
 
 
 def test_waiting_for_blocks_held_by_a_copy_is_no_hang() -> None:
@@ -114,7 +114,7 @@ def test_a_copy_that_workers_never_report_is_a_hang() -> None:
     for seconds in range(20):
         now = float(seconds)
         if seconds == 8:
-            workers.num_kv_reports += 1  # of another copy: they move
+            workers.num_kv_reports += 1  # of another copy, so copies make progress
         detector.note_engine_report(supervisor_io.health_report(), 1)
         if seconds < 19:
             assert detector.find_hangs() == []

@@ -40,7 +40,7 @@ def test_a_request_resumed_after_a_crash_is_never_refused():
         harness.receive(request(request_id, accepted=True))
     harness.receive(request(4))
     assert [each for _, each in harness.outputs.accepted] == [1, 2, 3]
-    assert refused(harness) == [(4, "queue_full")], "those who came again do take places"
+    assert refused(harness) == [(4, "queue_full")], "resent requests count"
 
 
 def test_choices_finished_before_the_crash_take_no_queue_slot():

@@ -74,7 +74,7 @@ def test_a_slow_subscriber_misses_events_and_delays_no_other(
             quick.recv()
         for _ in range(NUM_BATCHES):
             publish()
-            assert quick.poll(5_000), "who reads gets every batch"
+            assert quick.poll(5_000), "a reading subscriber gets every batch"
             quick.recv()
         num_late = 0
         while slow.poll(200):

@@ -164,7 +164,7 @@ def test_statistics_travel_with_outputs_and_skip_dead_front_ends(run_dir, closin
         closing(link)
     outputs.flush()
     assert hear(second, front_ends)[0].stats.num_scheduled_tokens == 1, (
-        "the one that is surely there"
+        "the front end that certainly exists"
     )
 
 
@@ -250,7 +250,7 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
         rounds += 1
         assert rounds < 10_000
     assert [each.client_index for each in engine.scheduler.running] == [0]
-    # Life goes on for the other one.
+    # The other front end is still served.
     io.publish_step({0: [EngineCoreOutput(1, 0, 0, [1])]})
     told, received = [], []
     poller = Poller([good, peer])
@@ -260,7 +260,7 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
         told += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
         received += good.receive()
     assert "front end 1" in told[0].message
-    assert told[1] == FrontEndStalled(1, 7), "the life that the link was for"
+    assert told[1] == FrontEndStalled(1, 7), "the incarnation of the link"
 
 
 def worker_ready(rank, **changes):

@@ -73,7 +73,7 @@ def test_overlapped_a_worker_of_20_ms_a_step_nearly_always_has_the_next_one(star
             for output in message.outputs:
                 number = output.request_id
                 if number not in unfinished:
-                    continue  # sent before the engine heard of the abort
+                    continue  # sent before the engine received the abort
                 tokens[number] += output.new_token_ids
                 if output.finish_reason is not None:
                     ends[output.finish_reason] += 1
@@ -88,7 +88,7 @@ def test_overlapped_a_worker_of_20_ms_a_step_nearly_always_has_the_next_one(star
     assert ends[FinishReason.ABORT] >= 5
     assert ends[FinishReason.LENGTH] >= 1
     assert worker.num_preempted >= 5
-    *had_next, _ = worker.had_next  # nothing follows the last one
+    *had_next, _ = worker.had_next  # no output after the last one
     assert len(had_next) > 80
     assert sum(had_next) >= 0.95 * len(had_next)
     assert engine.shutdown() == 0

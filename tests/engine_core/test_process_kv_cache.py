@@ -77,7 +77,7 @@ def test_kv_events_report_cached_blocks(start, subscribe, endpoint):
     engine.expect(engine.supervisor, EngineReady)
     (front_end,) = engine.front_ends
     decoder = MessageDecoder(KVEventBatch)
-    # A subscriber that comes late starts from an empty cache, when it hears of one.
+    # A late subscriber starts from an empty cache once it receives the event.
     calls = 0
     while not socket.poll(20):
         calls += 1

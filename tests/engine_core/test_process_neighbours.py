@@ -60,7 +60,7 @@ def test_requests_outlive_their_worker(start):
     tokens = {}
     for each in outputs:
         for index, token in enumerate(each.new_token_ids, each.token_index):
-            assert index not in tokens, "a token came twice"
+            assert index not in tokens, "a token was sent twice"
             tokens[index] = token
     assert [tokens[index] for index in range(6 - len(tokens), 6)] == undisturbed([1, 2], 6)[
         6 - len(tokens) :
@@ -183,10 +183,10 @@ def ask(engine: EngineProcess) -> EngineAlive:
 
 def test_the_engine_reports_which_process_it_waits_for(start):
     engine = start()
-    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "the worker has not said anything"
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "the worker has not sent a message"
     engine.worker.send(engine.worker_ready())
     engine.expect(engine.worker, InitializeCache)
-    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "its cache is not there"
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "its cache does not exist"
     engine.worker.send(CacheReady(EPOCH, 0))
     engine.expect(engine.supervisor, EngineReady)
     assert ask(engine) == EngineAlive(EPOCH, 0, (), ready=True)
@@ -202,7 +202,7 @@ def test_the_engine_reports_which_process_it_waits_for(start):
     engine.worker.send(CacheReady(EPOCH + 1, 0))
     engine.run_step()
     finished = engine.expect(engine.worker, SchedulerOutput)
-    assert ask(engine).awaits == (0,), "an answer to a step without tokens is one, too"
+    assert ask(engine).awaits == (0,), "the answer to an empty step counts"
     engine.worker.send(engine.runner.execute(finished))
     while ask(engine).awaits:
         pass

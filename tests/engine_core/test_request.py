@@ -160,7 +160,7 @@ def test_input_makes_the_prompt_longer_and_replaces_the_parameters():
 
 
 def test_the_next_turn_keeps_all_outputs_but_the_last():
-    """STR-07: what was drawn and never computed is dropped."""
+    """STR-07: a sampled token that was never computed is dropped."""
     request = make_request(3, priority=2, seed=9, client_index=1, cache_salt="s")
     request.all_token_ids += [10, 11]
     following = request.next_turn(50)
@@ -174,7 +174,7 @@ def test_the_next_turn_keeps_all_outputs_but_the_last():
 
 
 def test_the_hashes_of_a_turn_are_those_of_a_request_with_the_same_prompt():
-    """The block in which the dropped token stood is hashed with what took its place."""
+    """The block of the dropped token is hashed with the token that replaced it."""
     request = make_request(30)
     request.all_token_ids += [100, 101]
     assert len(request.block_hashes) == 2

@@ -56,7 +56,7 @@ def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, rest
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
     harness.receive(give())
-    assert len(harness.outputs.outputs) == 1, "the session is over"
+    assert len(harness.outputs.outputs) == 1, "the session has ended"
     harness.engine.run()
     harness.engine.assert_idle()
 

@@ -171,7 +171,7 @@ SCHEDULER = (
         "engine_core/scheduler/output.py",
         "resumed_output_token_ids=[request.output_token_ids for request in resumed],",
         "resumed_output_token_ids=[request.output_token_ids[:-1] for request in resumed],",
-        "A request that was preempted goes on without the last token that its client has.",
+        "A request that was preempted continues without the last token that its client has.",
         ("tests/engine_core/scheduler/test_preemption.py",),
     ),
     Fault(
@@ -477,7 +477,7 @@ API_SERVER = (
         "        running = [choice for choice in stream.choices if not choice.finished]\n"
         "        self.client.abort_request(stream)\n",
         "        running = [choice for choice in stream.choices if not choice.finished]\n",
-        "The engine goes on computing for clients that have left.",
+        "The engine keeps computing for clients that have disconnected.",
         ("tests/api_server/test_streams.py", "tests/api_server/test_stream_failures.py"),
     ),
     Fault(
@@ -581,7 +581,7 @@ API_SERVER = (
         "api_server/http/middleware.py",
         "        elif app_state.health.draining:\n",
         "        elif False:\n",
-        "A daemon that drains takes new requests and aborts them when its time is over.",
+        "A daemon that drains accepts new requests and aborts them at its timeout.",
         ("tests/api_server/test_drain.py",),
     ),
     Fault(

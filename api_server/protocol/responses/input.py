@@ -119,7 +119,8 @@ class ItemTranslator:
     """Translates the items of a conversation into chat messages.
 
     instructions: a system message, joined with system items at the beginning. tools: give the
-    names of called functions. ignored: collects items that are left out.
+    names of called functions. ignored: collects items that are left out. places: where the client
+    finds each message, for errors: the item that began it, or the instructions.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class ItemTranslator:
         self._tools = tools
         self._ignored = ignored
         self._messages: list[Item] = []
+        self.places: list[str] = []
+        self._place = ""  # of the current item
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
         self._call_ids: set[str] = set()
@@ -138,7 +141,7 @@ class ItemTranslator:
         places: of the items of this request, by their ids; others are of earlier responses.
         """
         for item in items:
-            where = places.get(item["id"], "an item of previous_response_id")
+            where = self._place = places.get(item["id"], "an item of previous_response_id")
             for name in item:
                 if name not in _ITEM_FIELDS:
                     self._ignored.add(f"input.{name}")
@@ -254,6 +257,7 @@ class ItemTranslator:
             return
         self._append_instructions()
         self._messages.append(message)
+        self.places.append(self._place)
         self._assistant = None
 
     def _assistant_message(self) -> Item:
@@ -262,6 +266,7 @@ class ItemTranslator:
         if self._assistant is None:
             self._assistant = {"role": "assistant"}
             self._messages.append(self._assistant)
+            self.places.append(self._place)
         return self._assistant
 
     def _append_instructions(self) -> None:
@@ -269,6 +274,7 @@ class ItemTranslator:
             content = "\n\n".join(self._instructions)
             self._instructions = []
             self._messages.append({"role": "system", "content": content})
+            self.places.append("instructions")
 
 
 def _arguments(text: str) -> str:

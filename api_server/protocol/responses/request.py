@@ -70,12 +70,14 @@ _CLIENT_NAMES: Final = {
 }
 """Field of a chat completion → name of the same in the client's API."""
 _MENTIONED: Final = re.compile(
-    r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b"
+    r"^messages\b|\bmax_(?:completion_)?tokens\b"
     r"|\bresponse_format(?:\.json_schema)?\b|\breasoning_effort\b"
 )
 _EFFORT_VARIABLES: Final = frozenset({"reasoning_effort", *REASONING_SWITCHES})
 """Template variables that an effort can set. Agents ask every model for an effort, so it is ignored
 if the template reads none of these."""
+_MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,5})")
+"""Path of a message in a chat completion."""
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
 """Path of a function in a chat completion."""
 
@@ -262,6 +264,7 @@ class ResponsesTranslation(ChatTranslation):
         self._passed = passed
         self._items = items
         self._template_names = template_names
+        self._message_places: Sequence[str] = ()
         self.tools = ResponseTools(request.tools, request.tool_choice, ignored)
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
@@ -271,6 +274,7 @@ class ResponsesTranslation(ChatTranslation):
         places = {item["id"]: f"input[{index}]" for index, item in enumerate(sent)}
         translator.append_items(self._items, places)
         messages = translator.build_messages()
+        self._message_places = () if merge_roles else translator.places
         fields: dict[str, Any] = {
             **self._passed,
             "model": request.model,
@@ -302,8 +306,13 @@ class ResponsesTranslation(ChatTranslation):
         return _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
 
     def client_message(self, message: str) -> str:
+        message = _MESSAGE.sub(self._message_place, message)
         message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], message)
         return _FUNCTION.sub(self._tool_path, message)
+
+    def _message_place(self, found: re.Match[str]) -> str:
+        number, places = int(found.group(1)), self._message_places
+        return places[number] if number < len(places) else "input"
 
     def _tool_path(self, found: re.Match[str]) -> str:
         number, paths = int(found.group(1)), self.tools.paths

@@ -84,8 +84,8 @@ def named(calls) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-async def test_streaming_and_non_streaming_calls(start, say, interval):
-    async with start(say(TEXT), max_model_len=2048) as front_end:
+async def test_streaming_and_non_streaming_calls(start, scripted, interval):
+    async with start(scripted(TEXT), max_model_len=2048) as front_end:
         body = (await front_end.chat(tools=TOOLS)).json()
         choice = body["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
@@ -111,8 +111,8 @@ async def test_streaming_and_non_streaming_calls(start, say, interval):
         assert found["vllm:tool_call_parser_invocations_total,no_tool_call"] == 0
 
 
-async def test_an_answer_without_calls(start, say):
-    async with start(say("It is <b>cold</b>."), max_model_len=2048) as front_end:
+async def test_an_answer_without_calls(start, scripted):
+    async with start(scripted("It is <b>cold</b>."), max_model_len=2048) as front_end:
         body = (await front_end.chat(tools=TOOLS)).json()
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["choices"][0]["message"] == {
@@ -171,17 +171,17 @@ async def test_a_truncated_call_is_dropped(start, tokenizer, ending):
         assert len(body["content"]) == 1 + len(calls)
 
 
-async def test_a_stop_string_leaves_what_is_before_it(start, say):
+async def test_a_stop_string_leaves_what_is_before_it(start, scripted):
     """The start of a call before a stop string is content: the client chose where to stop."""
-    async with start(say(TEXT), max_model_len=2048) as front_end:
+    async with start(scripted(TEXT), max_model_len=2048) as front_end:
         response = await front_end.chat(tools=TOOLS, stop=["Z\u00fcrich"])
         assert message_of(response)["content"].endswith(
             '{"name": "weather", "arguments": {"city": "'
         )
 
 
-async def test_a_stream_with_tools_does_not_begin_with_an_empty_text(start, say):
-    async with start(say(TEXT.removeprefix("Let me see.\n")), max_model_len=2048) as front_end:
+async def test_a_stream_with_tools_does_not_begin_with_an_empty_text(start, scripted):
+    async with start(scripted(TEXT.removeprefix("Let me see.\n")), max_model_len=2048) as front_end:
         for fields, expected in (({"tools": TOOLS}, []), ({}, [""])):
             events = await front_end.events(PATH, messages=HELLO, **fields)
             deltas = [event["choices"][0]["delta"] for event in events[:-1]]
@@ -190,10 +190,10 @@ async def test_a_stream_with_tools_does_not_begin_with_an_empty_text(start, say)
             assert texts[:1] == expected
 
 
-async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
+async def test_logprobs_and_token_ids_include_calls(start, scripted, tokenizer):
     """Log-probabilities and token ids of all tokens are returned, although calls are delayed."""
     ids = [*tokenizer.encode(TEXT).ids, 2]
-    async with start(say(TEXT), max_model_len=2048) as front_end:
+    async with start(scripted(TEXT), max_model_len=2048) as front_end:
         fields = {
             "messages": HELLO,
             "tools": TOOLS,
@@ -210,8 +210,8 @@ async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
             chunks = [
                 each for event in events[:-1] for each in event["choices"] if each["index"] == index
             ]
-            told = [chunk.get("token_ids") or [] for chunk in chunks]
-            assert list(itertools.chain(*told)) == ids
+            found = [chunk.get("token_ids") or [] for chunk in chunks]
+            assert list(itertools.chain(*found)) == ids
             rows = [(chunk["logprobs"] or {"content": []})["content"] for chunk in chunks]
             assert list(itertools.chain(*rows)) == choice["logprobs"]["content"]
             content, calls, finish = accumulated(events, index)
@@ -220,7 +220,7 @@ async def test_logprobs_and_token_ids_include_calls(start, say, tokenizer):
             assert finish == choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_template_without_tools(start, say):
+async def test_a_template_without_tools(start, scripted):
     """Tools, calls and results are described in the text of the prompt."""
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -240,7 +240,7 @@ async def test_a_template_without_tools(start, say):
         {"role": "tool", "tool_call_id": "a", "content": "cold"},
         {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "noon"}]},
     ]
-    async with start(say("It is cold."), max_model_len=4096) as front_end:
+    async with start(scripted("It is cold."), max_model_len=4096) as front_end:
         message_of(await front_end.chat(messages=messages, tools=TOOLS))
         prompt = prompt_of(front_end, front_end.engine.requests.get_nowait())
         system, user, assistant, answers, opened = prompt.split("<|im_start|>")[1:]
@@ -265,7 +265,7 @@ async def test_a_template_without_tools(start, say):
         assert response.json()["count"] > len(front_end.app_state.tokenizer.longest_token * "a")
 
 
-async def test_a_template_with_tools_and_a_call_marker(start, marked, say):
+async def test_a_template_with_tools_and_a_call_marker(start, marked, scripted):
     messages = [
         *HELLO,
         {
@@ -316,8 +316,8 @@ async def test_a_template_with_tools_and_a_call_marker(start, marked, say):
         ({"response_format": {"type": "json_object"}}, True),
     ],
 )
-async def test_engine_requests_with_tools(start, say, fields, is_held):
-    async with start(say("!"), max_model_len=4096) as front_end:
+async def test_engine_requests_with_tools(start, scripted, fields, is_held):
+    async with start(scripted("!"), max_model_len=4096) as front_end:
         message_of(await front_end.chat(tools=TOOLS, **fields))
         request = front_end.engine.requests.get_nowait()
         assert (request.grammar is not None) == is_held
@@ -379,8 +379,8 @@ def deep(levels: int) -> dict:
         ),
     ],
 )
-async def test_bad_tools(start, say, fields, param):
-    async with start(say("!"), max_model_len=4096) as front_end:
+async def test_bad_tools(start, scripted, fields, param):
+    async with start(scripted("!"), max_model_len=4096) as front_end:
         content = json.dumps({"messages": HELLO, **fields}).encode()
         headers = {"content-type": "application/json"}
         response = await front_end.http.post(PATH, content=content, headers=headers)
@@ -390,26 +390,26 @@ async def test_bad_tools(start, say, fields, param):
 
 
 @pytest.mark.parametrize("arguments", ["[]", "{", "5", '{"a": NaN'])
-async def test_bad_calls_in_messages(start, say, arguments):
+async def test_bad_calls_in_messages(start, scripted, arguments):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    async with start(say("!")) as front_end:
+    async with start(scripted("!")) as front_end:
         messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
         response = await front_end.chat(messages=messages)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"
 
 
-async def test_an_unknown_format(start, say, tmp_path, tokenizer):
+async def test_an_unknown_format(start, scripted, tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{{ tools }}{{ messages[0].content }}<tool_call><function="
     (tmp_path / "chat_template.jinja").write_text(template)
     served = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
-    async with start(say("!"), served=served) as front_end:
+    async with start(scripted("!"), served=served) as front_end:
         response = await front_end.chat(tools=[NOW])
         assert response.status_code == 400
         assert "--tool-call-parser" in response.json()["error"]["message"]
     config = FrontEndConfig(tool_call_parser="pythonic")
-    async with start(say("[now()]"), served=served, config=config) as front_end:
+    async with start(scripted("[now()]"), served=served, config=config) as front_end:
         message = message_of(await front_end.chat(tools=[NOW]))
         assert named(message["tool_calls"]) == [("now", "{}")]
 
@@ -429,14 +429,14 @@ def use_client(url: str) -> None:
             events = list(stream)
             final = stream.get_final_completion().choices[0]
         assert final.message.content == "Let me see."
-        told = final.message.tool_calls
-        assert [(call.function.name, call.function.arguments) for call in told] == CALLS
+        calls = final.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
         assert final.finish_reason == "tool_calls"
         assert any(event.type == "tool_calls.function.arguments.done" for event in events)
 
 
-async def test_the_openai_client(start, say):
-    async with start(say(TEXT), max_model_len=4096) as front_end:
+async def test_the_openai_client(start, scripted):
+    async with start(scripted(TEXT), max_model_len=4096) as front_end:
         await asyncio.to_thread(use_client, front_end.url)
 
 

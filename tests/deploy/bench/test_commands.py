@@ -32,4 +32,6 @@ def test_every_measurement_can_write_its_figures(
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench", name, "--help"])
     assert caught.value.code == 0
-    assert "--json FILE" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "--json FILE" in text
+    assert max(map(len, text.splitlines())) <= 100, "an example keeps its lines"

@@ -1,6 +1,6 @@
-"""The KV cache manager and the model of it, moved side by side by whatever a scheduler does.
+"""A state machine that applies a scheduler's operations to the KV cache manager and its model.
 
-After every step hits, new ids, free order and content agree, and the integrity check finds
+After every step hits, new ids, free order and content must agree, and the integrity check must find
 nothing.
 """
 
@@ -89,7 +89,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=INDEX, chunk=st.integers(min_value=1, max_value=20), token=TOKENS)
     def advance(self, which: int, chunk: int, token: int) -> None:
-        """The next chunk of a prompt, or one decoded token."""
+        """Compute the next chunk of a prompt, or one decoded token."""
         request = self.running[which % len(self.running)]
         if request.num_computed_tokens == request.num_tokens:
             request.all_token_ids.append(token)
@@ -132,7 +132,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([20, 1]),
     )
     def fork(self, which: int, back: int, tail: list[int], chunk: int) -> None:
-        """A new request that begins with what a running one has computed, but for the end."""
+        """Add a request that begins with a computed prefix of a running one."""
         source = self.running[which % len(self.running)]
         num_shared = max(0, source.num_computed_tokens - back)
         shared, tails = self.model.fork(source.seq_id, num_shared)
@@ -161,7 +161,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 1)
     @rule(which=INDEX, other=INDEX)
     def branch(self, which: int, other: int) -> None:
-        """A running request gets tokens and blocks of another one in place of its own."""
+        """Replace tokens and blocks of a running request by those of another one."""
         request = self.running[which % len(self.running)]
         source = self.running[other % len(self.running)]
         if request is source or request.cache_salt != source.cache_salt:
@@ -190,7 +190,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=INDEX, input_tokens=st.lists(TOKENS, min_size=1, max_size=8))
     def hand_over(self, which: int, input_tokens: list[int]) -> None:
-        """A turn ends, after a token that is never computed, and the next one goes on."""
+        """End a turn, whose last token is never computed, and continue with the next one."""
         place = which % len(self.running)
         request = self.running[place]
         if request.num_computed_tokens < request.num_tokens:
@@ -216,7 +216,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.found)
     @rule(which=INDEX)
     def lose(self, which: int) -> None:
-        """One block is not found any more; prefixes get holes."""
+        """Remove one block from the index, so that prefixes have holes."""
         if which % 3 == 0:
             _, block = self.model.found.pop(which % len(self.model.found))
             self.manager.pool.uncache([block])
@@ -224,7 +224,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=INDEX, num_valid=st.integers(min_value=0, max_value=40))
     def fail(self, which: int, num_valid: int) -> None:
-        """What a request computed from some token on is wrong."""
+        """Invalidate the blocks of a request from some token on."""
         request = self.running[which % len(self.running)]
         self.manager.uncache_after(request, num_valid)
         self.model.withdraw(request.seq_id, num_valid)

@@ -1,4 +1,4 @@
-"""The KV cache manager gives blocks and takes them back: how many, which, in what order.
+"""Allocation and release of blocks by the KV cache manager: number, choice and order.
 
 Blocks of 16 tokens and ten usable blocks unless a test says otherwise.
 """
@@ -27,7 +27,7 @@ def test_blocks_come_back_last_first_and_shared_ones_with_the_last_user(kv):
     whole_pool = kv.requests.make([99] * 160)
     assert kv.requests.schedule(whole_pool) == [7, 8, 9, 10, 4, 5, 6, 3, 2, 1]
     assert kv.free_order() == []
-    # Its ten blocks have ten hashes; nothing of the common prefix is left.
+    # Its ten blocks have ten hashes; the common prefix is evicted.
     assert len(kv.pool.index) == 10
     assert kv.pool.index.get(first.block_hashes[0]) is None
 

@@ -1,4 +1,4 @@
-"""The count of cached blocks, against the pool itself."""
+"""The count of cached blocks, compared with the pool."""
 
 import random
 

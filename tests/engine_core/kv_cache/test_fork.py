@@ -1,4 +1,4 @@
-"""A sequence that begins with the KV of another: what is shared, what is copied, what is not."""
+"""Forks of a sequence: shared blocks and copied blocks."""
 
 import pytest
 
@@ -15,13 +15,13 @@ class Setup:
         self.requests = Requests(manager)
 
     def run(self, tokens: list[int]) -> Request:
-        """A request that is computed in one step."""
+        """Add a request that is computed in one step."""
         request = self.requests.make(tokens)
         assert self.requests.schedule_groups(request) is not None
         return request
 
     def fork(self, source: Request, num_tokens: int, tokens: list[int]) -> Request:
-        """A request that begins as a fork and computes the rest."""
+        """Add a request that forks from another one and computes the rest."""
         request = self.requests.make(tokens)
         computed = self.manager.find_fork(source, num_tokens)
         assert computed.num_tokens == num_tokens
@@ -36,7 +36,7 @@ class Setup:
 
 @pytest.fixture
 def setup():
-    """Makes managers and checks their integrity after the test."""
+    """Create managers, and check their integrity after the test."""
     made = []
 
     def make(num_blocks: int = 20, *windows: int | None, caching: bool = True) -> Setup:
@@ -89,7 +89,7 @@ def test_all_forks_copy_from_the_source(setup):
 
 
 def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
-    """In one step, before anything was copied."""
+    """In one step, before any block is copied."""
     kv = setup()
     fork = kv.fork(kv.run(TEN), 9, TEN)
     assert kv.tables(kv.fork(fork, 9, TEN)) == [[1, 2, 5]]
@@ -161,7 +161,7 @@ def test_every_group_shares_and_copies_blocks_of_its_own(setup, caching):
 
 
 def test_a_fork_does_not_hold_what_its_window_has_passed(setup):
-    """Token 9 sees tokens 6 to 9 of which block 1 (4 to 7) holds some and block 0 none."""
+    """Token 9 attends to tokens 6 to 9; block 1 (4 to 7) has some of them and block 0 none."""
     kv = setup(40, 4)
     source = kv.run(TEN)
     fork = kv.fork(source, 9, TEN)
@@ -171,7 +171,7 @@ def test_a_fork_does_not_hold_what_its_window_has_passed(setup):
 
 
 def test_what_the_window_of_the_source_has_passed_cannot_be_forked(setup):
-    """With 11 tokens computed the window begins at token 8: block 1 is gone."""
+    """With 11 computed tokens the window begins at token 8, so block 1 is freed."""
     kv = setup(40, None, 4)
     source = kv.run(TEN)
     for token in (10, 11):

@@ -16,7 +16,7 @@ from tests.fakes.kv_requests import Requests, make_manager
 
 
 def reordered(order: list[int]) -> LRUFreeQueue:
-    """A queue of as many blocks, in this order."""
+    """Return a queue of these blocks in this order."""
     queue = LRUFreeQueue(len(order) + 1)
     queue.popleft_n(len(order))
     queue.release(order)
@@ -120,16 +120,16 @@ def test_touch_works_at_both_ends_and_in_the_middle(block):
 @pytest.mark.parametrize(
     ("touched", "left"),
     [
-        ([3, 4, 5], [1, 2, 6, 7]),  # released together: one row
-        ([7, 1, 2], [3, 4, 5, 6]),  # a row at the front, one at the end
-        ([6, 5, 4], [1, 2, 3, 7]),  # in a row, but the other way round
-        ([2, 6, 4], [1, 3, 5, 7]),  # none beside another
+        ([3, 4, 5], [1, 2, 6, 7]),  # freed together: one run
+        ([7, 1, 2], [3, 4, 5, 6]),  # one run at the front, one at the end
+        ([6, 5, 4], [1, 2, 3, 7]),  # a run in reverse order
+        ([2, 6, 4], [1, 3, 5, 7]),  # no adjacent blocks
         ([5, 2, 3, 6], [1, 4, 7]),
         ([1, 2, 3, 4, 5, 6, 7], []),
     ],
 )
 def test_touch_cuts_out_rows_wherever_they_stand(touched, left):
-    """`touched` is given first block first, the order in the queue is last block first."""
+    """`touched` has the first block first; the queue has the last block first."""
     queue = LRUFreeQueue(8)
     queue.touch(touched[::-1])
     assert_order(queue, left)
@@ -157,7 +157,7 @@ def test_blocks_are_not_freed_twice():
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
 def test_the_null_block_is_never_free_nor_counted(num_taken):
-    """Also while the queue is empty, when the ring has nothing else."""
+    """Also while the queue is empty."""
     queue = LRUFreeQueue(4)
     held = queue.popleft_n(num_taken)
     left = list(queue)
@@ -198,7 +198,7 @@ def test_long_random_sequences_agree_with_a_plain_list():
                 assert queue.popleft_n(count) == taken
                 held.append(taken)
             case 1:
-                # What was released together, now and then in another order or in part.
+                # blocks freed together, sometimes in another order or in part
                 start = rng.randrange(30)
                 touched = (free + [each for table in held for each in table])[start : start + 8]
                 touched = list(dict.fromkeys(touched))[:: rng.choice([-1, -1, 1, 2])]
@@ -219,7 +219,7 @@ def test_long_random_sequences_agree_with_a_plain_list():
 
 
 class LastFreedFirst(FreeBlockQueue):
-    """A stack: the block that was freed last is given away first."""
+    """A stack: the block freed last is allocated first."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)

@@ -30,7 +30,7 @@ GROUPS = (KVGroup(), KVGroup(kind="recurrent_state"))
 
 
 class StateSlots(CacheGroup):
-    """One slot for the running state of a sequence; nothing is kept of earlier states."""
+    """One slot for the current state of a sequence; earlier states are not kept."""
 
     is_downward_closed = False
 
@@ -149,7 +149,9 @@ def test_a_sequence_has_one_slot_and_the_last_checkpoint_is_found():
         assert requests.schedule_groups(first, num_tokens) is not None
     kv, state = manager.block_ids(first.seq_id)
     assert len(kv) == 3
-    assert [slot == NULL_BLOCK for slot in state] == [True, False, False], "and its checkpoint"
+    assert [slot == NULL_BLOCK for slot in state] == [True, False, False], (
+        "the checkpoint is freed as well"
+    )
     assert requests.decode(first, "k") is not None
     assert [slot == NULL_BLOCK for slot in manager.block_ids(first.seq_id)[1]] == [
         True,
@@ -187,7 +189,7 @@ def test_a_step_carries_the_slots_beside_the_kv():
         num_blocks=41,
         block_size=SIZE,
         groups=GROUPS,
-        windows=(None, 2),  # of the state, a token reads what the one before it left
+        windows=(None, 2),  # a token reads the state of the previous token
         max_num_batched_tokens=8,
     )
     request = engine.add_one(list(range(1, 11)), max_tokens=7, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The hybrid hit search against trying every length, over random holes in what is cached."""
+"""The hybrid hit search, compared with trying every length, over caches with random holes."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ NUM_HASHES = 16
 HASH_BLOCK_SIZE = 2
 HASHES = [bytes([number]) * 32 for number in range(NUM_HASHES)]
 
-# Per group: window, hashes to a block, and how many of 16 blocks in a row are not cached.
+# Per group: window, hashes per block, and how many of 16 consecutive blocks are not cached.
 groups_of_model = st.lists(
     st.tuples(
         st.sampled_from([None, 1, 2, 3, 4, 6, 7, 12]),
@@ -26,7 +26,7 @@ groups_of_model = st.lists(
 
 
 def is_hit(window: int | None, size: int, missing: set[int], length: int) -> bool:
-    """Whether a group holds what the token after the first `length` sees."""
+    """Return whether a group has all blocks that the token after the first `length` attends to."""
     if length % size:
         return False
     first_seen = 0 if window is None else length - max(1, window - 1)

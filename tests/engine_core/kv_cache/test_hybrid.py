@@ -1,4 +1,4 @@
-"""Several KV groups: who gets which blocks, which prefixes all of them hold, what is given back."""
+"""Several KV groups: allocation, common prefix hits, and freed blocks."""
 
 import pytest
 
@@ -23,7 +23,7 @@ class Setup:
         self.requests = Requests(manager)
 
     def run(self, tokens) -> Request:
-        """A request that is computed in one step."""
+        """Add a request that is computed in one step."""
         request = self.requests.make(tokens)
         assert self.requests.schedule_groups(request) is not None
         return request
@@ -32,13 +32,13 @@ class Setup:
         return self.manager.get_computed_blocks(self.requests.make(tokens)).block_ids
 
     def drop(self, group: int, request: Request, index: int) -> None:
-        """Take one block of a request out of the index."""
+        """Remove one block of a request from the index."""
         self.pool.uncache([self.manager.block_ids(request.seq_id)[group][index]])
 
 
 @pytest.fixture
 def setup():
-    """Makes managers and checks their integrity after the test."""
+    """Create managers, and check their integrity after the test."""
     made = []
 
     def make(num_blocks: int, *windows: int | None, block_size: int = 16) -> Setup:
@@ -115,7 +115,7 @@ def test_a_hit_ends_where_any_group_lost_a_block(setup):
         return len(hits[0]) if hits else 0
 
     assert hit_after() == 6
-    assert hit_after((1, 0)) == 6  # long passed
+    assert hit_after((1, 0)) == 6  # outside the window
     assert hit_after((0, 0)) == 0
     assert hit_after((0, 5)) == 5
     assert hit_after((1, 5)) == 5
@@ -123,7 +123,7 @@ def test_a_hit_ends_where_any_group_lost_a_block(setup):
     # Without block 1 a window may end where blocks 2, 3, 4 do, or before it.
     assert hit_after((0, 5), (1, 1)) == 5
     assert hit_after((0, 4), (1, 1)) == 1
-    # Each group would take a prefix that the other refuses, down to the first block.
+    # Each group accepts prefixes that the other one refuses, down to the first block.
     assert hit_after((0, 5), (1, 2), (2, 1)) == 1
     assert hit_after((1, 3), (2, 0)) == 0
 
@@ -165,7 +165,7 @@ def test_blocks_outside_the_window_are_freed_last_first(setup):
 
 
 def test_blocks_outside_the_window_are_freed_before_free_blocks_are_counted(setup):
-    """Three blocks for a window of two: each new one is the one that was passed."""
+    """Three blocks for a window of two: each new block is the one that was just freed."""
     kv = setup(4, 4, block_size=2)
     request = kv.run(range(5))
     assert kv.manager.num_free_blocks == 0
@@ -229,7 +229,7 @@ def test_window_search(cached, num_hit):
 
 @pytest.mark.parametrize(("window", "num_seen"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
 def test_a_hit_needs_what_the_next_token_sees(setup, window, num_seen):
-    """The next token sees window - 1 tokens of the hit."""
+    """The next token attends to window - 1 tokens of the hit."""
     kv = setup(30, window, block_size=2)
     kv.run(range(12))
     (hits,) = kv.hit([*range(10), 50])
@@ -239,7 +239,7 @@ def test_a_hit_needs_what_the_next_token_sees(setup, window, num_seen):
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_cached_blocks_in_the_free_queue_count_as_needed(window):
-    """ST-05, ST-06: 20 blocks of tokens, hits that nobody holds."""
+    """ST-05, ST-06: 20 blocks of tokens, hits without references."""
     pool = BlockPool(40, enable_caching=True)
     keys = GroupKeys(0, 2, 2)
     group = (
@@ -303,7 +303,7 @@ def test_blocks_of_different_sizes_end_a_hit_together():
 
 
 def test_groups_are_separate_keys(setup):
-    """BP-03: the same hash is other content in another group."""
+    """BP-03: the same hash means other content in another group."""
     kv = setup(11, None, None)
     request = kv.requests.make([*COMMON, 9])
     kv.requests.schedule_groups(request)
@@ -360,7 +360,7 @@ def test_what_a_failed_request_computed_is_not_found(setup):
     sharing = kv.run([*COMMON, 8])
     kv.manager.uncache_after(first, 16)
     assert len(kv.hit([*COMMON, 7])[0]) == 1
-    # Whoever has found them keeps them, and does not offer them again.
+    # A request that hit them keeps them, and does not register them again.
     kv.requests.decode(sharing, 7)
     assert len(kv.hit([*COMMON, 7])[0]) == 1
     kv.requests.decode(first, 7)

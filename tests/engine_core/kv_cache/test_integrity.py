@@ -30,7 +30,7 @@ class Scene:
         self.manager.free(gone)
 
     def table(self) -> list[int]:
-        """The first request's table itself."""
+        """The block table of the first request."""
         return self.manager.groups[0].block_tables()[self.first.seq_id]
 
 
@@ -178,7 +178,7 @@ def test_every_planted_corruption_is_named(plant: Callable[[Scene], None], expec
 
 
 def test_a_large_pool_is_checked_in_slices():
-    """None of them looks at more than a slice, and a fault at the end is found all the same."""
+    """No call checks more than a slice, and a fault at the end is found."""
     manager = make_manager(10 * integrity.SLICE, block_size=4)
     pieces = list(integrity.check_in_slices(manager))
     assert len(pieces) > 30

@@ -1,4 +1,4 @@
-"""What the block pool tells its observers, and what follows from it."""
+"""KV events of the block pool, and the cache content derived from them."""
 
 import pytest
 

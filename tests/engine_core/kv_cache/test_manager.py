@@ -1,4 +1,4 @@
-"""The KV cache manager: what is cached and found, what changes hands, statistics.
+"""The KV cache manager: caching, hits, transfer of blocks, statistics.
 
 Blocks of 16 tokens and ten usable blocks unless a test says otherwise.
 """
@@ -96,7 +96,7 @@ def test_a_prompt_in_chunks_grows_its_table_and_is_found_only_once_filled(kv):
 
 @pytest.mark.parametrize("small", [10], indirect=True)
 def test_tables_are_append_only_when_a_running_request_meets_a_known_prefix(small):
-    """The chunk that completes EFGH keeps its own block; the cached one stays beside it."""
+    """The chunk that completes EFGH keeps its own block; the cached duplicate stays."""
     small.requests.schedule(small.requests.make("ABCD|EFGH|X"))
     request = small.requests.make("ABCD|EFGH|IJ")
     computed = small.manager.get_computed_blocks(request)
@@ -183,7 +183,7 @@ def test_handed_over_blocks_keep_their_place(kv):
     assert kv.requests.table(request) == []
     assert kv.requests.table(heir) == [1, 2, 3, 4]
     assert kv.free_order() == free
-    assert kv.manager.get_computed_blocks(heir) is NOTHING_COMPUTED, "it has its own"
+    assert kv.manager.get_computed_blocks(heir) is NOTHING_COMPUTED, "the request has its own block"
     assert kv.requests.schedule(heir) == [5]
     assert kv.pool.hashes[1:5] == heir.block_hashes
     kv.manager.free(request)
@@ -193,7 +193,7 @@ def test_handed_over_blocks_keep_their_place(kv):
 
 
 def test_blocks_the_successor_will_overwrite_are_not_findable(kv):
-    """The heir goes on after 47 tokens, within the third block."""
+    """The new request continues after 47 tokens, inside the third block."""
     request = kv.requests.make([*COMMON, 3])
     kv.requests.schedule(request)
     heir = kv.requests.make([*COMMON[:47], 9, 9])

@@ -1,7 +1,7 @@
-"""Long random sequences against a brute-force model that shares no code with the pool.
+"""Long random operations, compared with a brute-force model that shares no code with the pool.
 
-Hypothesis draws short ones from the widest choice; a busy life is hundreds of steps long, with a
-pool that is mostly full.
+Hypothesis draws short sequences of all operations; a busy run has hundreds of steps with a pool
+that is mostly full.
 """
 
 import random
@@ -18,7 +18,7 @@ TestRandomSequences.settings = settings(
 )
 
 
-# What a busy engine does, as often as it does it.
+# Operations of a busy engine, by frequency.
 WEIGHTS = {
     "add": 12,
     "admit": 25,
@@ -40,7 +40,7 @@ WEIGHTS = {
 def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> Counter[str]:
     """Drive the machine by hand, so that the pool is mostly full and prefixes are shared.
 
-    Every step is compared with the model; returns how many there were of each kind.
+    Every step is compared with the model; returns the number of each operation.
     """
     details = {
         "add": lambda: {

@@ -1,4 +1,4 @@
-"""How long sampled blocks keep their content, on a clock that the test turns."""
+"""Lifetimes of sampled blocks, on a fake clock."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Creating connectors by name or module path, on demand, and the refusals."""
+"""Lazy creation of connectors by name or module path, and its errors."""
 
 import subprocess
 import sys

@@ -48,7 +48,7 @@ class Disk:
         return self.folder / file_name(key(number), rank)
 
     def store(self, manager: DiskOffloadingManager, *numbers: int) -> list[int]:
-        """Write the files that the workers would; return the numbers of the blocks to store."""
+        """Write files like the workers; return the numbers of the blocks to store."""
         output = manager.prepare_store([key(each) for each in numbers])
         assert output is not None
         stored = [int.from_bytes(each[:32], "big") for each in output.keys]
@@ -112,7 +112,7 @@ def test_a_slow_scan_delays_requests_only_briefly(
     monkeypatch.setattr(disk_manager, "SCAN_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(disk_manager.DiskFolder, "pop_reports", lambda self: iter(()))
     manager = disk.manager(known=False)
-    eventually(lambda: disk.rings > 1)  # the end of the scan, and of patience
+    eventually(lambda: disk.rings > 1)  # the end of the scan, and of the wait
     eventually(lambda: run(manager, 1) == 0)
 
 
@@ -145,7 +145,7 @@ def test_prepare_store_skips_stored_blocks(disk: Disk) -> None:
     output = manager.prepare_store([key(2), key(3), key(3)])
     assert output is not None
     assert (output.keys, output.slots, output.evicted) == ([key(3)], [], [])
-    assert run(manager, 1, 2, 3) == 2, "not before it is complete"
+    assert run(manager, 1, 2, 3) == 2, "the store is not complete"
     again = manager.prepare_store([key(3)])
     assert again is not None
     assert again.keys == []
@@ -159,7 +159,7 @@ def test_prepare_store_evicts_the_least_recently_used_and_the_files_go(disk: Dis
     manager.touch([key(1), key(2)])
     output = manager.prepare_store([key(4), key(5)])
     assert output is not None
-    assert output.evicted == [key(3), key(2)], "the first of a sequence outlives the others"
+    assert output.evicted == [key(3), key(2)], "the first block of a sequence is evicted last"
     eventually(lambda: not disk.path(3).exists() and not disk.path(2).exists())
     assert run(manager, 1) == 1
     assert manager.usage == 1.0
@@ -228,7 +228,7 @@ def test_an_unreadable_block_is_forgotten_after_its_last_load(disk: Disk) -> Non
     manager.prepare_load([key(1)])
     manager.prepare_load([key(1)])
     manager.complete_load([key(1)], success=False)
-    assert run(manager, 1) == 0, "nobody else begins to read it"
+    assert run(manager, 1) == 0, "no further load may start"
     disk.path(1).unlink()
     manager.complete_load([key(1)])
     assert disk.store(manager, 1) == [1]
@@ -382,7 +382,7 @@ def test_start_over_forgets_copies_that_never_end(disk: Disk) -> None:
     disk.store(manager, 1)
     manager.prepare_load([key(1)])
     manager.prepare_store([key(2), key(3)])
-    disk.write(2)  # the dead worker had got so far
+    disk.write(2)  # progress of the dead worker
     manager.on_worker_restart()
     eventually(lambda: manager.contains([key(1), key(2), key(3)]) == [True, True, False])
     assert disk.store(manager, 4, 5) == [4, 5], "nothing holds the old ones"
@@ -456,7 +456,7 @@ def test_events_and_lookups_agree_over_random_operations(disk: Disk, seed: int) 
             assert answers is not None
             found = {key(each) for each, there in enumerate(answers, 1) if there}
             assert found <= present
-            assert present - found <= set(loading), "only what is doubted while it is read"
+            assert present - found <= set(loading), "only blocks that are in doubt and being read"
     assert not set(loading) & set(storing)
 
 
@@ -478,7 +478,7 @@ def test_discard_removes_the_files_and_is_no_failure(disk: Disk) -> None:
     assert (
         manager.contains([key(each) for each in range(1, 6)]) == [False, False, True] + [False] * 2
     )
-    assert disk.store(manager, 1, 2, 4) == [1, 2, 4], "and nothing is left alone"
+    assert disk.store(manager, 1, 2, 4) == [1, 2, 4], "the disk is not paused"
 
 
 def test_discard_removes_files_unknown_to_the_index(
@@ -531,6 +531,6 @@ def test_cancelled_stores_do_not_count_as_failures(disk: Disk) -> None:
     manager = disk.manager()
     for number in range(1, 10):
         output = manager.prepare_store([key(number)])
-        assert output is not None, "the disk is left alone"
+        assert output is not None, "the disk is paused"
         manager.complete_store(output.keys, success=False, cancelled=True)
     assert run(manager, 1) == 0

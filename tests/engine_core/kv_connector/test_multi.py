@@ -1,4 +1,4 @@
-"""MultiConnector: which child is asked, which one loads, and when blocks are released."""
+"""MultiConnector: queries, the child that loads, and the release of blocks."""
 
 import os
 from typing import Any

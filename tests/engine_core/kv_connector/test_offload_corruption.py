@@ -44,7 +44,7 @@ def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
 def test_corruption_of_a_running_request_discards_its_stored_blocks(
     monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """The blocks are removed even while the medium does not know yet what it has."""
+    """The blocks are removed even while the medium is still being scanned."""
     rig = OffloadRig()
     request = rig.add_one(PROMPT, 10)
     for _ in range(3):

@@ -308,7 +308,7 @@ def test_discard_leaves_nothing_and_waits_for_copies(ledger: CPUOffloadingManage
     ledger.discard(keys(1, 2, 3, 9))
     assert ledger.contains(keys(1, 2, 3, 9)) == [False] * 4
     assert events(ledger) == ([], [[1]])
-    assert ledger.usage == 0.5, "the places of what is being copied are not free yet"
+    assert ledger.usage == 0.5, "slots of running copies are not free yet"
     ledger.complete_load(keys(2))
     ledger.complete_store(keys(3))
     assert events(ledger) == ([], [[2]])

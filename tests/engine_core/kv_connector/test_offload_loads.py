@@ -1,4 +1,4 @@
-"""Loads: what is found on the medium, copied, and waited for.
+"""Loads: lookups on the medium, copies, and requests that wait for them.
 
 Device blocks of 4 tokens, offloaded blocks of 12.
 """
@@ -112,7 +112,7 @@ def test_two_requests_for_the_same_prefix_load_it_once() -> None:
     rig.step()
     rig.step()
     assert len(rig.loads) == 1
-    assert rig.finish_reason_of(other) is not None, "nobody waits for them"
+    assert rig.finish_reason_of(other) is not None, "no request waits for the loads"
     assert rig.finish_reason_of(second) is None
     rig.finishes = lambda job: True
     rig.run_until_idle()
@@ -133,12 +133,12 @@ def test_a_request_whose_awaited_load_failed_recomputes() -> None:
     rig.run_until_idle()
     assert rig.tokens_of(first) == undisturbed(PROMPT, 3)
     assert rig.tokens_of(second) == undisturbed([*PROMPT, 5], 3)
-    assert len(rig.loads) == 1, "what could not be read is forgotten"
+    assert len(rig.loads) == 1, "the unreadable block is forgotten"
     (stats,) = rig.offloading.drain_stats()
     assert stats.num_failed == 1
     rig.reset_prefix_cache()
     again = rig.generate(PROMPT)
-    assert len(rig.loads) == 2, "and stored anew once it was computed"
+    assert len(rig.loads) == 2, "it is stored again after the computation"
     assert again.num_cached_tokens == 36
     rig.assert_idle()
 

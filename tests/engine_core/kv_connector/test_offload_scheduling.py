@@ -27,7 +27,9 @@ def test_take_events_have_their_medium() -> None:
     (first_store,) = rig.stores[:1]
     hashes = [parse_key(key)[0] for key in first_store.keys[0]]
     assert stored[0] == BlockStored(hashes[:1], None, [], 12, 0, "CPU")
-    assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], "the end first"
+    assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], (
+        "the suffix is evicted first"
+    )
     assert list(rig.offloading.take_events()) == []
 
 
@@ -79,7 +81,7 @@ def test_start_over_forgets_the_workers_memory() -> None:
     rig.assert_idle()
     rig.reset_prefix_cache()
     rig.generate(PROMPT)
-    assert len(rig.loads) == 1, "stored anew by the workers that came"
+    assert len(rig.loads) == 1, "stored again by the new workers"
 
 
 def test_reset_cache_refuses_while_something_is_copied() -> None:

@@ -45,10 +45,10 @@ class Store:
         return made
 
     def asked(self, manager: RemoteOffloadingManager, *numbers: int) -> int:
-        """Look keys up as a request does: ask, wait for the notification, ask again."""
+        """Look keys up like a request: query, wait for the notification, query again."""
         keys = [key(each) for each in numbers]
         while (found := manager.lookup(keys)) is None:
-            assert self.rings.acquire(timeout=20.0), "nobody rings"
+            assert self.rings.acquire(timeout=20.0), "no notification"
         return found
 
     def write(self, *numbers: int, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -86,7 +86,7 @@ def test_lookup_queries_then_notifies_then_answers(store: Store) -> None:
     assert manager.lookup(keys) is None
     assert store.rings.acquire(timeout=20.0)
     assert manager.lookup(keys) == 2
-    assert manager.contains(keys) == [True, True, False, True], "asked for all at once"
+    assert manager.contains(keys) == [True, True, False, True], "one query for all blocks"
 
 
 @needs_redis
@@ -153,7 +153,7 @@ def test_prepare_store_and_complete_store(store: Store) -> None:
     assert (output.keys, output.slots, output.evicted) == ([key(2), key(3)], [], [])
     again = manager.prepare_store([key(2)])
     assert again is not None
-    assert again.keys == [], "it is being stored"
+    assert again.keys == [], "the block is being stored"
     manager.complete_store([key(2), key(3)])
     assert manager.lookup([key(1), key(2), key(3)]) == 3
     assert list(manager.take_events()) == [OffloadingEvent([key(2), key(3)], False, "remote")]
@@ -177,7 +177,7 @@ def test_consecutive_load_failures_pause_the_store(store: Store) -> None:
         assert store.asked(manager, number) == 1
         manager.prepare_load([key(number)])
         manager.complete_load([key(number)], success=False)
-    assert manager.lookup([key(3)]) == 0, "and not: ask again"
+    assert manager.lookup([key(3)]) == 0, "the result is not NOT_KNOWN_YET"
 
 
 @needs_redis
@@ -238,7 +238,7 @@ def test_a_stopped_server_costs_one_timeout(store: Store, server: RedisServer) -
     assert store.asked(manager, 2) == 0
     assert manager.prepare_store([key(9)]) is None
     for number in range(100):
-        assert manager.lookup([key(1000 + number)]) == 0, "nobody is told to wait"
+        assert manager.lookup([key(1000 + number)]) == 0, "no request waits"
     server.go_on()
     eventually(lambda: manager._lookups.connected)
     store.write(3)
@@ -295,7 +295,7 @@ def test_a_query_after_shutdown_is_answered_at_once(
         port = listener.getsockname()[1]
     store = Store(f"redis://127.0.0.1:{port}")
     manager = store.manager(connected=False)
-    manager._lookups.request([key(1)])  # it was connected when somebody looked
+    manager._lookups.request([key(1)])  # it was connected at the check
     assert store.rings.acquire(timeout=20.0)
     assert manager.lookup([key(1)]) == 0
     store.close()
@@ -310,7 +310,7 @@ def test_discard_removes_the_values_and_is_no_failure(store: Store) -> None:
     for _ in range(3):
         manager.discard([key(1), key(2), key(4), key(5)])
     connection = store.connect()
-    store.write(4)  # a worker is at it
+    store.write(4)  # a worker is copying
     eventually(lambda: not manager._lookups.is_being_removed(key(4)))
     manager.complete_store([key(4)])
     eventually(lambda: connection.call(5.0, b"DBSIZE") in (2, 4))
@@ -378,7 +378,7 @@ def test_present_blocks_are_not_loaded_while_loads_fail(store: Store) -> None:
     assert manager.contains([key(3)]) == [False]
     output = manager.prepare_store([key(3)])
     assert output is not None
-    assert output.keys == [], "it is believed to be there still"
+    assert output.keys == [], "the cached result still says present"
 
 
 @needs_redis

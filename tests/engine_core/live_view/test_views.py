@@ -1,4 +1,4 @@
-"""When the engine sends a live view, to which API servers, and what it counts."""
+"""Live views: when they are sent, to which API servers, and their counts."""
 
 import pytest
 
@@ -100,13 +100,13 @@ def test_at_most_four_times_a_second_and_only_what_is_new() -> None:
     rig.views.send_if_due()
     ((client, view),) = rig.links.take()
     assert (client, view.epoch, view.requests, view.num_running) == (0, EPOCH, [], 0)
-    assert rig.views.seconds_to_next is None, "nothing is new"
+    assert rig.views.seconds_to_next is None, "nothing has changed"
     rig.engine.add([1] * 20, 4)
     rig.step()
     assert rig.links.take() == [], "too soon"
     assert rig.views.seconds_to_next == VIEW_SECONDS
     assert rig.view().num_running == 1
-    assert rig.views.seconds_to_next == VIEW_SECONDS, "what was counted is followed by its end"
+    assert rig.views.seconds_to_next == VIEW_SECONDS, "a last view follows with the final counts"
     last = rig.view()
     assert (last.prompt_tokens, last.generation_tokens) == (0, 0)
     assert rig.views.seconds_to_next is None
@@ -128,12 +128,12 @@ def test_all_subscribers_get_the_same_view_and_slow_ones_none() -> None:
     rig.step()
     rig.wait(VIEW_SECONDS)
     assert rig.links.take() == []
-    assert rig.views.seconds_to_next == VIEW_SECONDS, "it is tried again, and not at once"
+    assert rig.views.seconds_to_next == VIEW_SECONDS, "it is retried after a delay"
     rig.links.slow = set()
     rig.clock.now += VIEW_SECONDS
     rig.views.send_if_due()
     counts = {(view.prompt_tokens, view.generation_tokens) for _, view in rig.links.take()}
-    assert counts == {(20, 1)}, "nothing of what was counted meanwhile is lost"
+    assert counts == {(20, 1)}, "counts of the interval are not lost"
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -153,7 +153,7 @@ def test_the_counts_add_up_to_what_was_computed(overlapped: bool) -> None:
     num_prompt_tokens = sum(map(len, prompts))
     computed = sum(each.prompt_tokens for each in views)
     if overlapped:
-        assert num_prompt_tokens <= computed <= num_prompt_tokens + 4, "a step ahead"
+        assert num_prompt_tokens <= computed <= num_prompt_tokens + 4, "one step in flight"
     else:
         assert computed == num_prompt_tokens
     assert sum(each.queried_tokens for each in views) == num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Engines whose connector is a fake, and what the tests of external KV ask of them."""
+"""Engines with a fake connector, for tests of external KV."""
 
 from engine_core.request import RequestStatus
 from tests.fakes.engine_harness import EngineHarness
@@ -26,7 +26,7 @@ def engine_with(answer, **options):
 
 
 def finish(engine):
-    """Run to the end; loads end as soon as they have begun."""
+    """Run to the end; loads finish immediately."""
     for _ in range(10_000):
         for seq_id in list(engine.connector.under_way):
             engine.report(engine.connector.finish(seq_id, engine.runner))
@@ -39,5 +39,5 @@ def finish(engine):
 
 
 def losing(*indices):
-    """Blocks of a load, by index among those it fills, that it does not fill."""
+    """Return a function that leaves blocks of a load invalid, by their index."""
     return lambda load, blocks: {blocks[index] for index in indices if index < len(blocks)}

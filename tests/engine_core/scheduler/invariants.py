@@ -1,9 +1,8 @@
 """Invariants of the scheduler and the KV cache, checked after every step.
 
-Nothing here decides a step a second time. Each check looks at one decision, or at the state
-after it, and says what must be true of it:
+No check repeats a decision of the scheduler. Each one examines a decision, or the state after it:
 
-    plan      budgets, seats, chunks, order of admission, order of victims, room that is kept
+    plan      budgets, max_num_seqs, chunks, order of admission and preemption, reserved blocks
     blocks    one table per sequence, append-only, as long as its tokens; references recounted
     content   each findable block holds the KV of the prefix that its hash names; a suffix is
               evicted before its prefix; the longest cached prefix is found
@@ -28,11 +27,11 @@ FINGERPRINT = b"f" * 32
 
 
 class Contents:
-    """What each block hash stands for, computed from the tokens of all requests."""
+    """The tokens of each block hash, computed from the tokens of all requests."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.digests: dict[bytes, list[bytes]] = {}  # by hash: what the runner keeps per position
+        self.digests: dict[bytes, list[bytes]] = {}  # by hash: the runner's content per position
         self.parents: dict[bytes, bytes | None] = {}
         self._chains: dict[int, tuple[list[bytes], bytes]] = {}
 
@@ -63,9 +62,9 @@ class Contents:
 
 
 class CheckedEngine(EngineHarness):
-    """An engine that is checked at every step. Its worker reads back the KV that a token sees.
+    """An engine that is checked after every step. Its worker reads back the KV of every token.
 
-    has_connector: blocks may come from elsewhere, or be lost; less is known of them then.
+    has_connector: blocks may be loaded or lost, so fewer checks apply to them.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -79,7 +78,7 @@ class CheckedEngine(EngineHarness):
         self.policy = settings.get("scheduling_policy", "fcfs")
         self.contents = Contents(self.block_size)
         self.known: dict[int, Request] = {}  # every request that ever was, by seq_id
-        self.sessions_opened: set[int] = set()  # a turn may begin with more room than it needs
+        self.sessions_opened: set[int] = set()  # a turn may begin with more blocks than it needs
         self._findable: dict[int, list[tuple[bytes, int]]] = {}  # by step
         self._tables: dict[tuple[int, int], list[list[int]]] = {}
         super().__init__(observer=self.watch, gates=[self.gate], **settings)
@@ -107,16 +106,16 @@ class CheckedEngine(EngineHarness):
     # Blocks
 
     def check_blocks(self) -> None:
-        """Tables of a step that was just scheduled."""
+        """Check the block tables of a step that was just scheduled."""
         before, self._tables = self._tables, {}
         for request in self.scheduler.running:
             name = (request.seq_id, request.num_preemptions)
             tables = self._tables[name] = self.kv_cache.block_ids(request.seq_id)
             self._check_length(request, tables)
             if self.has_connector:
-                continue  # a load that failed takes blocks away
+                continue  # a failed load frees blocks
             for old, new in zip(before.get(name, tables), tables, strict=True):
-                assert len(old) <= len(new), "a table has become shorter"
+                assert len(old) <= len(new), "a block table became shorter"
                 assert all(each in (0, then) for then, each in zip(old, new, strict=False)), (
                     f"{request!r} had {old} and has {new}"
                 )
@@ -133,12 +132,12 @@ class CheckedEngine(EngineHarness):
             else:
                 num_held = sum(1 for block in table if block)
                 num_tokens = len(table) * self.block_size
-                seen = max(window, 2)  # a hit ends with a block, also where nothing of it is seen
+                seen = max(window, 2)  # a hit ends at a block boundary, even outside the window
                 most = max_blocks([seen], self.block_size, num_tokens, self.longest_chunk)
                 assert num_held <= most, f"{request!r} keeps what its window has passed: {table}"
 
     def check_references(self) -> None:
-        """References and free blocks, recounted over everything that may hold a block."""
+        """Recount references and free blocks over all holders of blocks."""
         kv_cache, pool = self.kv_cache, self.kv_cache.pool
         tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
             each.seq_id)]  # fmt: skip
@@ -159,7 +158,7 @@ class CheckedEngine(EngineHarness):
             self._check_eviction_order(free)
 
     def _check_eviction_order(self, free: list[int]) -> None:
-        """A prefix outlives what follows it: else that could not be found any more."""
+        """Check that a suffix is evicted before its prefix; otherwise it would be unreachable."""
         index = self.kv_cache.pool.index
         places = {block: place for place, block in enumerate(free)}
         last: dict[bytes, float] = {}
@@ -177,7 +176,7 @@ class CheckedEngine(EngineHarness):
     # Content
 
     def _check_content(self, findable: list[tuple[bytes, int]]) -> None:
-        """What could be found when a step was scheduled, now that it is computed."""
+        """Check blocks that were findable when a step was scheduled, now that it is computed."""
         for request in self.known.values():
             self.contents.chain(request)
         slots = self.runner.slots
@@ -191,7 +190,7 @@ class CheckedEngine(EngineHarness):
                 )
 
     def longest_cached(self, request: Request) -> int:
-        """Tokens of the longest prefix of which every group can find what the next token sees."""
+        """Return the tokens of the longest prefix that all groups have for the next token."""
         index, size = self.kv_cache.pool.index, self.block_size
         hashes = self.contents.chain(request)
         for count in range((request.num_tokens - 1) // size, 0, -1):
@@ -207,7 +206,7 @@ class CheckedEngine(EngineHarness):
 
 
 class ProbingGate(FakeGate):
-    """Sees each candidate for admission, and holds those that a test names."""
+    """A gate that records candidates for admission and blocks those that a test names."""
 
     def __init__(self, engine: CheckedEngine) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ class ProbingGate(FakeGate):
 
 
 class Watch:
-    """An observer that judges each plan; order among tenants by what the ledger says.
+    """An observer that checks each plan; the order of tenants follows their usage counters.
 
     It cannot inherit from the null observer, which may be compiled.
     """
@@ -232,7 +231,7 @@ class Watch:
     def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
         self._rank: dict[int, int] = {}  # first come, first served: the lower is admitted first
-        self._place: dict[int, int] = {}  # of those that run: grows with each admission
+        self._place: dict[int, int] = {}  # admission number of running requests
         self._num_ranks = 0
         self._num_restored = 0
         self._num_admitted = 0
@@ -282,7 +281,7 @@ class Watch:
             self._check_everyone_goes_on(plan, continued)
             self._check_room(plan)
         if plan.preempted:
-            self._is_closed = False  # perhaps: usage may have fallen for a moment
+            self._is_closed = False  # usage may have fallen for a moment
         self._running = list(self._now_running)
         engine.num_of["steps"] += bool(planned)
         engine.num_of["preempted"] += len(plan.preempted)
@@ -294,7 +293,7 @@ class Watch:
         engine.num_of["waits for a fork"] += held.count(RequestStatus.WAITING_FOR_FORK)
 
     def _restore(self, request: Request) -> None:
-        """It goes before all that wait."""
+        """Check that a preempted request is ahead of all waiting ones."""
         self._num_restored += 1
         self._rank[request.seq_id] = -self._num_restored
         self._place.pop(request.seq_id, None)
@@ -319,24 +318,24 @@ class Watch:
             assert request in running
             assert 1 <= number <= engine.longest_chunk
             most = request.num_tokens + request.num_output_placeholders
-            assert request.num_computed_tokens + number <= most, "a token that is not there"
+            assert request.num_computed_tokens + number <= most, "a token that does not exist"
             last = request.num_prompt_tokens + request.max_tokens - 1
-            assert request.num_computed_tokens + number <= last, "nothing follows the last token"
+            assert request.num_computed_tokens + number <= last, "a token after the last one"
         for request, number in admitted:
             missing = request.num_tokens - request.num_computed_tokens
-            assert missing >= 1, "nothing is left to compute"
+            assert missing >= 1, "a step without tokens to compute"
             if not engine.settings.get("enable_chunked_prefill", True) and missing <= budget:
-                assert number == min(missing, engine.longest_chunk), "a prompt was cut"
+                assert number == min(missing, engine.longest_chunk), "a prompt was chunked"
 
     def _check_victims(self, plan: StepPlan) -> None:
-        """Preempted requests stand behind those that stay; such a step admits no request."""
+        """Check that preempted requests are the last ones admitted, and such a step admits none."""
         if not plan.preempted:
             return
-        if len(self._tenants) > 1:  # room may be taken for a tenant that was served less
+        if len(self._tenants) > 1:  # preemption for a tenant that was served less
             for request in self._admitted[:1]:
                 assert all(each.tenant != request.tenant for each in plan.preempted)
             return
-        assert not self._admitted, "admitted into room that was taken from others"
+        assert not self._admitted, "admitted into blocks of preempted requests"
         for victim in plan.preempted:
             for other in self._now_running:
                 if self._engine.policy == "priority":
@@ -347,7 +346,7 @@ class Watch:
     def _check_order(self, ready: list[Request]) -> None:
         """No request overtakes one of its tenant; among tenants, the one served least goes first.
 
-        ready: waiting, and held by no gate.
+        ready: waiting, and not blocked by a gate.
         """
         ledger = self._engine.scheduler._usage
         by_priority = self._engine.policy == "priority"
@@ -355,7 +354,7 @@ class Watch:
         for request in self._admitted:
             for other in ready:
                 if other.num_output_placeholders:
-                    continue  # preempted, and its last token is still to come
+                    continue  # preempted while its last token is in flight
                 urgent = by_priority and other.priority < request.priority
                 assert not urgent, f"{request!r} was admitted before {other!r}"
                 if other.tenant == request.tenant:
@@ -380,9 +379,9 @@ class Watch:
         return True
 
     def _check_everyone_goes_on(self, plan: StepPlan, continued: list[tuple[Request, int]]) -> None:
-        """A running request gets a token in every step that it has one for, in order of admission.
+        """Check that running requests get tokens in every step, in order of admission.
 
-        Unless prompts are paced, or a token is to come first.
+        Except with throttled prefill, or while a token is in flight.
         """
         numbers = {request.seq_id: number for request, number in continued}
         places = [self._place[each.seq_id] for each, _ in continued]
@@ -404,10 +403,10 @@ class Watch:
                 if missing > 0 and not plan.preempted:
                     assert number == wanted or not left, f"{request!r} got {number} of {wanted}"
 
-    # Room
+    # Capacity
 
     def _follow_pressure(self) -> None:
-        """Above a threshold nothing is admitted until usage has fallen below another one."""
+        """Check that admission stops above a threshold and resumes below another one."""
         settings = self._engine.settings
         usable = self._kv_cache.num_usable_blocks
         self._used = usable - self._free
@@ -423,7 +422,9 @@ class Watch:
         usable, free = kv_cache.num_usable_blocks, kv_cache.num_free_blocks
         preempt_above = settings.get("preempt_above", 1.0) * usable
         if self._used > preempt_above and len(self._running) > 1:
-            assert plan.preempted or self._engine.sessions_opened, "too full, and all stay"
+            assert plan.preempted or self._engine.sessions_opened, (
+                "usage is too high, but no request was preempted"
+            )
         beside = [each for each in self._now_running if each not in self._admitted]
         if not self._admitted or len(self._now_running) == 1:
             return
@@ -440,9 +441,9 @@ class Watch:
                 for each in self._now_running
                 if each.num_tokens - each.num_computed_tokens > 1
             )
-            assert to_come <= free, "a prompt has no room for its end"
+            assert to_come <= free, "the whole prompt does not fit"
 
-    # What it does not look at
+    # Unused events
 
     def on_external_hit(
         self, request: Request, num_tokens: int, connector: str, *, is_async: bool

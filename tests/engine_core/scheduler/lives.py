@@ -1,10 +1,10 @@
-"""Random lives of a scheduler: everything that may happen to it, in any order.
+"""Random runs of a scheduler: all operations in any order.
 
-A kind says with which settings and what happens how often. A life is drawn from a seed, step by
-step, and each step is judged (`invariants.py`). At its end all requests have had exactly one final
-output, with the tokens of an undisturbed run, and nothing is left of them.
+A kind defines settings and the frequencies of operations. A run is drawn from a seed, and each step
+is checked (`invariants.py`). At its end all requests have had exactly one final output, with the
+tokens of an undisturbed run, and no state of them is left.
 
-    draw settings ─▶ draw an operation, do it, judge it ─▶ … ─▶ no more arrivals: run out ─▶ compare
+    draw settings ─▶ draw an operation, apply, check ─▶ … ─▶ no more arrivals: finish ─▶ compare
 """
 
 import math
@@ -43,7 +43,7 @@ Operation = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """weights: how often each operation is drawn. draw: settings that some lives have."""
+    """A kind of run. weights: frequency of each operation. draw: settings of some runs."""
 
     draw: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
     weights: tuple[tuple[str, int], ...] = ()
@@ -172,7 +172,7 @@ class Talk:
     inputs: list[tuple[list[int], int]]
     stops: frozenset[int]
     is_session: bool = False
-    is_ended: bool = False  # by an abort, or its time was over
+    is_ended: bool = False  # by an abort or a deadline
     cut_short: set[int] = field(default_factory=set)  # choices that were aborted
 
     @property
@@ -180,7 +180,7 @@ class Talk:
         return self.requests[0].request_id
 
     def expected(self, choice: int) -> tuple[list[list[int]], bool]:
-        """Its tokens turn by turn, and whether an input does not fit."""
+        """Return the expected tokens turn by turn, and whether an input does not fit."""
         prompt: list[int] = []
         found = []
         for tokens, max_tokens in self.inputs:
@@ -195,7 +195,7 @@ class Talk:
 
 
 class Life:
-    """One life; `operations` is what was done so far, with all details, for `replay`."""
+    """One run. operations: the applied operations with all details, for `replay`."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind = KINDS[kind]
@@ -234,7 +234,7 @@ class Life:
         self.judge()
 
     def judge(self) -> None:
-        """After an operation, beside what the engine judges at each step."""
+        """Check the state after an operation, in addition to the checks of each step."""
         if len(self.operations) % 20 == 0:
             assert check(self.engine.kv_cache) == []
         if self.settings["scheduling_policy"] == "continuum":
@@ -283,7 +283,7 @@ class Life:
                 return (rng.randrange(100),)
 
     def _draw_prompt(self) -> tuple[list[int], int]:
-        """Of a few families, so that many begin alike and some are equal."""
+        """Return a prompt of a few families, so that many share a prefix and some are equal."""
         rng = self.rng
         length = rng.choice([1, 4, 5, 7, 9, 11, 12, 13, 18, 20, 25, 30, 40])
         family = rng.randrange(3)
@@ -293,16 +293,18 @@ class Life:
             prompt[start:] = [300 + rng.randrange(600) for _ in prompt[start:]]
         return prompt, rng.randint(1, min(14, LONGEST - length))
 
-    # What happens
+    # Operations
 
     def step(self) -> None:
-        """A step without tokens is one in which nothing could get any further."""
+        """Run a step; without tokens no request could have made progress."""
         waits, engine = bool(self.engine.in_flight), self.engine
         output = engine.step()
         self.num_of["copies"] += len(output.block_copies) // 2
         if not output.total_num_scheduled_tokens and not waits:
             scheduler = engine.scheduler
-            assert not scheduler.has_work or scheduler.kv_transfer.is_awaited, "a step for nothing"
+            assert not scheduler.has_work or scheduler.kv_transfer.is_awaited, (
+                "a step without tokens although a request could progress"
+            )
 
     def add(
         self, prompt: list[int], max_tokens: int, n: int, stops: bool, more: dict[str, Any]
@@ -316,7 +318,7 @@ class Life:
     def turn(
         self, prompt: list[int], max_tokens: int, n: int, agent: tuple[str, bool, float | None]
     ) -> None:
-        """The history of the job so far, as long as that has room, and a few tokens more.
+        """Return the history of the job so far, if it fits, and a few more tokens.
 
         Jobs 0 and 1 are one tenant's, the others another's; some share a prefix.
         """
@@ -347,7 +349,7 @@ class Life:
         self.engine.receive()
 
     def stop(self, index: int) -> None:
-        """The front end has found a stop string."""
+        """Abort a choice because of a stop string."""
         talks = [each for each in self.talks if self._is_open(each)]
         if talks:
             talk = talks[index % len(talks)]
@@ -355,7 +357,7 @@ class Life:
             talk.cut_short.add(0)
 
     def reset(self, in_flight: bool, preempting: bool) -> None:
-        """Without taking anyone's blocks first, nothing is forgotten while any are in use."""
+        """Reset the prefix cache, which is refused while blocks are in use."""
         if in_flight:
             self.engine.send()
         was_in_use = bool(self.engine.kv_cache.num_sequences)
@@ -406,7 +408,7 @@ class Life:
                 talk.requests[0], tokens, max_tokens, stop_token_ids=STOPS
             )
         except InvalidRequestError as error:
-            assert talk.expected(0)[1], "it would have fitted"
+            assert talk.expected(0)[1], "the input would have fitted"
             talk.cut_short.add(0)
             self.engine.scheduler.sessions.fail_session(talk.request_id, error)
 
@@ -416,7 +418,7 @@ class Life:
             self.engine.add_session_input(talk.requests[0], [], last=True)
 
     def _session(self, index: int) -> Talk | None:
-        """One of those that take input."""
+        """Return a session that accepts input."""
         accepts_input = self.engine.scheduler.sessions.accepts_input
         talks = [each for each in self.talks if accepts_input(0, each.request_id)]
         return talks[index % len(talks)] if talks else None
@@ -458,7 +460,7 @@ class Life:
             assert len(own) <= own_limit
         assert all(self.clock() - pin.ended <= 3600 or pin.is_awaited for pin in pins)
 
-    # KV from elsewhere
+    # External KV
 
     def _match(self, request: Request, num_local: int) -> Match:
         kind = self.dice.choice(["nothing", "later", "now", "async", "async"])
@@ -514,7 +516,7 @@ class Life:
     # The end
 
     def run_out(self) -> None:
-        """Nothing more comes; everyone ends within as many steps as there are tokens left."""
+        """Run to the end without arrivals; remaining tokens bound the number of steps."""
         scheduler = self.engine.scheduler
         self.resume()
         self.release()
@@ -524,7 +526,7 @@ class Life:
         left = sum(each.num_prompt_tokens + each.max_tokens for each in scheduler.requests)
         most = 50 + 4 * left
         while scheduler.num_unfinished or scheduler.has_work or self.engine.in_flight:
-            assert most > 0, "it never ends"
+            assert most > 0, "the run does not end"
             most -= 1
             for each in self.asked:
                 self.engine.unblock(each)
@@ -551,7 +553,7 @@ class Life:
                 self._compare(talk, request.choice)
 
     def _assert_forgotten(self) -> None:
-        """What belongs to requests is gone with them."""
+        """Check that no state of finished requests is left."""
         scheduler = self.engine.scheduler
         assert len(scheduler.queue_limits) == scheduler.queue_limits.num_tokens == 0
         assert scheduler._usage.num_tenants == 0
@@ -584,9 +586,9 @@ class Life:
 
 
 def lives(kind: str, seeds: range, num_operations: int) -> Counter[str]:
-    """One life for each seed; returns how much happened in all of them.
+    """Run all seeds; return the counts of events.
 
-    One that fails is made shorter, and its operations are part of the error.
+    A failing run is shortened, and its operations are part of the error.
     """
     totals: Counter[str] = Counter()
     for seed in seeds:
@@ -604,7 +606,7 @@ def lives(kind: str, seeds: range, num_operations: int) -> Counter[str]:
 
 
 def replay(kind: str, seed: int, operations: list[Operation]) -> None:
-    """The same settings, these operations, then the end."""
+    """Run these operations with the same settings, then finish."""
     life = Life(kind, seed)
     for operation in operations:
         life.do(operation)
@@ -612,7 +614,7 @@ def replay(kind: str, seed: int, operations: list[Operation]) -> None:
 
 
 def shrunk(kind: str, seed: int, operations: list[Operation]) -> list[Operation]:
-    """Leave out pieces, ever smaller ones, as long as what is left still fails somehow."""
+    """Remove ever smaller parts as long as the rest still fails."""
     tries, piece = 120, len(operations) // 2
     while piece and tries:
         start = 0

@@ -1,4 +1,4 @@
-"""The rules of beam search, against a search that looks at every token."""
+"""Beam search, compared with an exhaustive search."""
 
 import random
 
@@ -17,7 +17,7 @@ def few_tokens(token_ids):
 
 
 def best(outputs, prompt, count):
-    """What rows would report of these hypotheses."""
+    """Return the candidates that rows report for these hypotheses."""
     ids, values = [], []
     for output in outputs:
         logprobs = few_tokens(prompt + output)
@@ -28,7 +28,7 @@ def best(outputs, prompt, count):
 
 
 def search(prompt, *, width, max_tokens, stop_ids=(), length_penalty=1.0, early_stopping=False):
-    """Drive a BeamSearch, keeping outputs by slot as rows do."""
+    """Run a BeamSearch with outputs by slot, like rows."""
     beams = BeamSearch(width, max_tokens, set(stop_ids), length_penalty, early_stopping)
     outputs = [[]]
     rounds = 0
@@ -63,7 +63,7 @@ def test_results_are_those_of_a_search_over_all_tokens(length_penalty, early_sto
 
 
 def row(*tokens: tuple[int, float]):
-    """One row of candidates, [1, columns]."""
+    """Return one row of candidates, [1, columns]."""
     ids, values = zip(*tokens, strict=True)
     return np.array([ids], dtype=np.int32), np.array([values], dtype=np.float32)
 
@@ -106,7 +106,7 @@ def test_an_end_that_is_not_among_the_best_counts_for_nothing():
 def test_the_search_ends_when_no_better_hypothesis_is_possible(
     early_stopping, length_penalty, over
 ):
-    """Finished at -1 and -1.1; the best that lives has -3: -1.5 a token now, -0.3 after ten."""
+    """Finished at -1 and -1.1; the best active beam has -3: -1.5 per token, -0.3 after ten."""
     beams = BeamSearch(2, 10, {0}, length_penalty, early_stopping)
     beams.advance(*row((0, -1), (6, -1.05), (7, -1.1)))
     branches = beams.advance(*rows([(0, -0.05), (1, -1.95), (2, -8)], [(3, -4), (4, -5), (5, -8)]))

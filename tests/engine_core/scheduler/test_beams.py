@@ -1,4 +1,4 @@
-"""Rows of beam searches in the scheduler: the beams of the plain search, whatever happens."""
+"""Rows of beam searches in the scheduler give the beams of the reference search."""
 
 import random
 
@@ -89,7 +89,7 @@ def test_rows_without_a_hypothesis_wait_for_the_first():
 
 
 def test_a_row_with_a_dropped_hypothesis_becomes_a_fork():
-    """It neither leaves the running list nor is its prompt sent again."""
+    """It stays in the running list and its prompt is not sent again."""
     engine = engine_of()
     rows = add(engine, PROMPT, 4, 30)
     engine.run()
@@ -209,7 +209,7 @@ def test_preempted_rows_change_nothing(policy, caching):
 @CACHING
 @pytest.mark.parametrize("settings", [{"num_blocks": 11}, {"max_num_seqs": 2}, {"max_num_seqs": 1}])
 def test_rows_that_never_fit_together_run_alternately(settings, caching):
-    """In 11 blocks there is room for one sequence of 39 tokens."""
+    """11 blocks fit one sequence of 39 tokens."""
     engine = engine_of(caching, **settings)
     rows = add(engine, PROMPT, 4, 20)
     engine.run()
@@ -258,7 +258,7 @@ def test_a_row_without_candidates_is_a_protocol_error():
 
 
 def test_a_row_with_a_token_is_a_protocol_error():
-    """Nothing of it is taken; other workers compute the step, and all rows end."""
+    """The result is discarded; new workers compute the step, and all rows end."""
     engine = engine_of()
     rows = add(engine, PROMPT, 2)
     engine.send()
@@ -326,9 +326,9 @@ def test_nonfinite_logits_of_a_row_end_the_search(failed, overlapped):
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_request_sequences_keep_the_invariants(seed, overlapped):
-    """Searches and other requests in small pools, some aborted: everyone gets what is his.
+    """Searches and other requests in small pools, some aborted, get their expected outputs.
 
-    The requests are of one tenant, two or three, by turns.
+    The requests belong to one, two or three tenants in turn.
     """
     draw = random.Random(seed)
     windows = draw.choice([(None,), (None,), (None, 6), (5, None, 14)])
@@ -381,7 +381,7 @@ def test_random_request_sequences_keep_the_invariants(seed, overlapped):
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 def test_a_search_that_crashes_may_be_due_to_is_tried_with_all_its_rows(num_steps, overlapped):
-    """None of them gets further without the others."""
+    """No row progresses without the others."""
     engine = engine_of(async_scheduling=overlapped)
     rows = add(engine, PROMPT, 3)
     for _ in range(num_steps):

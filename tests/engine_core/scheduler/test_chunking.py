@@ -19,7 +19,7 @@ from engine_core.scheduler.limits import ChunkRule
     ],
 )
 def test_a_prompt_in_one_piece_waits_for_a_step_with_room_for_it(num_missing, budget, expected):
-    """But for one that is longer than any step."""
+    """Except for a prompt that is longer than any step."""
     assert ChunkRule(8, 8, chunked=False).first_chunk(num_missing, budget) == expected
 
 

@@ -1,4 +1,4 @@
-"""When a request ends, and what is said of it."""
+"""The end of a request, and its finish reason."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.fakes.engine_harness import EOS, EngineHarness
 
 
 def scripted(tokens):
-    """A worker that samples these, one after the other."""
+    """Return a worker that samples these tokens in order."""
     remaining = iter(tokens)
     return lambda _ids, _choice: next(remaining)
 

@@ -1,4 +1,4 @@
-"""A request whose scores are no numbers ends with an error, alone, and its KV is forgotten."""
+"""A request with nonfinite logits ends with an error, alone, and its KV is forgotten."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ def prompt(length: int, first: int = 0) -> list[int]:
 
 
 def answer(engine, output, *failed):
-    """A step in which these requests fail; what front ends get."""
+    """Run a step with nonfinite logits of these requests; return the outputs."""
     result = engine.runner.execute(output)
     seq_ids = [each.seq_id for each in failed]
     tokens = [
@@ -75,7 +75,7 @@ def test_a_chunk_can_fail_before_its_prompt_is_complete():
     bad = engine.add_one(prompt(40))
     follower = engine.add_one([*prompt(40), 7], max_tokens=3)
     assert scheduled(engine.step()) == {bad.seq_id: 16}
-    assert follower.status is not RequestStatus.RUNNING, "it waits for the prefix"
+    assert follower.status is not RequestStatus.RUNNING, "the request waits for the prefix"
     ((error,),) = answer(engine, engine.scheduler.schedule(), bad).values()
     assert error.finish_reason is FinishReason.ERROR
     engine.run()
@@ -118,7 +118,7 @@ def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
-    """Nobody hears of it any more, but others would find its blocks."""
+    """Its output is no longer sent, but other requests could hit its blocks."""
     engine = EngineHarness(block_size=4, async_scheduling=overlapped)
     gone = engine.add_one(prompt(20), max_tokens=8)
     other = engine.add_one(prompt(20, 5), max_tokens=8)
@@ -129,7 +129,7 @@ def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
     assert all(map(engine.kv_cache.is_cached, gone.block_hashes))
     for step in steps[:-1]:
         engine.collect(step)
-    assert answer(engine, steps[-1], gone).keys() == {0}, "the other one's token"
+    assert answer(engine, steps[-1], gone).keys() == {0}, "the token of the other request"
     assert not any(map(engine.kv_cache.is_cached, gone.block_hashes))
     assert all(map(engine.kv_cache.is_cached, other.block_hashes))
     assert engine.scheduler.pop_stats().num_corrupted == 0, "no request ended because of it"
@@ -138,7 +138,7 @@ def test_a_corrupt_request_may_be_aborted_during_its_step(overlapped):
 
 
 def test_a_corrupt_request_may_be_preempted_during_its_step():
-    """Its blocks are free already, and full of what must not be found."""
+    """Its blocks are free already, but their content must not be found."""
     engine = EngineHarness(async_scheduling=True, num_blocks=11)
     engine.add_one(prompt(80), max_tokens=3)
     bad = engine.add_one(prompt(80, 9), max_tokens=3)

@@ -1,4 +1,4 @@
-"""Who may be what processes die of is computed alone, and ended if it is."""
+"""Requests suspected of crashing processes run alone, and end if they crash again."""
 
 import pytest
 
@@ -11,7 +11,7 @@ BOTH = pytest.mark.parametrize("overlapped", [False, True])
 
 
 class CrashProgressSink:
-    """told: whose beginning was told, and whether it is alone."""
+    """An engine whose processes crash. told: reported requests, and whether they run alone."""
 
     def __init__(self, engine):
         self.told = []
@@ -26,7 +26,7 @@ class CrashProgressSink:
 
 
 class DeadlyGate:
-    """The engine dies in its own books when it decides about this prompt."""
+    """The engine crashes when it schedules this prompt."""
 
     status = RequestStatus.WAITING
 
@@ -48,7 +48,7 @@ class DeadlyGate:
 
 
 def crash(engine):
-    """The workers die over the step that is sent."""
+    """The workers crash in a step with this prompt."""
     sent = engine.send()
     outputs = engine.lose_workers(engine.scheduler.worker_epoch + 1)
     return sent, outputs
@@ -146,7 +146,7 @@ def test_a_suspect_that_recomputes_its_lost_tokens_is_cleared(overlapped):
 @BOTH
 @pytest.mark.parametrize("place", [0, 7, 8, 100, 177, 199])
 def test_five_crashes_at_one_position_end_a_request_whatever_its_chunks(overlapped, place):
-    """Those beside it have another length in each life, and so has its own share of a step."""
+    """Other requests have another length in every run, so its chunks differ, too."""
     engine = EngineHarness(
         async_scheduling=overlapped, max_num_batched_tokens=16, num_blocks=200, max_model_len=400
     )
@@ -284,7 +284,7 @@ def test_a_request_without_free_blocks_is_reported_once():
 
 
 def test_isolation_is_reported_first_and_other_requests_are_held():
-    """What the engine dies of without asking anybody is the fault of what it looks at."""
+    """A crash of the engine before any report counts for the request it was scheduling."""
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
     first, second = [engine.add_one([each], 3, crash_count=3) for each in (1, 2)]
@@ -322,7 +322,7 @@ def test_results_of_the_step_in_flight_are_kept():
     engine.step()
     engine.add_one([9], 5, crash_count=3)
     engine.scheduler.isolate_suspect()
-    assert herald.told == [], "it is not alone yet"
+    assert herald.told == [], "the request does not run alone yet"
     assert running.status is RequestStatus.RUNNING
     assert engine.scheduler.waiting.num_ready == 1
 
@@ -336,7 +336,7 @@ def test_a_request_held_by_a_pause_does_not_block_isolation():
     while engine.scheduler.has_work:
         engine.step()
     assert herald.trials == [begun]
-    assert begun.num_output_tokens > 1, "it had its trial"
+    assert begun.num_output_tokens > 1, "the request has run alone"
     assert fresh.num_output_tokens == 0
     engine.scheduler.resume()
     engine.run()
@@ -346,7 +346,7 @@ def test_a_request_held_by_a_pause_does_not_block_isolation():
 
 
 def test_requests_continue_when_a_pause_forbids_the_isolation():
-    """The trial comes when the pause is over, and then the others wait for it again."""
+    """The isolated run starts after the pause; the other requests wait for it."""
     engine = EngineHarness()
     herald = CrashProgressSink(engine)
     begun = engine.add_one([2], 6, output_token_ids=(tuple(undisturbed([2], 1)),))

@@ -1,4 +1,4 @@
-"""Until when a request must have begun and must be over, and what is left when it is not."""
+"""Queue timeouts and deadlines of requests, and the state after they expire."""
 
 from math import inf
 
@@ -12,7 +12,7 @@ from tests.fakes.messages import make_request, request
 
 
 class Watch:
-    """Deadlines by themselves."""
+    """Deadlines without a scheduler."""
 
     def __init__(self):
         self.clock = FakeClock()
@@ -24,7 +24,7 @@ class Watch:
         return each
 
     def overdue(self, now):
-        """Who, and by which limit."""
+        """Return the expired requests and their limits."""
         self.clock.now = now
         return [(each.request_id, each.error.kind) for each in self.deadlines.pop_overdue()]
 

@@ -1,4 +1,4 @@
-"""What tenants may expect of each other, in steps, under floods that never end."""
+"""Fairness between tenants, measured in steps, under endless floods."""
 
 import itertools
 from collections import defaultdict
@@ -55,7 +55,7 @@ class Flooded:
             self.engine.step()
 
     def steps_to_first_token(self, length) -> int:
-        """Of a request that arrives while a step is under way, which counts as the first."""
+        """Return the steps of a request that arrives during a step, which counts as the first."""
         self.pour()
         if self.flood:
             self.engine.send()
@@ -101,7 +101,7 @@ def test_a_flood_delays_the_first_token_little_by_priority():
 
 
 def test_without_tenants_a_flood_delays_the_first_token():
-    """The same flood and probes, all of one tenant: what is promised is not there anyway."""
+    """The same flood and probes, all of one tenant: the delay is not limited."""
     flood, settings = FLOODS["long prompts"]
     engine = Flooded(flood, **settings)
     engine.steps(30)
@@ -112,7 +112,7 @@ def test_without_tenants_a_flood_delays_the_first_token():
 
 
 def test_two_floods_share_the_throughput():
-    """One of long prompts, one of short ones with long answers, from different starts."""
+    """One tenant with long prompts, one with short prompts and long answers."""
     engine = Flooded(None, max_model_len=300)
     given = defaultdict(int)
     flights = []
@@ -136,7 +136,7 @@ def test_two_floods_share_the_throughput():
 
 
 def test_a_flood_is_not_starved_by_many_quiet_tenants():
-    """Each of them is served less than the flood, and they ask for all there is."""
+    """Each of them is served less than the flood, and together they use all capacity."""
     engine = Flooded((100, 4), max_model_len=200)
     engine.steps(100)
     mine = [each for each in engine.engine.scheduler.waiting if each.tenant == FLOOD][:3]

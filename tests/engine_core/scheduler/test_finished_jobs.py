@@ -1,4 +1,4 @@
-"""KV of jobs that are over goes first, but for that of the prompt they began with."""
+"""KV of finished jobs is evicted first, except that of their initial prompt."""
 
 import pytest
 
@@ -10,7 +10,7 @@ POLICIES = ["none", "fixed", "rule"]
 
 
 class Filled(Engine):
-    """Its pool has content everywhere but in 10 blocks of each group: the next to be taken."""
+    """Return an engine whose pool has content except in the next 10 blocks of each group."""
 
     def __init__(self, num_groups: int = 1, **config) -> None:
         windows, num_blocks = [None] * num_groups, 40 * num_groups + 1
@@ -26,19 +26,19 @@ class Filled(Engine):
         return sum(pool.hashes[block] is None for block in pool.free_queue)
 
     def found(self, prompt) -> int:
-        """Tokens of a prompt that are there, of which the last one never is."""
+        """Return the cached tokens of a prompt, which never include its last one."""
         request = self.add_one([*prompt, 7], 1)
         self.run()
         return request.num_cached_tokens
 
 
 def fill(engine, start: int, number: int) -> None:
-    """So many blocks more."""
+    """Allocate this many more blocks."""
     engine.turn("", tokens(start, 4 * number - 1), max_tokens=2)
 
 
 def play_job(engine, num_first: int = 4, *, last: bool = True) -> None:
-    """Two turns, which have 10 blocks at the end."""
+    """Run two turns of a job, which have 10 blocks at the end."""
     engine.turn("a", tokens(4000, num_first), max_tokens=2)
     engine.turn("a", tokens(4000, 39), max_tokens=2, last=last)
 
@@ -77,7 +77,7 @@ def test_blocks_of_a_finished_session_are_findable_until_overwritten():
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize(("num_first", "kept"), [(20, 20), (18, 16)])
 def test_the_first_prompt_of_a_session_is_evicted_by_age(num_first, kept, num_groups):
-    """Others may begin with the same; a block that has answers in it is nobody else's."""
+    """Other jobs may share the initial prompt, but no block that contains answers."""
     engine = Filled(num_groups)
     fill(engine, 3000, 10)
     play_job(engine, num_first)
@@ -132,13 +132,13 @@ FOR_B = SYSTEM + tokens(6000, 11)
 @pytest.mark.parametrize("pin_policy", ["none", "rule"])
 @pytest.mark.parametrize("small_first", [False, True])
 def test_blocks_shared_with_a_waiting_session_stay(pin_policy, small_first):
-    """Also where both begin with something else, as with a request for a title."""
+    """Also if the turns have different initial prompts, for example a request for a title."""
     engine = Filled(pin_policy=pin_policy)
     fill(engine, 3000, 10)
     if small_first:
         engine.turn("b", tokens(9000, 3), max_tokens=2)
     engine.turn("b", FOR_B, max_tokens=2)
-    engine.clock.now += 5  # its pin is over, its tool is not
+    engine.clock.now += 5  # its pin has expired, its tool still runs
     engine.turn("a", tokens(8000, 3), max_tokens=1)
     engine.turn("a", [*SYSTEM, *tokens(7000, 11)], max_tokens=2, last=True)
     fill(engine, 5000, 8)

@@ -1,4 +1,4 @@
-"""Requests that wait for something else than room: set aside, woken, in order."""
+"""Requests blocked by gates: blocked, unblocked, and admitted in order."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def test_a_blocked_request_can_be_aborted(wake_first):
     if wake_first:
         gate.unblock(request)
     engine.scheduler.abort_request(request.request_id)
-    gate.unblock(request)  # too late, and harmless
+    gate.unblock(request)  # late, without effect
     assert request.status is RequestStatus.FINISHED_ABORTED
     assert gate.released == [request]
     engine.assert_idle()

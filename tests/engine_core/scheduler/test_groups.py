@@ -14,7 +14,7 @@ def engine_of(windows, **options) -> EngineHarness:
 
 
 def most_blocks_in_use(engine: EngineHarness) -> int:
-    """Run to the end; the most blocks that were in use after a step."""
+    """Run to the end; return the peak of used blocks."""
     most = 0
     while engine.scheduler.num_unfinished:
         engine.step()

@@ -1,7 +1,7 @@
-"""The KV connector's contract as the scheduler keeps it: what is asked, told, waited for.
+"""The scheduler's side of the KV connector's contract: queries, notifications, waits.
 
-Names follow the methods of the contract. KV that is read before it is loaded, or that was
-never loaded, is found by the runner of the harness.
+Names follow the methods of the contract. The harness's runner detects reads of KV that is not
+loaded.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_admission_rules_apply_to_loads(rule):
 class TestGetNumNewMatchedTokens:
     @pytest.mark.parametrize("is_async", [False, True])
     def test_what_is_matched_is_not_computed(self, is_async):
-        """KVC-01: 32 of 64 tokens are elsewhere; each request computes the other 32."""
+        """KVC-01: the connector has 32 of 64 tokens; each request computes the other 32."""
         engine = engine_with(always(32, is_async=is_async))
         free = num_free(engine)
         requests = [engine.add_one(prompt(64, seed), max_tokens=2) for seed in (1, 2)]
@@ -72,7 +72,7 @@ class TestGetNumNewMatchedTokens:
         engine.assert_idle()
 
     def test_the_connector_is_queried_for_tokens_missing_on_the_device(self):
-        """KVC-03: 64 tokens are cached here and 32 more elsewhere: 32 of 128 are computed."""
+        """KVC-03: 64 tokens are in the pool, 32 more in the connector: 32 of 128 are computed."""
         engine = engine_with(lambda request, num_local: NO_MATCH)
         first = engine.add_one(prompt(64), max_tokens=2)
         finish(engine)
@@ -86,7 +86,7 @@ class TestGetNumNewMatchedTokens:
         assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
 
     def test_none_makes_the_scheduler_ask_again(self):
-        """KVH-09: it is set aside, those behind it pass, and a wake brings it back."""
+        """KVH-09: the request is blocked, later ones pass it, and a notification unblocks it."""
         answers = {}
         engine = engine_with(lambda request, num_local: answers[request.seq_id])
         first, second = engine.add_one(prompt(40, 1)), engine.add_one(prompt(40, 2))
@@ -94,7 +94,9 @@ class TestGetNumNewMatchedTokens:
         assert scheduled(engine.step()) == {second.seq_id: 40}
         assert first.status is WAITS
         engine.step()
-        assert engine.connector.asked.count((first.seq_id, 0)) == 1, "nobody looks before the wake"
+        assert engine.connector.asked.count((first.seq_id, 0)) == 1, (
+            "no query before the notification"
+        )
         answers[first.seq_id] = Match(16, is_async=False)
         engine.unblock(first)
         assert scheduled(engine.step())[first.seq_id] == 24
@@ -111,7 +113,7 @@ class TestGetNumNewMatchedTokens:
 
     @pytest.mark.parametrize("is_async", [False, True])
     def test_one_token_is_left_to_compute(self, is_async):
-        """KVC-16, KVH-09: a prompt of two blocks, all of it elsewhere."""
+        """KVC-16, KVH-09: a prompt of two blocks, all of it in the connector."""
         engine = engine_with(always(32, is_async=is_async))
         request = engine.add_one(prompt(32), max_tokens=2)
         output = engine.step()
@@ -180,7 +182,7 @@ class TestWaitingForRemoteKvs:
         engine.assert_idle()
 
     def test_an_equal_prompt_does_not_hit_blocks_being_loaded(self):
-        """KVC-15: who computes for itself meanwhile has blocks of its own."""
+        """KVC-15: a request that computes meanwhile has its own blocks."""
         answers = {}
         engine = engine_with(lambda request, num_local: answers.get(request.seq_id, NO_MATCH))
         remote = engine.add_one(prompt(40), max_tokens=3)
@@ -254,7 +256,7 @@ class TestWaitingForRemoteKvs:
 
 class TestAborts:
     def test_blocks_stay_until_the_load_ends(self):
-        """KVC-07: aborted while it is loaded for."""
+        """KVC-07: aborted during its load."""
         engine = engine_with(always(32, is_async=True))
         free = num_free(engine)
         request = engine.add_one(prompt(40))
@@ -266,7 +268,7 @@ class TestAborts:
         engine.finish_load(request)
         assert num_free(engine) == free
         assert engine.kv_cache.transfer_refs.num_blocks == 0
-        assert len(engine.kv_cache.pool.index) == 0, "nobody knows whether it is good"
+        assert len(engine.kv_cache.pool.index) == 0, "the block is not confirmed"
         engine.step()
         engine.assert_idle()
 
@@ -282,7 +284,7 @@ class TestAborts:
         assert engine.kv_cache.transfer_refs.num_blocks == 0
 
     def test_a_signal_after_the_load_is_ignored(self):
-        """Row 24: of seq_ids that nobody knows, or that were reported before."""
+        """Row 24: reports of unknown seq_ids, or repeated reports."""
         engine = engine_with(always(32, is_async=True))
         request = engine.add_one(prompt(40), max_tokens=2)
         engine.step()
@@ -425,7 +427,7 @@ class TestReset:
         assert not engine.scheduler.reset_prefix_cache()
         assert engine.scheduler.reset_prefix_cache(preempting=True)
         engine.step()
-        assert engine.connector.asked == [(request.seq_id, 0)], "not twice at the same time"
+        assert engine.connector.asked == [(request.seq_id, 0)], "not two loads of the same blocks"
         engine.finish_load(request)
         finish(engine)
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)

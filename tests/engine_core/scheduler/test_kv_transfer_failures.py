@@ -1,4 +1,4 @@
-"""Loads that fail: who relied on a block that does not hold what it should computes it, or ends."""
+"""Failed loads: requests that use an invalid block recompute it, or end."""
 
 import pytest
 
@@ -42,7 +42,7 @@ class TestInvalidBlocks:
         engine.assert_idle()
 
     def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
-        """KVC-23: neither the bad block nor any after it is found; those before are not lost."""
+        """KVC-23: neither the invalid block nor later ones are findable; earlier ones are kept."""
         engine = engine_with(
             always(99 * 16, is_async=False), fails=losing(50), load_failure_policy="fail"
         )
@@ -59,7 +59,7 @@ class TestInvalidBlocks:
         engine.assert_idle()
 
     def test_asynchronous_recompute_waits_for_the_end_of_the_load(self):
-        """KVC-24: an early report cuts what counts; it runs when all is over."""
+        """KVC-24: an early report reduces the valid tokens; the request runs after the load."""
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=3)
         engine.step()
@@ -77,7 +77,7 @@ class TestInvalidBlocks:
 
     @pytest.mark.parametrize("lost", [(0, 98), (50, 98), (98,)])
     def test_others_keep_what_was_loaded_for_them(self, lost):
-        """KVC-25; who failed is not asked for again."""
+        """KVC-25; a failed load is not requested again."""
         engine = engine_with(always(99 * 16, is_async=True))
         requests = [engine.add_one(prompt(1600, seed), max_tokens=2) for seed in range(3)]
         engine.step()
@@ -93,7 +93,7 @@ class TestInvalidBlocks:
             assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
 
     def test_every_request_sharing_an_invalid_block_recomputes_it(self):
-        """KVC-27: found in the cache after the load, and known to be bad only then."""
+        """KVC-27: a cache hit after the load, whose failure is reported later."""
         engine = engine_with(always(50 * 16, is_async=False))
         first = engine.add_one(prompt(1600), max_tokens=8)
         engine.step()
@@ -110,7 +110,7 @@ class TestInvalidBlocks:
 
     @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
     def test_successive_load_failures_are_each_recomputed(self, order):
-        """KVC-28: what counts ends at the least of them so far."""
+        """KVC-28: the valid tokens end at the first invalid block so far."""
         engine = engine_with(always(99 * 16, is_async=True))
         request = engine.add_one(prompt(1600), max_tokens=2)
         engine.step()
@@ -125,7 +125,7 @@ class TestInvalidBlocks:
 
     @pytest.mark.parametrize("is_async", [False, True])
     def test_with_windows_all_is_computed(self, is_async):
-        """KVC-29: which blocks of a window a shorter prefix needs, it may have passed."""
+        """KVC-29: window blocks that a shorter prefix needs may be freed already."""
         engine = engine_with(
             always(320, is_async=is_async), fails=losing(3), windows=(None, 40), num_blocks=400
         )
@@ -150,7 +150,7 @@ class TestInvalidBlocks:
         assert num_free(engine) == free
 
     def test_a_load_failure_of_a_request_preempted_since(self):
-        """The token of that step came of KV that was not there: it is not taken for one."""
+        """The token of that step was computed from missing KV, so it is dropped."""
         engine = engine_with(
             always(32, is_async=False), fails=losing(1), async_scheduling=True, num_blocks=12
         )

@@ -1,4 +1,4 @@
-"""When the pool is nearly full: reserves, whole prompts, thresholds, and what is not repeated."""
+"""A nearly full pool: watermark, whole-prompt admission, thresholds, and cached refusals."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_watermark_stays_free_at_admission():
     second = engine.add_one(prompt(16, 1), max_tokens=2)
     third = engine.add_one(prompt(12, 2), max_tokens=2)
     assert scheduled(engine.step()).keys() == {first.seq_id}, "5 and 4 leave less than 2"
-    assert list(engine.scheduler.waiting) == [second, third], "nobody overtakes"
+    assert list(engine.scheduler.waiting) == [second, third], "no request overtakes"
     engine.run()
     assert engine.scheduler.pop_stats().num_preemptions == 0
     engine.assert_idle()
@@ -63,7 +63,7 @@ def test_full_prompt_admission_needs_blocks_for_the_whole_prompt():
 
 
 def test_only_running_prompts_reserve_future_blocks():
-    """The next token of one that decodes is its own affair, even where it needs a block."""
+    """The next token of a decoding request is exempt, even if it needs a block."""
     engine = small_pool()
     decodes = engine.add_one(prompt(8, 0), max_tokens=5)
     engine.step()
@@ -95,7 +95,7 @@ def test_admission_stops_above_one_occupancy_and_resumes_below_another():
         engine.scheduler.abort_request(request.request_id)
     assert blocks_in_use(engine) == 3
     grows = engine.step()
-    assert scheduled(grows) == {first[0].seq_id: 1, late.seq_id: 4}, "below 0.4 it goes on"
+    assert scheduled(grows) == {first[0].seq_id: 1, late.seq_id: 4}, "admission resumes below 0.4"
 
 
 def test_admission_that_has_not_stopped_goes_on_between_the_thresholds():
@@ -126,13 +126,13 @@ def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
 
 
 def test_admission_resumes_in_a_step_without_waiting_requests():
-    """Three of ten are below 0.4 while one runs alone; when somebody comes it has grown to five."""
+    """Three of ten blocks are below 0.4 while one request runs; at the next arrival it has five."""
     engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
     stays = engine.add_one(prompt(11, 0), max_tokens=20, ignore_eos=True)
     leaves = engine.add_one(prompt(19, 1), max_tokens=20)
     engine.step()
     assert blocks_in_use(engine) == 8
-    engine.step()  # the doors close
+    engine.step()  # admission stops
     engine.scheduler.abort_request(leaves.request_id)
     while blocks_in_use(engine) < 5:
         engine.step()
@@ -146,7 +146,7 @@ def test_admission_resumes_when_no_request_is_left():
     engine.step()
     engine.add_one(prompt(4, 5), max_tokens=1)
     engine.step()
-    assert list(engine.scheduler.waiting), "the doors are closed"
+    assert list(engine.scheduler.waiting), "admission is stopped"
     for each in (full, *engine.scheduler.waiting):
         engine.scheduler.abort_request(each.request_id)
     first = engine.add_one(prompt(20, 1), max_tokens=2)
@@ -175,7 +175,7 @@ def test_above_the_highest_threshold_the_youngest_is_preempted():
 
 
 def test_no_request_is_admitted_only_to_be_preempted_by_watermark():
-    """Two blocks are in use, the doors are open, but four more would be above 0.5."""
+    """Two blocks are in use and admission is open, but four more would exceed 0.5."""
     engine = small_pool(stop_admission_above=0.4, preempt_above=0.5)
     engine.add_one(prompt(7, 0), max_tokens=5)
     engine.step()
@@ -192,14 +192,14 @@ def test_admission_goes_on_a_little_below_where_it_stopped():
     first = [engine.add_one(prompt(12, each), max_tokens=20) for each in range(2)]
     engine.step()
     late = engine.add_one(prompt(3, 7), max_tokens=1)
-    assert blocks_in_use(engine) == 6, "more than 0.5: the doors close"
+    assert blocks_in_use(engine) == 6, "more than 0.5: admission stops"
     assert late.seq_id not in scheduled(engine.step())
     engine.scheduler.abort_request(first[1].request_id)  # four blocks are less than 0.45
     assert late.seq_id in scheduled(engine.step())
 
 
 def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
-    """Free blocks are as many as before; those that the aborted prompt was yet to take count."""
+    """The number of free blocks is unchanged, but the aborted prompt no longer reserves any."""
     engine = small_pool(
         scheduler_reserve_full_isl=True, long_prefill_token_threshold=4, enable_prefix_caching=False
     )
@@ -253,14 +253,14 @@ def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
 
 
 def test_a_request_is_looked_up_again_when_more_of_its_prefix_is_cached():
-    """Who runs generates what the prompt goes on with, and fills a block that it had already."""
+    """The running request generates the continuation of the prompt and fills an existing block."""
     engine = small_pool()
     begins = prompt(5, 0)
     first = engine.add_one(begins, max_tokens=6, ignore_eos=True)
     engine.step()
     head = engine.add_one([*begins, *undisturbed(begins, 3), *prompt(31, 1)], max_tokens=1)
     for _ in range(2):
-        assert scheduled(engine.step()) == {first.seq_id: 1}, "one of ten blocks is there"
+        assert scheduled(engine.step()) == {first.seq_id: 1}, "one of ten blocks is cached"
     assert blocks_in_use(engine) == 2
     assert scheduled(engine.step()) == {first.seq_id: 1, head.seq_id: 31}
     assert head.num_cached_tokens == 8
@@ -269,7 +269,7 @@ def test_a_request_is_looked_up_again_when_more_of_its_prefix_is_cached():
 
 
 def test_a_choice_without_blocks_is_rechecked_when_it_can_fork():
-    """That one was admitted in the step in which it was refused; nothing else has changed."""
+    """The running request was admitted in the step of the refusal; nothing else has changed."""
     first_of_all = 0
 
     def next_token(token_ids, choice):
@@ -287,7 +287,7 @@ def test_a_choice_without_blocks_is_rechecked_when_it_can_fork():
 
 
 def test_a_request_is_looked_up_again_when_a_window_lost_prefix_blocks():
-    """Of the blocks 10 to 13 that it starts from, two are given away, but not the last one.
+    """Of the blocks 10 to 13 that it hits, two are allocated to others, but not the last one.
 
     Without them it starts from nothing, and its first eight tokens need fewer blocks than the
     four that it found in the free queue and the four new ones.

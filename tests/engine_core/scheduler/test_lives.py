@@ -1,6 +1,6 @@
-"""The invariants of the scheduler hold after every step of random lives.
+"""The invariants of the scheduler hold after every step of random runs.
 
-What is judged is in `invariants.py`, what happens in `lives.py`.
+`invariants.py` has the checks, `lives.py` the operations.
 """
 
 import pytest

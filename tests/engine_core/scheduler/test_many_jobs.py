@@ -1,4 +1,4 @@
-"""Ten thousand jobs that never come back: a share of the pool is all that they ever have."""
+"""Ten thousand jobs that never return hold at most their share of the pool."""
 
 import random
 
@@ -24,8 +24,8 @@ LIES = ("ls", "", "pytest", "a tool that nobody has", "x" * 256)
     ],
 )
 def test_jobs_that_never_return(num_jobs: int, ttl_ms: float | None) -> None:
-    """Some of them say that they wait for a quick tool; one in a hundred comes back at once, so
-    that tools look quick. Afterwards the pool is as it was."""
+    """Some of them report a quick tool; one in a hundred returns at once, so that tools appear
+    quick. Afterwards the pool is as before."""
     rng, clock = random.Random(9), FakeClock()
     engine = EngineHarness(
         num_blocks=USABLE + 1, scheduling_policy="continuum", clock=clock, max_num_seqs=AT_ONCE
@@ -62,7 +62,7 @@ def test_jobs_that_never_return(num_jobs: int, ttl_ms: float | None) -> None:
 
 
 def test_a_pool_full_of_pins_serves_as_if_it_were_empty() -> None:
-    """The same steps for the same requests, which need all of it."""
+    """The same requests, which need the whole pool, take the same steps."""
     steps = []
     for num_jobs in (0, 60):
         engine = EngineHarness(num_blocks=USABLE + 1, scheduling_policy="continuum")

@@ -1,4 +1,4 @@
-"""Who holds blocks without running, and in which order they lose them."""
+"""Requests that hold blocks without running, and the order in which they lose them."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def idle(manager):
 
 @pytest.fixture
 def four(idle, manager):
-    """Four requests with one block each, at rest in this order."""
+    """Return four idle requests with one block each, in this order."""
     requests = Requests(manager)
     found = [requests.make([each]) for each in range(4)]
     for each in found:

@@ -1,4 +1,4 @@
-"""Who is scheduled, with how many tokens, in which order."""
+"""Scheduled requests, their tokens, and their order."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.fakes.paged_runner import undisturbed
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
-    """Tokens that no other `first` has."""
+    """Return tokens that are unique to `first`."""
     return [(first * 37 + position) % 1000 for position in range(length)]
 
 

@@ -1,4 +1,4 @@
-"""Pausing in both ways, and what goes on meanwhile."""
+"""Both pause modes, and requests during a pause."""
 
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason

@@ -15,12 +15,12 @@ def overlapped(**settings):
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
-    """Tokens that no other `first` has."""
+    """Return tokens that are unique to `first`."""
     return [(first * 37 + position) % 900 for position in range(length)]
 
 
 def stopping_after(count: int, start: int = 3):
-    """A worker that samples `EOS` as the last of `count` outputs of a prompt of `start`."""
+    """Return a worker that samples `EOS` as the last of `count` outputs of a prompt of `start`."""
     return lambda ids, choice: EOS if len(ids) == start + count - 1 else hashed_token(ids, choice)
 
 
@@ -175,7 +175,7 @@ def test_a_token_in_flight_survives_the_preemption():
     engine.run()
     resumed = [step.cached_requests for step in engine.runner.steps]
     (late,) = itertools.chain.from_iterable(each.resumed_output_token_ids for each in resumed)
-    assert late == undisturbed(prompt(80, 9), 1), "the worker is told the late token again"
+    assert late == undisturbed(prompt(80, 9), 1), "the late token is sent to the worker again"
     for each in (first, second):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
     engine.assert_idle()

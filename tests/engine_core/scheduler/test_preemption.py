@@ -1,4 +1,4 @@
-"""What happens when the pool is too small for everyone who runs."""
+"""Preemption when the pool is too small for all running requests."""
 
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason
@@ -54,7 +54,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
 
 
 def test_no_other_request_is_admitted_in_that_step():
-    """What the victim gave is for those who run; who comes before it in the line has to wait."""
+    """The victim's blocks are for running requests; earlier waiting ones have to wait."""
     engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, scheduling_policy="priority")
     old = engine.add_one(list(range(32)), max_tokens=3, priority=1)
     young = engine.add_one(list(range(100, 130)), max_tokens=3, priority=5)

@@ -1,4 +1,4 @@
-"""Who gives way, against a search through all that run."""
+"""The order of preemption, compared with a search through all running requests."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.fakes.engine_harness import EngineHarness
 
 
 class Book:
-    """A running list, told to victims and ledger as the scheduler does; `served` is drawn."""
+    """A running list with its preemption order and usage counters; `served` is random."""
 
     def __init__(self, policy: str) -> None:
         self.ledger = TenantUsage(0)
@@ -38,7 +38,7 @@ class Book:
         self.victims.move_to_end(requests)
 
     def searched(self, by_priority, served_above=float("-inf")):
-        """The rule as it is told: the rank of the tenant, then the last of those of that rank."""
+        """Return the victim by the rule: rank of the tenant, then the last request of that rank."""
         candidates = [
             each for each in self.running if self.ledger.served(each.tenant) > served_above
         ]
@@ -58,7 +58,7 @@ def test_victims_agree_with_a_search_through_all_running_requests(policy, num_te
     for _ in range(600):
         kind = draw.random()
         if kind < 0.45 or not book.running:
-            # Few lengths, so that tenants are often served the same.
+            # Few lengths, so that tenants are often served equally.
             book.admit(draw.randrange(num_tenants), draw.randrange(3), draw.choice([1, 2, 4]))
         elif kind < 0.7:
             book.remove(draw.choice(book.running))
@@ -80,7 +80,7 @@ def test_victims_agree_with_a_search_through_all_running_requests(policy, num_te
 
 @pytest.mark.interpreted
 def test_a_victim_is_found_with_one_look_per_tenant(monkeypatch):
-    """However many of its requests run."""
+    """Independent of the number of its running requests."""
     book = Book("fcfs")
     for number in range(500):
         book.admit(number % 3, 0, 2)

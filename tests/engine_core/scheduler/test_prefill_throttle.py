@@ -1,4 +1,4 @@
-"""How many tokens of prompts join those who decode."""
+"""Prefill throttling: prompt tokens per step beside decodes."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ TOKEN = 0.0005
 
 
 def seconds_of(num_decoding: int, num_prompt_tokens: int) -> float:
-    """Of a step: 50 ms for any number of sequences that decode, 0.5 ms for a prompt's token."""
+    """Return the time of a step: 50 ms for any number of decodes, 0.5 ms per prompt token."""
     return (DECODE if num_decoding else 0.0) + TOKEN * num_prompt_tokens
 
 
@@ -40,7 +40,7 @@ def learnt(stretch: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
 
 @pytest.mark.parametrize(("stretch", "expected"), [(2.0, 96), (1.5, 48), (1.01, 16), (9.0, 256)])
 def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected: int) -> None:
-    """In groups of 16 rows, and never without any: 0.05 s are 100 tokens."""
+    """In multiples of 16 rows, and never zero: 0.05 s are 100 tokens."""
     assert learnt(stretch).prompt_tokens(16, 0) == expected
 
 
@@ -63,7 +63,7 @@ def test_prompts_are_not_throttled_without_decodes() -> None:
 
 def test_until_both_times_are_known_a_step_is_full() -> None:
     pace = PrefillThrottle(256, 2.0)
-    pace.learn_step(3, 200, 0.3)  # what of it is the prompt's nobody knows
+    pace.learn_step(3, 200, 0.3)  # the prompt's share of the time is unknown
     assert pace.prompt_tokens(16, 0) == 256
     pace.learn_step(16, 0, DECODE)
     assert pace.prompt_tokens(16, 0) == 256
@@ -120,7 +120,7 @@ def test_the_setting_throttles() -> None:
 
 
 def decoding_engine(**settings: Any) -> EngineHarness:
-    """15 sequences that decode, and workers whose times are known."""
+    """Return an engine with 15 decodes and known step times."""
     engine = EngineHarness(max_num_batched_tokens=256, enable_prefix_caching=False, **settings)
     engine.step_seconds = seconds_of_step
     for number in range(15):
@@ -134,7 +134,7 @@ def decoding_engine(**settings: Any) -> EngineHarness:
 
 
 def chunks_beside(engine: EngineHarness, num_tokens: int) -> list[int]:
-    """Tokens of a prompt in each of the steps that it takes; all others decode in all of them."""
+    """Return the prompt tokens of each step of a prompt, in which all other requests decode."""
     engine.add([30] * num_tokens, 1)
     chunks = []
     while sum(chunks) < num_tokens:
@@ -164,7 +164,7 @@ def test_prompts_share_the_prefill_budget_of_a_step() -> None:
 def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
     engine = decoding_engine(max_prefill_slowdown=2.0)
     first = engine.scheduler.running[0]
-    first.num_computed_tokens = 0  # as if it had lost its KV and kept its place
+    first.num_computed_tokens = 0  # as if preempted
     output = engine.scheduler.schedule()
     seq_ids, counts = output.cached_requests.seq_ids, output.cached_requests.num_scheduled_tokens
     assert counts.pop(seq_ids.index(first.seq_id)) == 96
@@ -173,7 +173,7 @@ def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_transferred_prompt_does_not_wait_for_the_throttle(is_async: bool) -> None:
-    """Prompts that are computed take all prompt tokens of a step; its other tokens are free."""
+    """Prompts in progress use all prompt tokens of a step; its other tokens are unused."""
 
     def answer(request: Request, num_local: int) -> Match:
         return Match(192, is_async=is_async) if request.num_prompt_tokens == 200 else NO_MATCH
@@ -188,7 +188,7 @@ def test_a_transferred_prompt_does_not_wait_for_the_throttle(is_async: bool) -> 
     transferred = engine.add_one([40] * 200, max_tokens=2, ignore_eos=True)
     if is_async:
         engine.step()
-        assert transferred.status is WAITS, "the load begins at once"
+        assert transferred.status is WAITS, "the load starts immediately"
         engine.add([31] * 1000, 1, priority=-1)  # waits for prompt tokens at the head of the queue
         engine.finish_load(transferred)
     output = engine.step()
@@ -199,7 +199,7 @@ def test_a_transferred_prompt_does_not_wait_for_the_throttle(is_async: bool) -> 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_transferred_prompt_does_not_wait_behind_a_throttled_one(is_async: bool) -> None:
-    """Its look-up, its load and its first step need no prompt tokens."""
+    """Its lookup, its load and its first step need no prompt tokens."""
     asked: list[int] = []
 
     def answer(request: Request, num_local: int) -> Match:
@@ -215,7 +215,7 @@ def test_a_transferred_prompt_does_not_wait_behind_a_throttled_one(is_async: boo
     transferred = [
         engine.add_one([60 + number] * 200, max_tokens=9, ignore_eos=True) for number in range(2)
     ]
-    for _ in range(4):  # look-ups are spread over steps
+    for _ in range(4):  # lookups are spread over steps
         engine.step()
     if is_async:
         for request in transferred:

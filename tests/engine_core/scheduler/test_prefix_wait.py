@@ -1,4 +1,4 @@
-"""Equal prompts that arrive together compute what they share once, also in chunks."""
+"""Equal prompts that arrive together compute their shared prefix once, also in chunks."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ WAITS = RequestStatus.WAITING_FOR_PREFIX
 
 
 def chunked(**settings):
-    """Chunks of 8 tokens, so that there is budget for others beside a long prompt."""
+    """Chunks of 8 tokens leave budget for other requests."""
     return EngineHarness(
         **{
             "block_size": 4,
@@ -157,7 +157,7 @@ def test_the_wait_for_a_leader_that_yields_to_others_is_bounded():
 
 
 def test_a_leader_that_yields_but_gets_its_tokens_is_waited_for():
-    """Tenants that were served less come in each step, but only to wait for it, too."""
+    """Requests of less-served tenants arrive in each step, but also wait for the prefix."""
     engine = chunked()
     prompt = list(range(300))
     leader = engine.add_one(prompt, max_tokens=1, tenant=1)
@@ -174,7 +174,7 @@ def test_a_leader_that_yields_but_gets_its_tokens_is_waited_for():
 
 
 def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
-    """Each that leads is aborted in the middle of its prompt, until somebody has had enough."""
+    """Each leader is aborted in the middle of its prompt, until one computes enough of it."""
     engine = chunked()
     prompt = list(range(400))
     requests = [engine.add_one(prompt, max_tokens=1) for _ in range(12)]
@@ -220,7 +220,7 @@ def test_no_wait_for_a_leader_behind_the_cached_prefix():
 
 @pytest.mark.parametrize(("num_shared", "waits"), [(68, True), (66, False)])
 def test_no_wait_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
-    """Chunks of 64 tokens: four of them are worth a step, two are not."""
+    """Chunks of 64 tokens: waiting is worth a step for four of them, not for two."""
     engine = EngineHarness(
         block_size=2, max_num_batched_tokens=256, long_prefill_token_threshold=64
     )
@@ -250,7 +250,7 @@ def test_requests_that_share_less_are_admitted_first():
 
 
 def test_no_wait_for_blocks_that_the_leader_has_lost():
-    """They lie before its window, and somebody else has taken them meanwhile."""
+    """The blocks are outside its window, and another request has allocated them meanwhile."""
     engine = chunked(num_blocks=26, windows=(8,))
     leader = engine.add_one(list(range(160)), max_tokens=1)
     for _ in range(6):
@@ -266,13 +266,13 @@ def test_no_wait_for_blocks_that_the_leader_has_lost():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
-    """However they come: what is computed is the prefix, once, and the end of each prompt."""
+    """In any order of arrival, the prefix is computed once, and so is the rest of each prompt."""
     rng = random.Random(seed)
     for _ in range(10):
         settings = {
             "max_num_batched_tokens": rng.choice([16, 33, 64, 200]),
             "long_prefill_token_threshold": rng.choice([0, 0, 5, 8, 32]),
-            "max_num_seqs": 16,  # where seats are short, tenants take each other's
+            "max_num_seqs": 16,  # with few seats, tenants preempt each other
             "windows": rng.choice([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
             "scheduling_policy": rng.choice(["fcfs", "priority", "continuum"]),
             "async_scheduling": rng.random() < 0.5,
@@ -290,11 +290,11 @@ def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
         while engine.scheduler.has_work or engine.in_flight:
             engine.step()
         num_computed = sum(each.total_num_scheduled_tokens for each in engine.runner.steps)
-        # The last token of a prompt is always computed, and what is behind its last full block.
+        # The last token of a prompt and tokens after its last full block are always computed.
         prompts = [each.prompt_token_ids for each in requests]
         blocks = {tuple(each[:end]) for each in prompts for end in range(4, len(each), 4)}
         once = 4 * len(blocks) + sum((len(each) - 1) % 4 + 1 for each in prompts)
-        # A little may be computed twice rather than waited for.
+        # A few tokens may be computed twice instead of waiting.
         chunk = settings["long_prefill_token_threshold"] or settings["max_num_batched_tokens"]
         spared = min(chunk, settings["max_num_batched_tokens"]) // prefix_wait.MIN_SHARED_FRACTION
         assert num_computed <= once + len(prompts) * spared
@@ -304,7 +304,7 @@ def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
 
 
 def num_lines_run(function):
-    """Lines of Python that a call goes through; loops count as often as they turn."""
+    """Return the number of executed Python lines of a call."""
     count = 0
 
     def trace(frame, event, arg):
@@ -338,5 +338,5 @@ def test_a_step_does_not_visit_requests_that_keep_waiting(policy):
         costs.append(num_lines_run(engine.send))
         engine.receive()
         assert leader.num_computed_tokens == 24
-    # A collection of garbage in between may run a few lines of others.
+    # Garbage collection in between may run a few other lines.
     assert 50 < costs[1] < costs[0] + 40

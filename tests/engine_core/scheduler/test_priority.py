@@ -1,4 +1,4 @@
-"""PRIORITY: who is admitted, who gives way, and how a plan is taken back."""
+"""Priority policy: admission, preemption, and reverting a plan."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_the_lowest_priority_is_preempted_and_resumed():
 
 
 def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
-    """The least urgent runs first in the list: it is served before the other finds no room."""
+    """The least urgent request runs first and is scheduled before the other one fails."""
     engine = by_priority(num_blocks=9, block_size=4)
     low = engine.add_one(list(range(15)), priority=5, max_tokens=9)
     engine.step()

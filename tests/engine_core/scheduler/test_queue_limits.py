@@ -1,4 +1,4 @@
-"""How many may wait, who counts, and when those who were refused had better come again."""
+"""Queue limits: counted requests, refusals, and the retry estimate."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.fakes.messages import make_request, request
 
 
 def queue(engine: EngineHarness, *prompts: list[int], **fields: object) -> list:
-    """What intake does with messages that pass."""
+    """Add requests like the input processor does with valid messages."""
     added = []
     for prompt in prompts:
         for each in engine.add(prompt, **fields):
@@ -96,7 +96,7 @@ def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
     assert caught.value.param == param
     assert all(each in caught.value.message for each in words)
     assert caught.value.retry_after_seconds >= 1
-    assert len(backlog) == 6, "nothing of it was taken in"
+    assert len(backlog) == 6, "no part of it was accepted"
 
 
 def test_requests_at_the_limit_and_accepted_ones_may_wait():
@@ -134,17 +134,17 @@ def test_a_flood_of_one_tenant_excludes_no_other():
     backlog = QueueLimits(QueueCapacity(10, 0), FakeClock())
     fill(backlog, 1, 10, 0)
     assert is_full_for(backlog, 1)
-    assert not is_full_for(backlog, 2, n=9), "it has nothing there yet"
+    assert not is_full_for(backlog, 2, n=9), "the tenant has no queued requests"
     fill(backlog, 2, 4, 10)
     assert not is_full_for(backlog, 2)
-    assert is_full_for(backlog, 2, n=2), "half of it is its share"
+    assert is_full_for(backlog, 2, n=2), "half of the limit is its share"
     fill(backlog, 2, 1, 14)
     assert is_full_for(backlog, 2)
     assert not is_full_for(backlog, 3, n=3)
     fill(backlog, 3, 3, 15)
     assert is_full_for(backlog, 3), "now there are three"
     fill(backlog, 4, 2, 18)
-    assert is_full_for(backlog, 5), "twice the limit wait"
+    assert is_full_for(backlog, 5), "twice the limit is queued"
 
 
 def test_queued_tokens_are_shared_among_tenants():
@@ -168,7 +168,7 @@ def test_a_tenant_that_has_left_has_no_share():
 
 
 class TestPace:
-    """The estimate is the time that the queue takes at the rate of late, within bounds."""
+    """The estimate is the time to empty the queue at the recent rate, within bounds."""
 
     def setup_method(self):
         self.clock = FakeClock()
@@ -176,7 +176,7 @@ class TestPace:
         self.pace.on_first_waiting()
 
     def leave(self, number: int, seconds: float) -> None:
-        """One after the other, so many seconds apart."""
+        """Finish requests one after another with this interval in seconds."""
         for _ in range(number):
             self.clock.now += seconds
             self.pace.on_request_left()
@@ -184,7 +184,7 @@ class TestPace:
     def test_a_guess_before_anyone_has_left(self):
         assert self.pace.seconds_for(1000) == 5
         self.clock.now += 12.5
-        assert self.pace.seconds_for(1000) == 13, "nobody has left in all this time"
+        assert self.pace.seconds_for(1000) == 13, "no request has finished in this time"
         self.clock.now += 1000
         assert self.pace.seconds_for(1000) == 60
 

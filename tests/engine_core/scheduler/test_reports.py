@@ -1,4 +1,4 @@
-"""What leaves the scheduler: outputs by client, statistics, refused results."""
+"""Output of the scheduler: outputs by client, statistics, refused results."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Forgetting the prefix cache: with everyone done, or at the cost of those who are not. SCH-16."""
+"""Resetting the prefix cache: while idle, or with recomputation of running requests. SCH-16."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
     assert {each.status for each in requests} == {RequestStatus.PREEMPTED}
     assert engine.kv_cache.usage == 0
     assert engine.scheduler.pop_stats().num_preemptions == 10
-    assert sum(scheduled(engine.step()).values()) == 10 * 21, "nothing of it was in the cache"
+    assert sum(scheduled(engine.step()).values()) == 10 * 21, "no token was cached"
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)

@@ -1,4 +1,4 @@
-"""KV that jobs keep between two turns: when it is kept, what it costs others, and the rule."""
+"""KV that jobs retain between two turns: when, its effect on other requests, and the rule."""
 
 import ast
 import math
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Engine(EngineHarness):
-    """A continuum engine of 40 usable blocks of 4 tokens on a clock that stands still."""
+    """Return a continuum engine of 40 usable blocks of 4 tokens on a fake clock."""
 
     def __init__(self, **config) -> None:
         self.clock = FakeClock()
@@ -38,7 +38,7 @@ class Engine(EngineHarness):
         self.pins = self.scheduler._retained_prefixes
 
     def turn(self, job, prompt, max_tokens=4, *, last=False, ttl_ms=None, **more):
-        """A turn that is over."""
+        """Run a turn to its end."""
         agent = AgentHint(job, last, ttl_ms)
         request = self.add_one(prompt, max_tokens, agent=agent, **more)
         self.run()
@@ -74,7 +74,7 @@ def test_a_finished_turn_retains_its_full_blocks_for_the_next_one():
     ],
 )
 def test_conditions_for_retaining_a_prefix(policy, agent):
-    """The policy, a job, and a turn to follow."""
+    """Pins need the policy, a job, and a next turn."""
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
     engine.run()
@@ -212,7 +212,7 @@ def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
 
 
 def test_a_request_that_continues_a_session_is_preempted_last():
-    """Also where it was admitted last."""
+    """Even if it was admitted last."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     first = engine.turn("a", tokens(0, 8))
     cold = engine.add_one(tokens(300, 16), 30)
@@ -225,7 +225,7 @@ def test_a_request_that_continues_a_session_is_preempted_last():
 
 
 def test_no_more_is_scheduled_than_runs():
-    """The assertion stays hard; the output builder's rows are those that run."""
+    """The assertion stays; the output builder's rows are the running requests."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     for each in range(6):
         engine.add_one(tokens(100 * each, 12), 20, agent=AgentHint(f"{each}"))
@@ -238,7 +238,7 @@ def test_no_more_is_scheduled_than_runs():
 
 
 def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
-    """Also where the turn came before the news of its tool."""
+    """Even if the turn arrived before the message about its tool."""
     engine = Engine()
     seen = []
     engine.scheduler.agent_sessions._rule = rule = Notes(seen)
@@ -259,7 +259,7 @@ def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
 
 
 class Notes:
-    """A rule that keeps everything for a second, and notes what it is told."""
+    """A rule that retains all prefixes for a second, and records its calls."""
 
     def __init__(self, seen) -> None:
         self.seen = seen
@@ -293,16 +293,16 @@ def test_pins_are_shortened_from_their_ends_by_the_missing_blocks():
 
 
 def test_nothing_is_unpinned_in_vain():
-    """Where all pins together would not do, none of them gives way."""
+    """If all pins together are not enough, none is released."""
     engine = Engine(max_pinned_share=1.0)
     engine.turn("a", tokens(0, 60))
     engine.add_one(tokens(100, 100), 16)
     engine.step()
-    engine.add_one(tokens(300, 60), 4)  # 15 blocks; 0 free, and 15 less what the other needs
+    engine.add_one(tokens(300, 60), 4)  # 15 blocks, none free; 15 minus the other's need
     before = engine.pinned()["a"]
     engine.step()
     assert len(engine.scheduler.waiting) == 1
-    assert before - engine.pinned()["a"] <= 1  # for the one that runs and grows
+    assert before - engine.pinned()["a"] <= 1  # for the growing running request
     assert engine.pinned()["a"] > 0
 
 
@@ -384,7 +384,7 @@ def test_a_pin_whose_turn_has_left_expires_while_an_older_turn_still_runs():
 
 
 def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
-    """It is away from the end of its turn on, not from the arrival."""
+    """The tool's time starts at the end of the turn, not at its arrival."""
     engine = Engine()
     seen = []
     engine.scheduler.agent_sessions._rule = Notes(seen)
@@ -416,7 +416,7 @@ def test_the_value_of_a_pin_depends_on_tokens_not_on_cache_groups(windows, num_b
 
 
 def test_row_39_sessions_that_never_return_cost_bounded_memory():
-    """3,000 sessions and none comes back; a clock that jumps changes nothing but their end."""
+    """3,000 sessions that never return; a clock jump changes only their end."""
     engine = Engine(num_blocks=401, pin_policy="rule")
     engine.step_seconds = lambda output: 0.01
     for each in range(3_000):

@@ -1,4 +1,4 @@
-"""Rows that sample several positions of a step: what drafts would bring, without a drafter.
+"""Rows that sample several positions of a step, as with speculative decoding, without a drafter.
 
 known tokens       |-- prompt --|- outputs -|
 computed after     |------------------------|d|d|      samples three positions: 1 to 3 tokens
@@ -22,7 +22,7 @@ def test_a_position_is_sampled_from_the_last_known_token_on(num_known, num_compu
 
 
 def with_drafts(**settings):
-    """A request that decodes, and a step in which it has two drafts."""
+    """Return a decoding request, and a step in which it has two drafts."""
     engine = EngineHarness(block_size=4, **settings)
     request = engine.add_one([1, 2, 3, 4, 5, 6], max_tokens=20, ignore_eos=True)
     first = engine.scheduler.schedule()

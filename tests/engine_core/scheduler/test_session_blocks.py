@@ -1,4 +1,4 @@
-"""Blocks of sessions between two turns: who gets them, and when they are kept."""
+"""Blocks of sessions between two turns: preemption, and when they are kept."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_a_head_without_free_blocks_is_rechecked_when_a_session_idles():
 
 
 def test_a_queued_session_loses_blocks_only_as_a_last_resort():
-    """Of eight blocks it has three, and two requests grow until they need six."""
+    """The session has three of eight blocks, and two requests grow until they need six."""
     engine = EngineHarness(num_blocks=9, max_num_seqs=2, enable_prefix_caching=False)
     session = idle_session(engine, list(range(40)), 2)
     runners = [engine.add_one(list(range(each, each + 30)), 20) for each in (100, 200)]
@@ -72,7 +72,7 @@ def test_a_queued_session_loses_blocks_only_as_a_last_resort():
 
 
 def test_the_only_running_request_takes_blocks_of_queued_ones():
-    """If it gave way to a session that cannot run either, a step would bring nothing."""
+    """If it were preempted for a session that cannot run either, the step would be empty."""
     engine = EngineHarness(num_blocks=7, max_num_seqs=1, enable_prefix_caching=False)
     session = idle_session(engine, list(range(40)), 2)
     runner = engine.add_one(list(range(100, 130)), 25)
@@ -89,7 +89,7 @@ def test_the_only_running_request_takes_blocks_of_queued_ones():
 
 
 def test_without_running_requests_the_head_takes_blocks_of_later_ones():
-    """Otherwise nobody would ever: the session holds what the head lacks."""
+    """Otherwise no request could run, since the session holds the blocks that the head needs."""
     engine = EngineHarness(num_blocks=6, enable_prefix_caching=False, scheduling_policy="priority")
     session = idle_session(engine, list(range(40)), 2, priority=1)
     engine.scheduler.pause("freeze")
@@ -157,7 +157,7 @@ def test_pressure_is_relieved_at_the_cost_of_sessions_at_rest():
 
 
 def test_a_session_does_not_wait_for_a_prefix_leader():
-    """It has blocks of its own, and could not use the other's."""
+    """It has its own blocks, and could not use those of the other one."""
     engine = EngineHarness(block_size=4, long_prefill_token_threshold=4)
     session = idle_session(engine, [1, 2, 3, 4, 5, 6], 1)
     leader = engine.add_one([1, 2, 3, 4, 5, 6, *range(100, 130)], 1)

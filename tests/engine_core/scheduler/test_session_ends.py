@@ -1,4 +1,4 @@
-"""How sessions end: closed, aborted, with input that does not fit, after too long a rest."""
+"""The end of sessions: closed, aborted, oversized input, idle timeout."""
 
 import msgspec
 import pytest
@@ -45,7 +45,9 @@ def test_a_closed_session_takes_no_more():
     session = open_session(engine, [1, 2], 3, client=2)
     sessions = engine.scheduler.sessions
     assert sessions.accepts_input(2, session.request_id)
-    assert not sessions.accepts_input(1, session.request_id), "it is another front end's"
+    assert not sessions.accepts_input(1, session.request_id), (
+        "the session belongs to another front end"
+    )
     assert not sessions.accepts_input(2, session.request_id + 1)
     engine.add_session_input(session, [3], last=True)
     assert not sessions.accepts_input(2, session.request_id)
@@ -161,9 +163,7 @@ def test_the_idle_timeout_counts_from_the_end_of_every_turn():
     engine.add_session_input(session, [3], 2)
     clock.now += 50.0
     engine.step()
-    assert engine.scheduler.sessions.end_idle_sessions() == {}, (
-        "a turn may take as long as it takes"
-    )
+    assert engine.scheduler.sessions.end_idle_sessions() == {}, "a turn has no time limit"
     engine.step()
     clock.now += 29.0
     assert engine.scheduler.sessions.end_idle_sessions() == {}
@@ -180,7 +180,7 @@ def test_a_session_ends_on_a_closing_input_also_while_all_is_frozen():
 
 
 def test_the_final_output_of_a_session_has_no_mark():
-    """The wire tells the end of a turn from the end of the request."""
+    """Messages distinguish the end of a turn from the end of the request."""
     engine = EngineHarness()
     session = idle_session(engine, [1], 1)
     (end_of_turn,) = engine.outputs[session.request_id, 0]

@@ -1,4 +1,4 @@
-"""Sessions: input in parts, a turn for each, rest between two of them."""
+"""Sessions: input in parts, one turn for each, idle in between."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.fakes.sessions import current, expected_turns, flat, idle_session, op
 
 
 def scripted(*tokens):
-    """A next token for each position after the third."""
+    """Return a next token for each position after the third."""
     return lambda token_ids, choice: tokens[len(token_ids) - 3]
 
 
@@ -94,7 +94,7 @@ def test_at_rest_there_is_no_work_but_an_unfinished_request():
     assert not engine.scheduler.has_work
     assert engine.scheduler.num_unfinished == 1
     assert engine.scheduler.running == []
-    assert engine.runner.rows == {}, "the worker was told to forget the turn"
+    assert engine.runner.rows == {}, "the turn is reported to the worker as finished"
     stats = engine.scheduler.pop_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 1, 1)
     assert stats.kv_cache_usage > 0
@@ -115,7 +115,7 @@ def test_others_pass_a_session_at_rest_and_it_keeps_its_place():
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_input_that_comes_early_waits_for_the_end_of_the_turn(steps):
-    """Before the first turn has begun, and while it goes on."""
+    """Before the first turn begins, and during it."""
     engine = EngineHarness()
     session = open_session(engine, [1, 2, 3], 3)
     for _ in range(steps):

@@ -255,7 +255,7 @@ def test_cached_tokens_are_those_of_the_first():
 
 
 def test_a_preempted_choice_comes_back_as_a_fork():
-    """It gives way to another request, which is over soon."""
+    """It is preempted by another request, which ends soon."""
     engine = engine_of(False, num_blocks=15)
     other = engine.add_one([500, 501, 502, 503], max_tokens=12)
     requests = engine.add(list(range(22)), max_tokens=18, n=2)
@@ -298,7 +298,7 @@ def test_a_gate_before_it_may_hold_any_of_them():
 
 
 class Watched(dict):
-    """Choices by number; counts how often somebody goes through them."""
+    """Choices by number; counts iterations."""
 
     num_looks = 0
 

@@ -1,4 +1,4 @@
-"""The workers die and know nothing: everyone waits again, and gets the same tokens."""
+"""After a death of the workers all requests are queued again, and get the same tokens."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_all_requests_are_queued_in_order_with_nothing_computed(overlapped, poli
     assert [new.seq_id for new in output.new_requests] == [each.seq_id for each in requests[:3]]
     for new in output.new_requests:
         assert new.output_token_ids == had[new.seq_id]
-        assert new.num_computed_tokens == 0, "nothing of it is found in a cache that is empty"
+        assert new.num_computed_tokens == 0, "no hit in an empty cache"
     engine.receive()
     engine.run()
     for each in requests:

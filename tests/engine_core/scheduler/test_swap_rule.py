@@ -1,4 +1,4 @@
-"""--preemption: swap against recompute, by what loads and steps have been seen to take."""
+"""--preemption: swap or recompute, by the measured times of loads and steps."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.fakes.paged_runner import undisturbed
 
 
 def measured(setup: float, load_token: float, compute_token: float) -> SwapRule:
-    """A rule that has seen loads of several sizes, and steps."""
+    """Return a rule with measured loads of several sizes, and steps."""
     rule = SwapRule()
     for num_tokens in (1, 256, 1024, 4096) * 6:
         rule.learn_load(num_tokens, setup + num_tokens * load_token)
@@ -75,13 +75,13 @@ def test_steps_without_information_are_not_learnt_from() -> None:
     rule.learn_step(256, 0.0)
     assert rule.loads(1)
     rule.learn_load(10, 10.0)
-    assert rule.loads(1), "no step has said what computing takes"
+    assert rule.loads(1), "no step time was measured"
 
 
 def computed_again(preemption: str, load_seconds: float = 0.0, step_seconds: float = 0.0) -> int:
-    """Tokens of a request of 40 that are computed after it gave way; 32 are elsewhere.
+    """Return the recomputed tokens of a preempted request of 40, of which 32 are in the connector.
 
-    load_seconds, step_seconds: what loads of 32 tokens and steps of as many took before.
+    load_seconds, step_seconds: measured times of loads and steps of 32 tokens.
     """
     connector = FakeConnector(always(32, is_async=False))
     engine = EngineHarness(connector=connector, preemption=preemption)
@@ -89,9 +89,9 @@ def computed_again(preemption: str, load_seconds: float = 0.0, step_seconds: flo
     rule.learn_load(32, load_seconds)
     rule.learn_step(32, step_seconds)
     request = engine.add_one([7 * each % 900 for each in range(40)], max_tokens=3)
-    assert scheduled(engine.step()) == {request.seq_id: 8}, "new ones are always loaded for"
+    assert scheduled(engine.step()) == {request.seq_id: 8}, "new requests are always loaded"
     engine.scheduler.reset_prefix_cache(preempting=True)
-    num_tokens = scheduled(engine.step())[request.seq_id] - 1  # the one that it had drawn
+    num_tokens = scheduled(engine.step())[request.seq_id] - 1  # the token that was sampled
     while engine.scheduler.num_unfinished:
         engine.step()
     assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)

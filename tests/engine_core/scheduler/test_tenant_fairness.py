@@ -1,4 +1,4 @@
-"""Who gives way to whom among tenants: tokens of a step, seats, blocks."""
+"""Fairness between tenants: step tokens, seats, blocks."""
 
 import pytest
 
@@ -186,7 +186,7 @@ def test_victims_are_preempted_one_by_one_for_blocks():
 
 
 def test_blocks_of_a_victim_planned_in_this_step_are_not_findable():
-    """The light prompt begins as the victim's does, which is taken out of the very step."""
+    """The light prompt shares a prefix with the victim's, which is removed from the same step."""
     engine = engine_with(num_blocks=25)
     texts = [prompt(80, 1), prompt(40, 2)]
     heavy = engine.add_one(texts[0], 4, tenant=HEAVY, eos_token_ids=())
@@ -243,7 +243,7 @@ def test_the_victim_for_blocks_belongs_to_the_tenant_served_most(policy):
 
 
 def test_a_refused_head_is_rechecked_once_it_may_preempt():
-    """The pool gets no freer meanwhile; the other tenant is served, and that is enough."""
+    """The pool does not get freer, but the other tenant is served meanwhile."""
     engine = engine_with(num_blocks=26, max_model_len=100)
     heavy = add(engine, HEAVY, 70, max_tokens=29)
     engine.step()
@@ -285,7 +285,7 @@ def test_choices_beams_and_lost_workers(overlapped):
 
 
 def test_a_victim_is_not_resumed_in_the_same_step():
-    """A first chunk of it would fit into what it has left."""
+    """Its first chunk would fit into the rest."""
     engine = engine_with(
         num_blocks=11, long_prefill_token_threshold=16, enable_prefix_caching=False
     )

@@ -1,4 +1,4 @@
-"""The counters of tenants: what is charged, who is lifted, what is forgotten."""
+"""Usage counters of tenants: charging, lifting, forgetting."""
 
 import pytest
 
@@ -9,7 +9,7 @@ CREDIT = 100
 
 
 class Book:
-    """A ledger, with requests that a test moves about."""
+    """Usage counters, and requests that a test schedules."""
 
     def __init__(self, credit=CREDIT):
         self.ledger = TenantUsage(credit)
@@ -31,7 +31,7 @@ class Book:
             self.ledger.begin_step()
 
     def ahead(self, one, other):
-        """How much more `one` was served than `other`."""
+        """Return how much more `one` was served than `other`."""
         return self.ledger.served(one) - self.ledger.served(other)
 
 
@@ -89,7 +89,7 @@ def test_a_returning_tenant_is_behind_by_at_most_the_credit(book):
     book.waiting(2)
     assert book.ahead(1, 2) == CREDIT
     book.steps(1000)
-    book.ledger.begin_waiting(2)  # nothing of it waited meanwhile, as it seems
+    book.ledger.begin_waiting(2)  # the tenant appears to have had no waiting request
     assert book.ahead(1, 2) == CREDIT
 
 
@@ -128,7 +128,7 @@ def test_the_number_of_absent_tenants_kept_is_bounded(book):
 
 
 def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
-    """Each begins behind by the credit, but the clock moves with what they are given."""
+    """Each starts with the credit, but the virtual clock advances with their service."""
     book.running(1, length=400)
     waits = book.waiting(1)
     number, served = 0, 0

@@ -1,4 +1,4 @@
-"""Durations of tools against a search of all of them, and the published rule's corners."""
+"""Durations of tools, compared with a search of all of them, and corner cases of the rule."""
 
 import math
 import random

@@ -26,7 +26,7 @@ def test_ten_thousand_grammars_keep_within_entries_and_bytes():
         cache.put(source(chr(97 + number % 26), 10 + number), GrammarError("x"))
         assert len(cache) <= 64
         assert cache.num_bytes <= 4000
-    assert cache.num_bytes == 0  # the last ones were larger than all that is kept
+    assert cache.num_bytes == 0  # the last ones were larger than the limit
     cache.put(source("z", 3999), GrammarError("x"))
     cache.put(source("z", 3999), GrammarError("y"))
     assert (len(cache), cache.num_bytes) == (1, 3999)

@@ -178,7 +178,7 @@ def test_a_text_that_has_to_be_of_a_form_does_not_end_with_thoughts(backend):
 def test_a_grammar_that_sleeps_has_thoughts_found_by_their_text(backend):
     source = msgspec.structs.replace(DIGITS, trigger="<n>")
     thinking = matcher_of(backend, ruled(OPTIONAL, budget=9), source)
-    thinking.consume(tokens_of("<t>a<n>b"))  # a trigger in thoughts is none
+    thinking.consume(tokens_of("<t>a<n>b"))  # a trigger inside reasoning is ignored
     assert thinking.is_free
     thinking.consume(tokens_of("</t>x<n>"))
     digits = set(tokens_of("0123456789"))

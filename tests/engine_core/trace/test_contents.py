@@ -1,4 +1,4 @@
-"""Numbers of block contents tell which are equal, and nothing else."""
+"""Numbers of block contents identify equal contents, and nothing else."""
 
 import random
 from hashlib import sha256

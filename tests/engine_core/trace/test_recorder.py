@@ -155,7 +155,7 @@ def test_what_happens_between_steps() -> None:
         ("reset", "preempting"),
     ]
     after = [each for each in engine.of(Step) if each.snapshot.preempted]
-    assert after, "it stood in the queue again"
+    assert after, "it was queued again"
     assert engine.of(Step)[-1].snapshot.preempted == 0
 
 

@@ -1,11 +1,11 @@
-"""Turns in the order of their jobs, those whose KV is kept first."""
+"""Continuum policy: turns in the order of their jobs, jobs with retained KV first."""
 
 from engine_core.scheduler.queues.continuum import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
 from tests.fakes.engine_harness import EngineHarness
 
 
 def turns(*jobs):
-    """Requests from (arrival of the job, of the turn, its KV is kept)."""
+    """Return requests from (arrival of the job, arrival of the turn, KV is retained)."""
     engine = EngineHarness()
     made = []
     for job_arrival, arrival, is_kept in jobs:

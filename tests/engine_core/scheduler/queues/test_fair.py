@@ -1,4 +1,4 @@
-"""The order among tenants: who was served least goes first, each in the order of its own line."""
+"""Order of tenants: the one served least goes first, each in the order of its own queue."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.fakes.engine_harness import EngineHarness
 
 
 class FakeTenantStats:
-    """Counters that a test sets; remembers what it was told."""
+    """Usage counters that a test sets; records calls."""
 
     def __init__(self, **served):
         self.counters = {int(name.removeprefix("t")): float(n) for name, n in served.items()}

@@ -1,4 +1,4 @@
-"""First come, first served, and the way back for preempted requests."""
+"""First come, first served, and the return of preempted requests."""
 
 import pytest
 

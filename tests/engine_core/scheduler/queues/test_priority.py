@@ -1,4 +1,4 @@
-"""Order by priority and arrival, and what set-aside requests keep, in both queues."""
+"""Order by priority and arrival, which blocked requests keep, in both queues."""
 
 import random
 
