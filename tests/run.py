@@ -130,6 +130,12 @@ SUITES = (
         environment={"TOKEND_TEST_FLAGS": "--async-scheduling"},
     ),
     Suite("bench", "the benchmarks that play a load in processes of their own", 300, 120),
+    Suite(
+        "schemas",
+        "JSON schemas of public packages: they compile, answers conform",
+        *(300, 120),
+        processes=0,
+    ),
     Suite("fuzz", "mutated bodies, messages and model files: no crash, no hang", 600, 300),
 )
 

@@ -23,6 +23,22 @@ SUPPORTED_FORMATS: Final = frozenset(
 )
 """Values of `format` that the compiler enforces; JSON Schema lets a validator ignore all others."""
 
+_YEAR: Final = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+"""1 to 9999; programming languages have no year 0."""
+_LEAP_YEAR: Final = (
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+)
+_DATE: Final = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME: Final = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
+    "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_DATE_PATTERNS: Final = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+
 _ANNOTATIONS: Final = frozenset(
     {"$comment", "default", "deprecated", "description", "example", "examples", "title"}
     | {"readOnly", "writeOnly"}
@@ -61,8 +77,9 @@ _KIND_OF: Final = {
 }
 """Keyword → kind of its value, where this pass relies on it."""
 _COMPOSITION: Final = ("$ref", "allOf", "anyOf", "oneOf")
-_BESIDE_REFERENCE: Final = frozenset({"$ref", "$schema", "$id", "id", "$defs", "definitions"})
+_BESIDE_REFERENCE: Final = frozenset({"$ref", "$id", "$anchor", "$defs", "definitions"})
 _OLD_DRAFT: Final = re.compile(r"draft-0[3467]\b")
+_PLAIN_ID_DRAFT: Final = re.compile(r"draft-0[34]\b")
 _DEFINITION: Final = re.compile(r"#/(?:\$defs|definitions)/[^/%~]+")
 """A reference to a definition of the document, which keeps its place."""
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
@@ -102,7 +119,9 @@ class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
         draft = root.get("$schema") if isinstance(root, dict) else None
-        self._only_reference = isinstance(draft, str) and _OLD_DRAFT.search(draft) is not None
+        draft = draft if isinstance(draft, str) else ""
+        self._is_old_draft = _OLD_DRAFT.search(draft) is not None
+        self._has_plain_id = _PLAIN_ID_DRAFT.search(draft) is not None
         self._moved: dict[str, str] = {}  # reference -> the one that replaces it
         self._moved_from: dict[str, str] = {}  # the reverse
         definitions = root.get("$defs", {}) if isinstance(root, dict) else {}
@@ -138,6 +157,7 @@ class _Rewriter:
         for key in _SIZES & schema.keys():
             schema[key] = int(schema[key])
         for apply in (
+            self._identifiers,
             self._references,
             self._tuples,
             self._dependencies,
@@ -178,6 +198,20 @@ class _Rewriter:
             return ecmascript_regex(value)
         return value
 
+    def _identifiers(self, schema: dict[str, Any]) -> JsonSchema:
+        """Write `id` of draft 4 and its fragments as in 2020-12, the draft of the result."""
+        schema.pop("$schema", None)
+        if self._has_plain_id:
+            schema.pop("$id", None)
+            if isinstance(schema.get("id"), str):
+                schema["$id"] = schema.pop("id")
+        identifier = schema.get("$id")
+        if isinstance(identifier, str) and identifier.startswith("#"):
+            del schema["$id"]
+            if len(identifier) > 1:
+                schema["$anchor"] = identifier[1:]
+        return schema
+
     def _references(self, schema: dict[str, Any]) -> JsonSchema:
         """Move the target of a reference to `$defs`, unless definitions contain it already.
 
@@ -188,7 +222,7 @@ class _Rewriter:
         reference = schema.get("$ref")
         if reference is None:
             return schema
-        if self._only_reference:
+        if self._is_old_draft:
             schema = {key: value for key, value in schema.items() if key in _BESIDE_REFERENCE}
         target = self._target(reference)
         target_types = _listed(target.get("type", [])) if isinstance(target, dict) else set()
@@ -422,7 +456,13 @@ class _Rewriter:
         return {}
 
     def _formats(self, schema: dict[str, Any]) -> None:
-        if "format" in schema and schema["format"] not in SUPPORTED_FORMATS:
+        """Dates become patterns: the compiler admits 29 February in any year."""
+        name = schema.get("format")
+        if name in _DATE_PATTERNS:
+            del schema["format"]
+            pattern = {"pattern": _DATE_PATTERNS[name]}
+            schema["allOf"] = [*schema.get("allOf", []), pattern]
+        elif name is not None and name not in SUPPORTED_FORMATS:
             del schema["format"]
             self.removed.add("format")
 

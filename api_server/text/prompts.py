@@ -97,7 +97,7 @@ class PromptReader:
         A prompt that will be truncated may have any length.
         """
         if self.truncation.max_tokens is None and number > self._max_characters:
-            raise self._too_long(f"The prompt of {number} characters has more.")
+            raise self._too_long(f"its {number} characters do not fit.")
 
     def _id_prompt(self, ids: Any) -> Prompt:
         """Return a prompt of token ids. Checks the length before it looks at the ids."""
@@ -123,10 +123,13 @@ class PromptReader:
         if not ids:
             raise self._invalid("prompt must not be empty")
         if len(ids) >= self.max_model_len:
-            raise self._too_long(f"The prompt has {len(ids)} tokens.")
+            raise self._too_long(f"it has {len(ids)} tokens.")
 
     def _too_long(self, problem: str) -> ContextLengthError:
-        return context_length_error(self.max_model_len, problem, self.field)
+        """Return the error. LangChain looks for "prompt is too long", as Anthropic's clients do."""
+        return context_length_error(
+            self.max_model_len, f"The prompt is too long: {problem}", self.field
+        )
 
     def _invalid(self, message: str) -> InvalidRequestError:
         return InvalidRequestError(message, self.field)

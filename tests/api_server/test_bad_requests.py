@@ -344,7 +344,7 @@ async def test_neutral_and_ignored_fields(start, scripted):
     ],
 )
 async def test_context_length_errors_match_what_clients_look_for(start, path, fields, param):
-    """LiteLLM matches this text, LangChain this code."""
+    """LiteLLM matches the first words, LangChain the code or "prompt is too long"."""
     async with start() as front_end:
         response = await front_end.http.post(path, json=fields)
         error = response.json()["error"]
@@ -352,6 +352,7 @@ async def test_context_length_errors_match_what_clients_look_for(start, path, fi
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("This model's maximum context length is 256 tokens")
         assert error["param"] == param
+        assert ("prompt is too long" in error["message"]) == (param in ("prompt", "input"))
 
 
 async def test_an_unknown_model_error_lists_the_available_models(start):

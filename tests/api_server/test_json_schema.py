@@ -90,6 +90,18 @@ def test_json_schema_test_suite(backend):
         ({"type": "array", "uniqueItems": True}, ["[1, 2]"], [], ["uniqueItems"]),
         ({"items": [{"const": 1}], "additionalItems": False}, ["[1]"], ["[2]", "[1, 1]"], []),
         ({"type": "string", "format": "binary"}, ['"x"'], ["1"], ["format"]),
+        (
+            {"type": "string", "format": "date"},
+            ['"2024-02-29"', '"2000-02-29"', '"1999-12-31"', '"0001-01-01"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"', '"0000-01-01"', '"24-01-01"'],
+            [],
+        ),
+        (
+            {"type": "string", "format": "date-time", "pattern": "Z$"},
+            ['"2024-02-29T23:59:59.5Z"'],
+            ['"2023-02-29T00:00:00Z"', '"2024-02-29T00:00:00+01:00"', '"2024-02-29"'],
+            [],
+        ),
         ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"x"'], []),
         ({"type": "string", "pattern": r"^\d{2}$"}, ['"12"'], ['"1\u0663"', '"123"'], []),
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ["1", '"a"'], ["null"], []),
@@ -185,6 +197,27 @@ def test_json_schema_test_suite(backend):
             },
             ['{"next": {"next": {}}}'],
             ['{"next": 1}'],
+            [],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "items": [{"type": "integer", "minimum": 3, "exclusiveMinimum": True}],
+                "additionalItems": False,
+            },
+            ["[4]", "[]"],
+            ["[3]", '["x"]', "[4, 4]"],
+            [],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "id": "http://example.com/root",
+                "definitions": {"n": {"id": "#n", "type": "integer"}},
+                "items": {"$ref": "#n"},
+            },
+            ["[1]"],
+            ['["x"]'],
             [],
         ),
         (

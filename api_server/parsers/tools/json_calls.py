@@ -314,8 +314,8 @@ class JsonCallParser(CallParser):
         return True
 
     def _may_become_call(self, held: str) -> bool:
-        if not self._is_bare:
-            return True
+        if not self._is_bare or self._state == self._read_text:
+            return True  # a marker has come, or has begun
         return may_become_json_call(held.lstrip(self._syntax.separator), self._tool_names)
 
     def _reject_candidate(self) -> None:

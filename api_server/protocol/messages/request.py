@@ -52,7 +52,7 @@ _MENTIONED: Final = re.compile(
 )
 _MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
-_TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* The prompt has (\d+) tokens")
+_TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* it has (\d+) tokens")
 
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _THINKING_TYPES: Final = ("enabled", "disabled", "adaptive", "between_tools")

@@ -112,6 +112,11 @@ def test_truncated_text_is_kept(name, text):
     assert content == text
 
 
+def test_a_truncated_marker_after_other_text_is_dropped():
+    text = '{"answer": 1} <|python_t'
+    assert joined(read("llama3_json", [text], is_cut=True)) == ('{"answer": 1}', [])
+
+
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_rendered_calls_are_parsed(name):
     """Templates without tool support get earlier calls as this text."""
