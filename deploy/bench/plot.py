@@ -85,10 +85,6 @@ def label(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
 
 
-def percent_label(part: float) -> str:
-    return f"{part:.0%}"
-
-
 def _nice(value: float) -> list[float]:
     """Return 1, 2, 5 and 10 times the power of ten of a value, and of its neighbours."""
     power = math.floor(math.log10(value))
@@ -245,7 +241,7 @@ class _Frame:
         found = []
         for value in self.y.ticks:
             y = self._y(value)
-            text = percent_label(value) if self.shares else label(value)
+            text = f"{value:.0%}" if self.shares else label(value)
             found += [
                 f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
                 f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',

@@ -20,7 +20,7 @@ from ctypes import c_char_p, c_int, c_int64
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from engine_core import build_native
 
@@ -81,26 +81,20 @@ _SHORT: Final = 4
 """Up to this many blocks, hashlib is faster than ctypes; a decode fills one block."""
 
 
-class HashChain(Protocol):
+class HashlibChain:
     """Hashes runs of blocks of equal length; the digest of a block enters the next message.
 
     parent ──▶ SHA-256(parent ‖ block 0) ──▶ SHA-256(· ‖ block 1) ──▶ …
     """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._split = struct.Struct(f"{block_bytes}s").iter_unpack
 
     def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
         """Return a digest for each block.
 
         parent: [32]. blocks: [num_blocks, block_bytes], block after block.
         """
-
-
-class HashlibChain:
-    """Hashes block by block with hashlib."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._split = struct.Struct(f"{block_bytes}s").iter_unpack
-
-    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
         digests = []
         for (block,) in self._split(blocks):
             parent = sha256(parent + block).digest()
@@ -137,6 +131,9 @@ class NativeChain:
         ):
             raise MemoryError("no memory for the message of a block")
         return chain.from_iterable(self._split(written))
+
+
+HashChain = HashlibChain | NativeChain
 
 
 def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE.parent) -> HashChain:

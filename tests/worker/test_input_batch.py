@@ -143,13 +143,13 @@ def test_logits_edits_survive_a_preemption(rows: InputBatch) -> None:
         rows.append_sampled(np.array([row]), np.array([token_id]))
     grown = rows.edits[row]
     assert counted(grown) == {1: 0, 2: 0, 9: 2, 4: 1}
-    assert sorted(grown.forbidden) == [5, 7]
+    assert sorted(grown.bad_words.forbidden) == [5, 7]
     rows.apply(step(preempted=[1]))
     assert rows.edits == {}
     resumed = step(cached=CachedRequestData([1], [0], [6], [[[8, 9]]], [1], [[9, 9, 4]]))
     (row,) = rows.apply(resumed)
     assert counted(rows.edits[row]) == counted(grown)
-    assert sorted(rows.edits[row].forbidden) == [5, 7]
+    assert sorted(rows.edits[row].bad_words.forbidden) == [5, 7]
     (again,) = rows.apply(step([new(2, [1], [3])], finished=[1]))
     assert again == row
     assert rows.edits == {}

@@ -150,9 +150,10 @@ class _ListedEditBuilder:
         """Add biases and forbidden tokens. is_pending: the row's last token is not known yet."""
         if len(edits.bias_ids):
             self.add_edits(at, edits.bias_ids, edits.bias_values)
-        if forbidden := edits.forbidden_always if is_pending else edits.forbidden:
+        bad_words = edits.bad_words
+        if forbidden := bad_words.always if is_pending else bad_words.forbidden:
             self.add_edits(at, forbidden, float(NEVER))
-        if is_pending and (pairs := edits.forbidden_after()):
+        if is_pending and (pairs := bad_words.forbidden_after()):
             token_ids, needed = zip(*pairs, strict=True)
             self.add_edits(at, token_ids, float(NEVER), row, needed)
 

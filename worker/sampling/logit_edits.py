@@ -149,11 +149,11 @@ class RowEdits:
 
     __slots__ = (
         "_allowed_words",
-        "_bad_words",
         "_count_buffers",
         "_fields",
         "_forbidden",
         "allowed",
+        "bad_words",
         "bias_ids",
         "bias_values",
         "counts",
@@ -175,7 +175,7 @@ class RowEdits:
         self.penalises = edits.penalises
         seen = prompt if edits.repetition_penalty != 1.0 else ()
         self.counts = TokenCounts(seen, outputs if edits.penalises else ())
-        self._bad_words = BadWords(edits.bad_words, outputs)
+        self.bad_words = BadWords(edits.bad_words, outputs)
         self._allowed_words: npt.NDArray[np.uint32] | None = None
         self._forbidden = np.empty(0, dtype=np.int64)
         self._count_buffers: tuple[Ids, Values] | None = None
@@ -193,21 +193,7 @@ class RowEdits:
     def append(self, token_id: int) -> None:
         if self.penalises:
             self.counts.count_output(token_id)
-        self._bad_words.append(token_id)
-
-    @property
-    def forbidden(self) -> list[int]:
-        """Tokens that bad words forbid now."""
-        return self._bad_words.forbidden
-
-    @property
-    def forbidden_always(self) -> list[int]:
-        """Tokens that are bad words by themselves, which are always forbidden."""
-        return self._bad_words.always
-
-    def forbidden_after(self) -> list[tuple[int, int]]:
-        """Return what `BadWords.forbidden_after` returns."""
-        return self._bad_words.forbidden_after()
+        self.bad_words.append(token_id)
 
     def allowed_words(self, vocab_size: int) -> npt.NDArray[np.uint32]:
         """Return `allowed` in the form of a grammar mask: uint32 [ceil(vocab_size / 32)]."""
@@ -229,7 +215,7 @@ class RowEdits:
             self._fields.count_ids = ids.ctypes.data
             self._fields.counts = counts.ctypes.data
         self._fields.num_counts = len(self.counts.ids)
-        forbidden = [*self.forbidden, *suppressed]
+        forbidden = [*self.bad_words.forbidden, *suppressed]
         self._fields.num_forbidden = len(forbidden)
         if forbidden:
             self._forbidden = np.array(forbidden, dtype=np.int64)
@@ -249,7 +235,9 @@ def edit_logits(logits: torch.Tensor, edits: EditsByRow) -> None:
             _keep_only(array[row], edit.allowed)
     flat = logits.view(-1).numpy()
     width = logits.shape[1]
-    forbidden = [row * width + token_id for row, edit in edits for token_id in edit.forbidden]
+    forbidden = [
+        row * width + token_id for row, edit in edits for token_id in edit.bad_words.forbidden
+    ]
     if forbidden:
         flat[forbidden] = NEVER
     biased = [(row, edit) for row, edit in edits if len(edit.bias_ids)]

@@ -227,9 +227,9 @@ class BatchPair:
             edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
             masks=grammar_masks(masks, self.seq_ids),
         )
-        result = Sampler(TorchBackend()).sample(logits.clone(), asked)
-        rows.append_sampled(at, result.token_ids)
-        return result.token_ids, [each for each in result.logprobs if each is not None]
+        token_ids, logprobs = Sampler(TorchBackend()).sample(logits.clone(), asked)
+        rows.append_sampled(at, token_ids)
+        return token_ids, [each for each in logprobs if each is not None]
 
 
 @pytest.mark.parametrize("on", ["host", "fake device"])

@@ -182,17 +182,19 @@ def test_rows_with_edits_do_not_depend_on_the_batch(variant) -> None:
         row: RowEdits(random_edits(rng), rng.choices(range(VOCAB), k=9), rng.choices(range(6), k=9))
         for row in range(0, 16, 3)
     }
-    together = sampler.sample(
+    token_ids, logprobs = sampler.sample(
         logits.clone(), sampling_rows(16, edits=tuple(edits.items()), **settings)
     )
     for row in range(16):
         one = {name: values[row] for name, values in settings.items()}
         mine = ((0, edits[row]),) if row in edits else ()
-        alone = sampler.sample(logits[row : row + 1].clone(), sampling_rows(1, edits=mine, **one))
-        assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.logprobs[0] == together.logprobs[row]
+        alone, alone_logprobs = sampler.sample(
+            logits[row : row + 1].clone(), sampling_rows(1, edits=mine, **one)
+        )
+        assert alone[0] == token_ids[row]
+        assert alone_logprobs[0] == logprobs[row]
     raw = logits.log_softmax(1)
-    ids, values, _ = unpack(together.logprobs[3])
+    ids, values, _ = unpack(logprobs[3])
     assert np.abs(values[0] - raw[3, ids[0]].numpy()).max() < 1e-5
 
 
@@ -201,14 +203,14 @@ def test_logprobs_of_tokens_that_are_named(variant) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(12))
     named = np.array([5, 96, 5], dtype=np.int64)
     rows = sampling_rows(3, num_logprobs=[2, 0, 2], named=((1, named),), position=[7, 8, 9])
-    sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
-    ids, values, ranks = unpack(sampled.logprobs[1])
+    _, logprobs = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+    ids, values, ranks = unpack(logprobs[1])
     chosen = int(logits[1].argmax())
     assert ids.tolist() == [[chosen, 5, 96, 5]]
     assert np.abs(values[0] - logits[1].log_softmax(0)[ids[0]].numpy()).max() < 1e-5
     assert ranks.tolist() == [1]
-    assert sampled.logprobs[1].first_position == 8
-    assert unpack(sampled.logprobs[0])[0].shape == (1, 3)
+    assert logprobs[1].first_position == 8
+    assert unpack(logprobs[0])[0].shape == (1, 3)
 
 
 def test_penalties_at_their_limits_give_finite_logits() -> None:

@@ -155,5 +155,5 @@ def test_min_tokens_suppresses_stop_tokens_like_transformers(variant) -> None:
         out = np.array([3, 9])
         early = [(0, out), (1, out)] if num_outputs < 3 else []
         rows = sampling_rows(2, temperature=0.0, suppressed=early)
-        sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
-        assert sampled.token_ids.tolist() == expected
+        token_ids, _ = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+        assert token_ids.tolist() == expected

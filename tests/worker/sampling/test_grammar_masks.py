@@ -68,18 +68,18 @@ def test_constrained_rows_do_not_change_others(variant):
         packed({each: sorted(set(ids)) for each, ids in allowed.items()}), seq_ids
     )
     sampler = Sampler(backend_of(variant))
-    free = sampler.sample(logits.clone(), rows)
-    bound = sampler.sample(logits.clone(), dataclasses.replace(rows, masks=masks))
+    free, _ = sampler.sample(logits.clone(), rows)
+    bound, logprobs = sampler.sample(logits.clone(), dataclasses.replace(rows, masks=masks))
     for row, seq_id in enumerate(seq_ids):
-        token = int(bound.token_ids[row])
+        token = int(bound[row])
         if seq_id in allowed:
             assert token in allowed[seq_id]
             if rows.params["temperature"][row] == 0.0:
                 assert token == max(allowed[seq_id], key=lambda each: float(logits[row, each]))
         else:
-            assert token == free.token_ids[row]
+            assert token == free[row]
         if rows.num_logprobs[row] >= 0:
-            arrays = bound.logprobs[row]
+            arrays = logprobs[row]
             assert arrays is not None
             raw = torch.log_softmax(logits[row].double(), dim=0)[token]
             assert unpack(arrays)[1][0, 0] == pytest.approx(float(raw), abs=1e-4)

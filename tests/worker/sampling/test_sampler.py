@@ -20,10 +20,12 @@ def test_greedy_takes_the_lowest_id_of_equal_tokens(variant) -> None:
     logits[:, [50, 30, 390]] = 9.0
     sampler = Sampler(backend_of(variant))
     for temperature in (0.0, [0.0, 1e-6, 0.0], [0.0, 0.9, 0.0]):
-        sampled = sampler.sample(logits.clone(), sampling_rows(3, temperature=temperature))
-        assert sampled.token_ids.dtype == np.int64
-        assert sampled.token_ids[[0, 2]].tolist() == [30, 30]
-        assert sampled.logprobs == [None, None, None]
+        token_ids, logprobs = sampler.sample(
+            logits.clone(), sampling_rows(3, temperature=temperature)
+        )
+        assert token_ids.dtype == np.int64
+        assert token_ids[[0, 2]].tolist() == [30, 30]
+        assert logprobs == [None, None, None]
 
 
 @each_backend
@@ -31,8 +33,8 @@ def test_top_k_one_is_greedy_also_in_a_tie(variant) -> None:
     logits = random_logits(8)
     logits[:, [70, 20]] = 9.0
     rows = sampling_rows(8, temperature=1.5, top_k=1, seed=np.arange(8))
-    sampled = Sampler(backend_of(variant)).sample(logits, rows)
-    assert sampled.token_ids.tolist() == [20] * 8
+    token_ids, _ = Sampler(backend_of(variant)).sample(logits, rows)
+    assert token_ids.tolist() == [20] * 8
 
 
 @each_backend
@@ -48,12 +50,14 @@ def test_rows_of_every_kind_do_not_depend_on_the_batch(variant) -> None:
         "position": list(range(20, 32)),
         "num_logprobs": [-1, 0, 3, -1, 5, -1] * 2,
     }
-    together = sampler.sample(logits.clone(), sampling_rows(12, **settings))
+    token_ids, logprobs = sampler.sample(logits.clone(), sampling_rows(12, **settings))
     for row in range(12):
         one = {name: values[row] for name, values in settings.items()}
-        alone = sampler.sample(logits[row : row + 1].clone(), sampling_rows(1, **one))
-        assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.logprobs[0] == together.logprobs[row]
+        alone, alone_logprobs = sampler.sample(
+            logits[row : row + 1].clone(), sampling_rows(1, **one)
+        )
+        assert alone[0] == token_ids[row]
+        assert alone_logprobs[0] == logprobs[row]
 
 
 @each_backend
@@ -62,10 +66,10 @@ def test_drawn_tokens_equal_the_reference(variant) -> None:
         64, temperature=0.9, top_k=30, top_p=0.9, min_p=0.02, seed=np.arange(64) * 31
     )
     logits = random_logits(64, seed=9)
-    drawn = Sampler(backend_of(variant)).sample(logits.clone(), rows)
-    reference = Sampler(backend_of("reference")).sample(logits.clone(), rows)
-    assert drawn.token_ids.tolist() == reference.token_ids.tolist()
-    assert len(set(drawn.token_ids.tolist())) > 30
+    drawn, _ = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+    reference, _ = Sampler(backend_of("reference")).sample(logits.clone(), rows)
+    assert drawn.tolist() == reference.tolist()
+    assert len(set(drawn.tolist())) > 30
 
 
 @each_backend
@@ -76,12 +80,12 @@ def test_suppressed_tokens_are_not_chosen_but_keep_their_logprob(variant) -> Non
     rows = sampling_rows(
         3, temperature=[0.0, 1.0, 1.0], num_logprobs=1, suppressed=[(0, out), (1, out)]
     )
-    sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
-    assert sampled.token_ids.tolist() == [12, 12, 11]
+    token_ids, logprobs = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+    assert token_ids.tolist() == [12, 12, 11]
     expected = logits.double().log_softmax(1)
     for row, rank in enumerate([2, 2, 1]):
-        ids, values, ranks = unpack(sampled.logprobs[row])
-        assert ids.tolist() == [[sampled.token_ids[row], 11]]
+        ids, values, ranks = unpack(logprobs[row])
+        assert ids.tolist() == [[token_ids[row], 11]]
         assert np.abs(values[0] - expected[row, ids[0]].numpy()).max() < 1e-5
         assert ranks.tolist() == [rank]
 
@@ -91,10 +95,10 @@ def test_logprobs_are_of_the_raw_logits(variant) -> None:
     """Neither temperature nor filters affect log-probabilities; positions are the row's own."""
     logits = random_logits(2)
     rows = sampling_rows(2, temperature=0.2, top_k=2, num_logprobs=[4, -1], position=[17, 3])
-    sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
-    ids, values, _ = unpack(sampled.logprobs[0])
-    assert sampled.logprobs[0].first_position == 17
-    assert sampled.logprobs[1] is None
+    _, logprobs = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+    ids, values, _ = unpack(logprobs[0])
+    assert logprobs[0].first_position == 17
+    assert logprobs[1] is None
     assert np.abs(values[0] - logits.log_softmax(1)[0, ids[0]].numpy()).max() < 1e-5
 
 
@@ -102,10 +106,10 @@ def test_logprobs_are_of_the_raw_logits(variant) -> None:
 def test_choices_and_positions_have_different_draws(variant) -> None:
     logits = random_logits(1).repeat(40, 1) * 0.1
     rows = sampling_rows(40, temperature=1.0, choice=[0, 1] * 20, position=np.arange(40) // 2)
-    tokens = Sampler(backend_of(variant)).sample(logits, rows).token_ids
+    tokens, _ = Sampler(backend_of(variant)).sample(logits, rows)
     assert len(set(tokens.tolist())) > 30
 
 
 def test_a_sampler_is_selected_for_this_machine() -> None:
-    sampled = create_sampler().sample(random_logits(2), sampling_rows(2, temperature=1.0))
-    assert sampled.token_ids.shape == (2,)
+    token_ids, _ = create_sampler().sample(random_logits(2), sampling_rows(2, temperature=1.0))
+    assert token_ids.shape == (2,)
