@@ -86,14 +86,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SUITES = (
     Suite(
         "quick",
-        "every part but the engine by itself: no daemon, no real model",
+        "unit tests of all parts except the engine: no daemon, no real model",
         *(480, 60),
         environment=ONE_THREAD,
         in_test=True,
     ),
     Suite(
         "engine",
-        "scheduler, KV cache and engine, compiled as users run them",
+        "scheduler, KV cache and engine, compiled as in an installation",
         *(240, 60),
         paths=("tests/engine_core",),
         environment=ONE_THREAD | {"TOKEND_TEST_COMPILED": "1"},
@@ -101,16 +101,16 @@ SUITES = (
     ),
     Suite(
         "daemons",
-        "the real daemon and the packaged model: tokens, APIs, start, end, deaths",
+        "the real daemon with the packaged model: tokens, APIs, start, end, killed processes",
         *(900, 180),
         in_test=True,
     ),
-    Suite("lives", "long random lives of the scheduler, judged by invariants", 900, 600),
-    Suite("rehearsal", "the commands for a first hour on a GPU, against the fake one", 900, 300),
+    Suite("lives", "random request sequences of the scheduler, checked by invariants", 900, 600),
+    Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 900, 300),
     Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
     Suite(
         "settings",
-        "the real daemon in further settings: beams, choices, sessions, tenants, reload, drain",
+        "the real daemon with other settings: beams, choices, sessions, tenants, reload, drain",
         *(1200, 300),
     ),
     Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
@@ -129,7 +129,7 @@ SUITES = (
         select=("daemons", "chaos", "parity"),
         environment={"TOKEND_TEST_FLAGS": "--async-scheduling"},
     ),
-    Suite("bench", "the benchmarks that play a load in processes of their own", 300, 120),
+    Suite("bench", "benchmarks that replay a load in processes of their own", 300, 120),
     Suite(
         "schemas",
         "JSON schemas of public packages: they compile, answers conform",

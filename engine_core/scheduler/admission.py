@@ -271,6 +271,8 @@ class AdmissionPass:
         some again.
         """
         kv_transfer = self._kv_transfer
+        if self._waiting.num_ready <= kv_transfer.num_not_transferred:
+            return
         num_lookups = 0
         for request in self._waiting:
             if request.status.is_blocked or not kv_transfer.may_be_transferred(request):
@@ -350,6 +352,7 @@ class AdmissionPass:
             if gate.is_blocked(candidate):
                 candidate.request.status = gate.status
                 self._waiting.park_request(candidate.request)
+                self._kv_transfer.on_parked(candidate.request)
                 return True
         return False
 

@@ -160,7 +160,7 @@ class KVTransferManager:
         self._looked_up: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
-        self._not_transferred: set[int] = set()
+        self._not_transferred: set[int] = set()  # ready requests only
         self._unconfirmed = UnconfirmedLoads(kv_cache)
         self._never_load_again: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
@@ -239,6 +239,7 @@ class KVTransferManager:
         request = candidate.request
         num_tokens = candidate.num_computed_tokens + candidate.num_external_tokens
         self._waiting.park_request(request)
+        self.on_parked(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
         self._loads[request.seq_id] = _Load(
@@ -395,11 +396,20 @@ class KVTransferManager:
         return request.seq_id in self._loaded
 
     def note_not_transferred(self, request: Request) -> None:
-        """Note that a waiting request has to compute more than a block of its prompt."""
+        """Note that a ready request has to compute more than a block of its prompt."""
         self._not_transferred.add(request.seq_id)
 
+    @property
+    def num_not_transferred(self) -> int:
+        """Number of ready requests that have to compute more than a block of their prompts."""
+        return len(self._not_transferred)
+
+    def on_parked(self, request: Request) -> None:
+        """Forget what is known of a request that is not ready any more: it will be asked again."""
+        self._not_transferred.discard(request.seq_id)
+
     def may_be_transferred(self, request: Request) -> bool:
-        """Return whether a waiting request may get all KV but a block from the connector.
+        """Return whether a ready request may get all KV but a block from the connector.
 
         False once the connector had less for it, so that a long queue is not looked up again in
         every step.

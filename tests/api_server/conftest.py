@@ -29,7 +29,7 @@ from proto.engine_io import FinishReason
 from proto.lifecycle import ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
 
 CORPUS = [
@@ -79,7 +79,7 @@ def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 
 def prepared(folder: Path, vocab_size: int, *, has_chat_template: bool) -> PreparedModel:
-    return boots.model(
+    return lifecycle_messages.model(
         folder=str(folder),
         name=MODEL,
         source=str(folder),
@@ -105,7 +105,9 @@ def make_boot(
     index: int = 0,
 ) -> ProcessBoot:
     config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend)
-    return boots.boot("api_server", run_dir=run_dir, config=config, model=model, index=index)
+    return lifecycle_messages.boot(
+        "api_server", run_dir=run_dir, config=config, model=model, index=index
+    )
 
 
 @dataclass

@@ -11,7 +11,7 @@ from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from proto.stats import KVMediumStats, SchedulerStats
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 MODEL = ("model_name", "engine")
 FIRST_TOKEN = (
@@ -104,7 +104,7 @@ def families() -> dict[str, Metric]:
     """Return all metrics, with every optional one present."""
     metrics = Metrics("toy", MetricSheet.of_one())
     http = metrics.register_http_metrics(completions.router.routes)
-    metrics.set_engine_info(boots.engine_ready())
+    metrics.set_engine_info(lifecycle_messages.engine_ready())
     metrics.record_scheduler_stats(
         SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", num_loads=1)]), 1, 1.0
     )

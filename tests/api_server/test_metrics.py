@@ -9,7 +9,7 @@ from proto.errors import ErrorInfo
 from proto.lifecycle import WeightFormatMemory
 from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import samples
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 
 async def test_metrics(start, scripted, tokenizer):
@@ -123,7 +123,7 @@ async def test_only_complete_answers_have_a_latency(start):
 async def test_weight_memory_by_format(start):
     async with start(ready=False) as front_end:
         weights = (WeightFormatMemory("packed", 90), WeightFormatMemory("bf16", 250))
-        front_end.engine._send(boots.engine_ready(weights=weights))
+        front_end.engine._send(lifecycle_messages.engine_ready(weights=weights))
         await front_end.app_state.client.wait_ready()
         found = await samples(front_end)
         assert found["tokend:weights_bytes,packed"] == 90

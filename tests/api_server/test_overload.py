@@ -13,7 +13,7 @@ from proto.engine_io import FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo
 from proto.stats import SchedulerStats
 from tests.api_server.conftest import samples
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 FULL = ErrorInfo(
     "queue_full",
@@ -70,7 +70,7 @@ async def test_more_prompts_than_the_queue_limit_are_refused_without_retry(start
     async with start(scripted("!"), ready=False) as front_end:
         vocab_size = front_end.engine.vocab_size
         front_end.engine._send(
-            boots.engine_ready(
+            lifecycle_messages.engine_ready(
                 vocab_size=vocab_size, max_num_queued_reqs=4, max_num_queued_tokens=30
             )
         )

@@ -32,7 +32,7 @@ from proto.lifecycle import (
     process_name,
 )
 from proto.process import describe
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 
 @dataclass
@@ -127,7 +127,7 @@ class TestExitReport:
         assert exit_report.user_error(None) is None
 
 
-ENGINE_READY = boots.engine_ready(
+ENGINE_READY = lifecycle_messages.engine_ready(
     max_model_len=8192,
     num_blocks=688,
     kv_cache_bytes=3 << 29,
@@ -170,7 +170,7 @@ class TestReady:
         )
         clock = PhaseClock(time.monotonic() - 3.2)
         clock.end("command")
-        launch = Launch(config, boots.model(name="file"), (), url, {}, {}, (), clock)
+        launch = Launch(config, lifecycle_messages.model(name="file"), (), url, {}, {}, (), clock)
         text = ready_message(launch, readiness)
         assert "hush" not in text
         ready = "tokend is ready: it's mine on some cpu at http://127.0.0.1:81 after 3.2 s"

@@ -24,7 +24,7 @@ from proto.lifecycle import (
     process_name,
 )
 from proto.process import describe
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.notices import Notices
 
 
@@ -50,7 +50,7 @@ class Case:
             parallel=ParallelConfig(tensor_parallel_size=2),
             frontend=FrontEndConfig(api_server_count=2),
         )
-        template = boots.boot("worker", epoch=0, worker_epoch=0, config=config)
+        template = lifecycle_messages.boot("worker", epoch=0, worker_epoch=0, config=config)
         self.epochs = EpochCounter(template, (9,))
         self.notices = Notices()
         budget = RestartBudget(max_restarts, lambda: self.now)
@@ -164,7 +164,7 @@ def test_a_new_engine_boots_with_the_current_front_ends_and_pause() -> None:
     assert (boot.epoch, boot.worker_epoch, boot.incarnation) == (2, 2, 1)
     assert (boot.front_ends, boot.pause_mode) == ((0, 1), "freeze")
     case.now += 1.5
-    case.recovery.note_message(boots.engine_ready(epoch=2))
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=2))
     assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
 
 
@@ -236,7 +236,7 @@ def test_a_restart_of_the_engine_makes_the_daemon_not_ready() -> None:
     assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0)]
     case.due(0, 1, 3, 4)
     assert len(case.recovery.not_ready()) == 1
-    case.recovery.note_message(boots.engine_ready(epoch=2))
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=2))
     assert case.recovery.not_ready() == []
     case.die(3)
     assert case.recovery.not_ready() == [], "clients connect to another front end"

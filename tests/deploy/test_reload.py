@@ -19,7 +19,7 @@ from proto.lifecycle import (
     WorkersReady,
 )
 from proto.process import describe
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.reload_case import NEW, Case, roles
 
 
@@ -74,7 +74,7 @@ def test_a_new_generation_that_cannot_start_changes_nothing() -> None:
     assert case.ended == [("config.json: no", False)]
     assert case.sent[-1] == DropEngine(2)
     case.end_generation(2)
-    assert (case.epochs.epoch, case.epochs.model) == (1, boots.model())
+    assert (case.epochs.epoch, case.epochs.model) == (1, lifecycle_messages.model())
     case.switch(2)
     assert SwitchEngine(2) not in case.sent, "late messages are ignored"
     case.start_reload()

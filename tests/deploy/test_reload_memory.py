@@ -11,7 +11,7 @@ from deploy.reload.actions import ReloadActions
 from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
 from proto.host_resources import resident_memory
 from proto.sockets import Poller
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 POOL = 4 * GIB
 RESIDENT = 1 * GIB
@@ -34,7 +34,7 @@ def machine(root: Path, free: int) -> Path:
 
 
 def actions(root: Path, config: ServeConfig) -> ReloadActions:
-    engine = boots.engine_ready(kv_cache_bytes=POOL)
+    engine = lifecycle_messages.engine_ready(kv_cache_bytes=POOL)
     children = SimpleNamespace(running=[Worker(7), Worker(8, "api_server")])
     launch, readiness = SimpleNamespace(config=config), SimpleNamespace(engine=engine)
     return ReloadActions(launch, children, Poller(), readiness, root)

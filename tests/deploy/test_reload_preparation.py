@@ -9,7 +9,7 @@ import pytest
 from deploy.reload.actions import PreparationProcess
 from proto.codec import to_json_line
 from proto.errors import ModelError
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 LIMIT_MILLISECONDS = 20_000
 
@@ -25,8 +25,10 @@ def ended(script: str, *arguments: str) -> PreparationProcess:
 
 
 def test_the_manifest_is_the_result() -> None:
-    preparation = ended("import sys; print(sys.argv[1])", to_json_line(boots.model()).decode())
-    assert preparation.result() == boots.model()
+    preparation = ended(
+        "import sys; print(sys.argv[1])", to_json_line(lifecycle_messages.model()).decode()
+    )
+    assert preparation.result() == lifecycle_messages.model()
     preparation.close()
 
 

@@ -18,7 +18,7 @@ from proto.lifecycle import (
     process_name,
 )
 from tests.deploy.test_recovery import Case
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 STEP = 8.0
 
@@ -224,7 +224,9 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     reports = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0),))]
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == reports
     daemon.case.due(0, 1, 3, 4)
-    daemon.case.recovery.note_message(boots.engine_ready(epoch=daemon.case.epochs.epoch))
+    daemon.case.recovery.note_message(
+        lifecycle_messages.engine_ready(epoch=daemon.case.epochs.epoch)
+    )
     daemon.wait(STEP)
     assert daemon.children[3].of(HealthStatus) == [*reports, HealthStatus()]
 

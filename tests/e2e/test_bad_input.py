@@ -38,7 +38,7 @@ BAD_COMPLETIONS = {
     "a field without effect": ({"prompt": "x", "suffix": "y"}, 400, ["suffix"]),
     "penalty above": ({"prompt": "x", "presence_penalty": 3}, 400, ["presence_penalty"]),
     "penalty of 0": ({"prompt": "x", "repetition_penalty": 0}, 400, ["repetition_penalty"]),
-    "bias of nobody": ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, ["logit_bias"]),
+    "bias of an unknown token": ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, ["logit_bias"]),
     "nothing allowed": ({"prompt": "x", "allowed_token_ids": []}, 400, ["allowed_token_ids"]),
     "bad word of spaces": ({"prompt": "x", "bad_words": [" "]}, 400, ["bad_words"]),
     "named without logprobs": (

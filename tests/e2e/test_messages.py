@@ -63,10 +63,10 @@ def test_a_conversation_with_a_tool_hits_the_prefix_cache(client: anthropic.Anth
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees, sunny"}
     messages += [asked.to_param(), {"role": "user", "content": [result]}]
     with client.messages.stream(**ask, messages=messages) as stream:
-        said = stream.get_final_message()
-    assert said.content[0].type == "text"
-    assert said.stop_reason in ("end_turn", "max_tokens")
-    assert said.usage.cache_read_input_tokens > 0
+        message = stream.get_final_message()
+    assert message.content[0].type == "text"
+    assert message.stop_reason in ("end_turn", "max_tokens")
+    assert message.usage.cache_read_input_tokens > 0
 
 
 def test_a_disconnect_ends_the_request(client: anthropic.Anthropic, daemon: Daemon) -> None:

@@ -59,10 +59,10 @@ def test_counters_only_grow_and_the_log_has_no_secret() -> None:
             assert sum(after[name] - before[name] for name in restarts) >= 1
         assert complete(daemon, 8).json()["choices"][0]["text"] == answer
     lines = [json.loads(line) for line in daemon.output]  # of both streams
-    told = [line for line in lines if line["logger"] == "tokend.requests"]
-    assert [line["finish"] for line in told] == ["length"] * 4
-    assert [line["completion_tokens"] for line in told] == [8, 64, 64, 8]
-    assert all(0 <= line["queue"] <= line["ttft"] <= line["total"] for line in told)
+    finished = [line for line in lines if line["logger"] == "tokend.requests"]
+    assert [line["finish"] for line in finished] == ["length"] * 4
+    assert [line["completion_tokens"] for line in finished] == [8, 64, 64, 8]
+    assert all(0 <= line["queue"] <= line["ttft"] <= line["total"] for line in finished)
     assert {line["process"] for line in lines} >= {"tokend", "api 0", "worker 0"}
     assert SECRET not in daemon.text
     assert KEY not in daemon.text

@@ -421,8 +421,8 @@ def test_error_messages_of_the_server_are_shown(visit, guarded):
     page.wait_for_selector("#completion-output .error")
     body = {"prompt": "x", "top_p": 7}
     answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=AUTHORIZED)
-    told = f"{answer.status_code}: {answer.json()['error']['message']}"
-    assert page.inner_text("#completion-output .error") == told
+    expected = f"{answer.status_code}: {answer.json()['error']['message']}"
+    assert page.inner_text("#completion-output .error") == expected
     assert len(visitor.wrong) == 1
     assert "400" in visitor.wrong.pop()
 

@@ -106,8 +106,8 @@ def test_structured_output_is_enforced_after_thinking(thinking: Daemon) -> None:
 def test_a_stream_has_the_same_reasoning_and_answer(thinking: Daemon) -> None:
     fields: dict[str, Any] = {"thinking_token_budget": 12, "ignore_eos": True}
     whole = chat(thinking, **fields)["choices"][0]["message"]
-    said = stream(thinking, **fields)
-    assert said == (whole["reasoning"], whole["content"] or "")
+    streamed = stream(thinking, **fields)
+    assert streamed == (whole["reasoning"], whole["content"] or "")
 
 
 def stream(daemon: Daemon, *, dying: str = "", **fields: Any) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, front_end_path, worker_path
 from proto.view import EngineView, Watch
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.engine_harness import EngineHarness
 
 WAIT_SECONDS = 10.0
@@ -264,7 +264,7 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
 
 
 def worker_ready(rank, **changes):
-    return boots.worker_ready(epoch=EPOCH, rank=rank, **changes)
+    return lifecycle_messages.worker_ready(epoch=EPOCH, rank=rank, **changes)
 
 
 def step(number):
@@ -284,7 +284,9 @@ class Ranks:
 
     def __init__(self, run_dir, closing):
         config = ServeConfig(parallel=ParallelConfig(tensor_parallel_size=2))
-        boot = boots.boot("engine_core", run_dir=run_dir, worker_epoch=EPOCH, config=config)
+        boot = lifecycle_messages.boot(
+            "engine_core", run_dir=run_dir, worker_epoch=EPOCH, config=config
+        )
         self.poller, self.log = Poller(), []
         supervisor = SimpleNamespace(send=self.log.append)
         self.group = closing(WorkerGroup(boot, self.poller, supervisor))

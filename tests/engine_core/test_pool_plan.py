@@ -11,11 +11,11 @@ from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
 from proto.lifecycle import KVGroup, WeightFormatMemory
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 
 def worker(kv_cache_bytes, bytes_per_token=100, windows=(None,)):
-    ready = boots.worker_ready(kv_cache_bytes=kv_cache_bytes)
+    ready = lifecycle_messages.worker_ready(kv_cache_bytes=kv_cache_bytes)
     groups = tuple(KVGroup(window) for window in windows)
     geometry = msgspec.structs.replace(
         ready.geometry, bytes_per_token=bytes_per_token, groups=groups
@@ -56,7 +56,7 @@ def test_the_smallest_rank_decides():
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused_with_both_values(changes, message):
-    first = boots.worker_ready()
+    first = lifecycle_messages.worker_ready()
     geometry = {name: value for name, value in changes.items() if hasattr(first.geometry, name)}
     second = msgspec.structs.replace(
         first,
@@ -181,10 +181,10 @@ def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
 
 
 def test_weight_memory_is_summed_by_format():
-    first = boots.worker_ready(
+    first = lifecycle_messages.worker_ready(
         weights=(WeightFormatMemory("packed", 5), WeightFormatMemory("bf16", 7))
     )
-    second = boots.worker_ready(weights=(WeightFormatMemory("packed", 6),))
+    second = lifecycle_messages.worker_ready(weights=(WeightFormatMemory("packed", 6),))
     expected = (WeightFormatMemory("packed", 11), WeightFormatMemory("bf16", 7))
     assert weight_memory([first, second]) == expected
-    assert weight_memory([boots.worker_ready()]) == ()
+    assert weight_memory([lifecycle_messages.worker_ready()]) == ()

@@ -26,7 +26,7 @@ from proto.run_directory import RunDirectory
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, front_end_path, supervisor_path, worker_path
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.paged_runner import PagedRunner
 
 EPOCH = 3
@@ -59,14 +59,14 @@ class EngineProcess:
             link: [] for link in (self.supervisor, self.worker, *self.front_ends)
         }
         death, self._alive = os.pipe()
-        boot = boots.boot(
+        boot = lifecycle_messages.boot(
             "engine_core",
             epoch=EPOCH,
             worker_epoch=EPOCH,
             run_dir=run_dir,
             death_fd=death,
             config=config,
-            model=boots.model(vocab_size=VOCAB_SIZE, max_position=4096),
+            model=lifecycle_messages.model(vocab_size=VOCAB_SIZE, max_position=4096),
             front_ends=(0,) * num_front_ends,
             **boot_changes,
         )
@@ -112,7 +112,9 @@ class EngineProcess:
 
     def worker_ready(self, **changes: Any) -> WorkerReady:
         """Return the first message of the worker; its memory holds 100 blocks."""
-        return boots.worker_ready(**{"epoch": EPOCH, "vocab_size": VOCAB_SIZE, **changes})
+        return lifecycle_messages.worker_ready(
+            **{"epoch": EPOCH, "vocab_size": VOCAB_SIZE, **changes}
+        )
 
     def start(self) -> EngineReady:
         """Report the worker ready, create its cache, and wait for EngineReady."""

@@ -35,7 +35,7 @@ from proto.errors import ErrorInfo
 from proto.sockets import Link
 from proto.stats import SchedulerStats
 from proto.view import EngineView, Watch
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 
 Message = TypeVar("Message")
 
@@ -123,7 +123,7 @@ class FakeEngine:
     def announce(self, protocol_version: int = PROTOCOL_VERSION) -> None:
         """Send EngineReady: the engine accepts requests."""
         self._send(
-            boots.engine_ready(
+            lifecycle_messages.engine_ready(
                 protocol_version=protocol_version,
                 epoch=self.epoch,
                 max_model_len=self.max_model_len,

@@ -13,10 +13,10 @@ from proto.errors import ErrorInfo, ModelError
 from proto.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
 from proto.prepared_model import PreparedModel
 from proto.process import describe
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.notices import Notices
 
-NEW = changed(boots.model(), folder="/new")
+NEW = changed(lifecycle_messages.model(), folder="/new")
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Case:
             run_dir="/nowhere",
             death_fd=3,
             config=config,
-            model=boots.model(),
+            model=lifecycle_messages.model(),
         )
         self.epochs = EpochCounter(template, (9,))
         self.recovery = Recovery(

@@ -41,7 +41,7 @@ READERS: Final = [
     )
 ]
 
-Told = tuple[str, str, list[tuple[str, str]]]
+ParsedOutput = tuple[str, str, list[tuple[str, str]]]
 """(thoughts, content, [(name, arguments)])"""
 
 
@@ -82,18 +82,18 @@ class Answers:
         """No resources to close."""
 
 
-def _read(number: int, pieces: Sequence[str]) -> Told:
+def _read(number: int, pieces: Sequence[str]) -> ParsedOutput:
     name, style, opening = READERS[number]
     calls = TOOL_CALL_FORMATS[name].new_parser(NAMES)
     parser = ReasoningParser(style, opening, calls)
     parts = [part for piece in pieces for part in parser.parse_delta(piece)]
-    return _told([*parts, *parser.parse_end()])
+    return _joined_parts([*parts, *parser.parse_end()])
 
 
-def _told(parts: Sequence[OutputPart]) -> Told:
+def _joined_parts(parts: Sequence[OutputPart]) -> ParsedOutput:
     thoughts, content = [], []
     found: list[tuple[str, str]] = []
-    begun = ""
+    open_call = ""
     for part in parts:
         match part:
             case ReasoningText(text):
@@ -102,18 +102,18 @@ def _told(parts: Sequence[OutputPart]) -> Told:
                 thoughts.append(text)
             case ContentText(text):
                 assert text
-                assert not begun
+                assert not open_call
                 content.append(text)
             case ToolCallStart(index, _, name):
                 assert index == len(found)
-                assert not begun
-                begun = name
+                assert not open_call
+                open_call = name
             case ToolCallArguments(index, text):
                 assert index == len(found)
-                assert begun
-                found.append((begun, text))
-                begun = ""
-    assert not begun, "a call without arguments"
+                assert open_call
+                found.append((open_call, text))
+                open_call = ""
+    assert not open_call, "a call without arguments"
     return "".join(thoughts), "".join(content), found
 
 

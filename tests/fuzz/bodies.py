@@ -325,7 +325,7 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ),
 )
 _CALL: Final = '<tool_call>\n{"name": "a", "arguments": {"city": "P"}}\n</tool_call>'
-SAID: Final = (
+OUTPUTS: Final = (
     f"<think>\nwhere?\n</think>\n\nlook: {_CALL}",
     f"{_CALL}\n{_CALL.replace('a', 'b', 1)}",
     f"<think>no end {_CALL}",
@@ -352,13 +352,13 @@ class Bodies:
         (place / "chat_template.jinja").write_text(TEMPLATE)
         model = prepared(place, tokenizer.get_vocab_size(), has_chat_template=True)
         path = front_end_path(str(place), 1, 0)
-        said = [[20, 30, 200, 2], *([*tokenizer.encode(each).ids, 2] for each in SAID)]
+        scripts = [[20, 30, 200, 2], *([*tokenizer.encode(each).ids, 2] for each in OUTPUTS)]
         self._engine = FakeEngine(
             path,
             vocab_size=model.vocab_size,
             max_model_len=MAX_MODEL_LEN,
-            script=lambda request, choice: said[
-                (len(request.prompt_token_ids) + choice) % len(said)
+            script=lambda request, choice: scripts[
+                (len(request.prompt_token_ids) + choice) % len(scripts)
             ],
         )
         # Only the engine knows whether priorities are enabled, and refuses them itself.
@@ -458,10 +458,10 @@ def _check(status: int, answer: bytes, body: bytes) -> str:
         if text:
             json.loads(text)
         return "whole"
-    told = json.loads(answer)
-    error = told["error"]
-    if told.get("type") == "error":
-        assert set(told) == {"type", "error", "request_id"}
+    response = json.loads(answer)
+    error = response["error"]
+    if response.get("type") == "error":
+        assert set(response) == {"type", "error", "request_id"}
         assert set(error) == {"type", "message"}
         assert len(error["message"]) < 2000
         return str(status)

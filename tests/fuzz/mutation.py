@@ -96,16 +96,16 @@ def mutate_tree(tree: Any, edits: Sequence[Edit], keys: Sequence[str] = ()) -> A
         if not places:
             return _copied(ODD_VALUES[value % len(ODD_VALUES)])
         holder, key = places[where * len(places) // _EVERYWHERE]
-        odd = _copied(ODD_VALUES[value % len(ODD_VALUES)])
+        replacement = _copied(ODD_VALUES[value % len(ODD_VALUES)])
         match what:
             case 0 | 1 | 2 | 3:
-                holder[key] = odd
+                holder[key] = replacement
             case 4:
                 del holder[key]
             case 5 if isinstance(holder, list):
-                holder.insert(key, odd)
+                holder.insert(key, replacement)
             case 5 | 6 | 7 if isinstance(holder, dict) and keys:
-                holder[keys[where % len(keys)]] = odd
+                holder[keys[where % len(keys)]] = replacement
             case 8:
                 holder[key] = [_copied(holder[key]) for _ in range(1 + value % 5)]
             case 9 if type(holder[key]) is int:

@@ -32,7 +32,7 @@ from proto.scheduler_output import (
     SchedulerOutput,
 )
 from proto.sockets import Link, Poller
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
@@ -62,7 +62,7 @@ class Running:
             cache=CacheConfig(block_size=BLOCK),
             scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64),
         )
-        boot = boots.boot("worker", config=config, model=model.prepared)
+        boot = lifecycle_messages.boot("worker", config=config, model=model.prepared)
         self._run_dir, self._boot = run_dir, boot
         self.received: list[Any] = []
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -28,7 +28,7 @@ from proto.lifecycle import (
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
@@ -49,7 +49,7 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(loaded_model, "load_model", load_model)
     config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 60))
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        service.Worker(boots.boot("worker", config=config), Mock(), Mock())
+        service.Worker(lifecycle_messages.boot("worker", config=config), Mock(), Mock())
     load_model.assert_not_called()
 
 
@@ -69,7 +69,7 @@ def test_more_blocks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     replace_model_loading(monkeypatch)
     config = ServeConfig(cache=CacheConfig(num_gpu_blocks_override=1 << 50))
     with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
-        service.Worker(boots.boot("worker", config=config), Mock(), Mock())
+        service.Worker(lifecycle_messages.boot("worker", config=config), Mock(), Mock())
 
 
 class Running:
@@ -93,7 +93,7 @@ class Running:
             cache=CacheConfig(kv_cache_memory=1 << 20),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         )
-        boot = boots.boot("worker", config=config, model=model)
+        boot = lifecycle_messages.boot("worker", config=config, model=model)
         worker = service.Worker(boot, self._connect_engine, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
@@ -225,7 +225,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boots.boot("worker"), connect, own)
+        worker = service.Worker(lifecycle_messages.boot("worker"), connect, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert receive(engine)[0].epoch == 1
@@ -269,7 +269,7 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boots.boot("worker"), connect, own)
+        worker = service.Worker(lifecycle_messages.boot("worker"), connect, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])

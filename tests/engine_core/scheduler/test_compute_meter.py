@@ -4,7 +4,7 @@ import pytest
 
 from engine_core.scheduler.compute_meter import ComputeMeter, num_attention_pairs
 from proto.lifecycle import ComputeShape, KVCacheGeometry, KVGroup, WeightFormatMemory
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.engine_harness import EngineHarness
 
 LINEAR, HEAD, PAIR, WINDOW_PAIR = 1000, 300, 40, 20
@@ -15,7 +15,7 @@ def meter(**peaks):
     geometry = KVCacheGeometry(1, 1, 8, "float32", KV_BYTES, (KVGroup(), KVGroup(4)))
     shape = ComputeShape(LINEAR, HEAD, ((None, PAIR), (4, WINDOW_PAIR)))
     weights = (WeightFormatMemory("f32", WEIGHT_BYTES),)
-    worker = boots.worker_ready(geometry=geometry, compute=shape, weights=weights)
+    worker = lifecycle_messages.worker_ready(geometry=geometry, compute=shape, weights=weights)
     return ComputeMeter(worker, peaks.get("tflops", 0.0), peaks.get("gbps", 0.0))
 
 

@@ -19,7 +19,7 @@ from worker.attention.paged_batch import (
 )
 
 NO_BLOCK = 1 << 24
-"""In a table where nobody may look."""
+"""A block table entry that must not be read."""
 
 
 @dataclass(frozen=True)

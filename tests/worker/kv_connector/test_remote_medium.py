@@ -127,14 +127,14 @@ def test_an_unreachable_server_costs_no_time_until_it_returns(
     assert rank.stored([1], [key(1)])
     server.kill()
     assert rank.loaded([5], [key(1)]) == [5]
-    begun = time.monotonic()
+    started = time.monotonic()
     assert not rank.stored([1], [key(1)])
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - started < 5.0
     server.start()
     while not rank.stored([1], [key(1)]):
-        assert time.monotonic() - begun < 20.0, "no reconnection"
+        assert time.monotonic() - started < 20.0, "no reconnection"
     while rank.loaded([5], [key(1)]):
-        assert time.monotonic() - begun < 20.0, "no reconnection"
+        assert time.monotonic() - started < 20.0, "no reconnection"
     assert rank.bytes_of(5) == rank.bytes_of(1)
 
 
@@ -161,7 +161,7 @@ def test_replies_after_the_timeout_are_discarded(
     server.stop()
     assert rank.loaded([5], [key(1)]) == [5]
     server.go_on()
-    begun = time.monotonic()
+    started = time.monotonic()
     while rank.loaded([6], [key(2)]):
-        assert time.monotonic() - begun < 20.0, "no reconnection"
+        assert time.monotonic() - started < 20.0, "no reconnection"
     assert rank.bytes_of(6) == rank.bytes_of(2)

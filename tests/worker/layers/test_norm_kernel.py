@@ -96,12 +96,12 @@ def test_a_float32_weight_is_applied_before_rounding(variant) -> None:
 
 
 @each_variant
-@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_nan_and_infinity_affect_only_their_row(variant, odd: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_affect_only_their_row(variant, value: float) -> None:
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
     norm = arithmetic(variant, torch.ones(33))
     sound = norm.norm(x)
-    x[2, 32] = odd
+    x[2, 32] = value
     found = norm.norm(x)
     assert torch.equal(found[[0, 1, 3]], sound[[0, 1, 3]])
     assert found[2].isnan().any()

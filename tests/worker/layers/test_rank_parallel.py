@@ -17,10 +17,10 @@ class FixedGroup:
         self._others = before, after
 
     def join(self, epoch: int) -> None:
-        raise AssertionError("they have met")
+        raise AssertionError("the group has been joined")
 
     def leave(self) -> None:
-        raise AssertionError("nobody leaves")
+        raise AssertionError("the group is never left")
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         before, after = (torch.full_like(x, each) for each in self._others)

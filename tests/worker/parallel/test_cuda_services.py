@@ -21,7 +21,7 @@ from proto.lifecycle import (
 )
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sockets import Link, worker_path
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
@@ -105,7 +105,7 @@ class Pair:
             scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64),
             parallel=ParallelConfig(tensor_parallel_size=SIZE),
         )
-        boot = boots.boot(
+        boot = lifecycle_messages.boot(
             "worker", index=rank, config=config, model=self._model.prepared, run_dir=self._run_dir
         )
         self.current.cuda = self.cudas[rank]

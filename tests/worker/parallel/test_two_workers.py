@@ -25,7 +25,7 @@ from proto.prepared_model import PreparedModel
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
-from tests.fakes import boots
+from tests.fakes import lifecycle_messages
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import tiny_model
 from worker.worker import Worker
@@ -70,7 +70,7 @@ class Workers:
         self.engines: list[Link] = []
         workers = [
             Worker(
-                boots.boot(
+                lifecycle_messages.boot(
                     "worker", index=rank, config=config_for(size), model=model, run_dir=run_dir
                 ),
                 lambda epoch, rank=rank: Link.connect(  # type: ignore[misc]
@@ -212,7 +212,7 @@ def test_a_worker_waiting_for_its_group_connects_to_the_next_engine(two: Workers
 
 
 def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path: Path) -> None:
-    boot = boots.boot("worker", index=3, config=config_for(10), model=model)
+    boot = lifecycle_messages.boot("worker", index=3, config=config_for(10), model=model)
     supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 10: LlamaForCausalLM") as error:
         Worker(boot, lambda epoch: supervisor, supervisor)

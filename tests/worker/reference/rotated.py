@@ -44,13 +44,13 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     turned = rotated(x)
     largest = turned.abs().amax(dim=1)
-    odd = ~torch.isfinite(largest)
-    empty = odd | (largest < SMALLEST)
+    nonfinite = ~torch.isfinite(largest)
+    empty = nonfinite | (largest < SMALLEST)
     divisor = torch.where(empty, torch.ones_like(largest), largest)
     codes = (turned * (LARGEST_CODE / divisor)[:, None]).round()
     codes = torch.where(empty[:, None], torch.zeros_like(codes), codes)
     scales = torch.where(empty, torch.zeros_like(largest), largest / LARGEST_CODE)
-    scales = torch.where(odd, torch.full_like(scales, math.nan), scales)
+    scales = torch.where(nonfinite, torch.full_like(scales, math.nan), scales)
     return codes.to(torch.int8), scales
 
 

@@ -35,10 +35,10 @@ class TorchEdits:
         if len(counts):
             entries = counts.index_select(0, edits.slots.clamp(min=0))
             entries = entries * (edits.slots != NONE)[:, None]
-            said = (entries & (SEEN - 1)).float()
+            output_counts = (entries & (SEEN - 1)).float()
             repetition, frequency, presence = edits.rules[:, :, None].unbind(1)
             scaled = torch.where(some > 0, some / repetition, some * repetition)
-            changed = scaled - frequency * said - presence * (said > 0)
+            changed = scaled - frequency * output_counts - presence * (output_counts > 0)
             some = torch.where(entries != 0, changed, some)
         if len(edits.words):
             words = edits.words.index_select(0, edits.masks.clamp(min=0))

@@ -146,8 +146,8 @@ def edited_logits(
     slots = np.full(len(batch_edits.at), NONE, dtype=np.int64)
     for slot, each in enumerate(batch_edits.penalised):
         slots[each.number] = slot
-        said = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
-        counts[slot, torch.from_numpy(each.edits.counts.ids)] = said + SEEN
+        output_counts = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
+        counts[slot, torch.from_numpy(each.edits.counts.ids)] = output_counts + SEEN
     send: Placement = HostPlacement()
     logits = logits.clone()
     kernels.add_listed(logits, ListedEdits(*send.to_device(batch_edits.listed)), last)

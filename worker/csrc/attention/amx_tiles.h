@@ -1,13 +1,13 @@
-// What both kernels with products of bfloat16 share: rows of K and V in the form that a product
-// of tiles takes, and the softmax's arithmetic.
+// Shared by the kernels with products of bfloat16: rows of K and V in the layout of tile products,
+// and the arithmetic of the softmax.
 //
-// A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along its inner
-// dimension lie in one word of 32 bits:
+// A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along the inner dimension
+// share a word of 32 bits:
 //
 //   a   16 rows of 16 words          b   16 rows (one word of the inner dimension) of 16 columns
 //
-// Scores are K . Q^T, so K is an `a` as it lies in a page. In a page of int8 what K counts as
-// is put together from two halves of 32 dims, dim d beside d + 16, and the query likewise.
+// Scores are K . Q^T, so rows of K in a page are an `a`. Rows of an int8 page are converted in two
+// halves of 32 dims, dim d beside d + 16, and the query has the same order.
 //
 // The softmax is that of a whole piece (piece.h): the largest score first, then weights,
 // which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
@@ -24,7 +24,7 @@ constexpr int64_t TILE = 16;        // rows, words in a row
 constexpr int64_t TILE_WORDS = 256;
 constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
 
-// Whether these kernels do the layer: whole tiles, and nobody was promised float32.
+// Whether these kernels support the layer: whole tiles, and results not required in float32.
 inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) {
     return layer->dtype == TOKEND_BFLOAT16 && head_dim % INNER == 0 &&
            (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);
@@ -32,7 +32,7 @@ inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) 
 
 // ---- words of two numbers ------------------------------------------------------
 
-// The upper halves of two vectors of floats: what a number of few bits is in bfloat16.
+// The upper halves of two vectors of floats: exact for numbers with at most 8 significant bits.
 TOKEND_INLINE __m512i pair_exact(__m512 low, __m512 high) {
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
     // upper & high | ~upper & (low >> 16)
@@ -43,7 +43,7 @@ TOKEND_INLINE __m512 widen(const int8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from)));
 }
 
-// Two vectors of floats, each to the nearest bfloat16.
+// Rounds two vectors of floats to the nearest bfloat16.
 TOKEND_INLINE __m512i pair_rounded(__m512 low, __m512 high) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -55,7 +55,7 @@ TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* word
         _mm512_storeu_si512(words + dim / 2, pair_exact(widen(row + dim), widen(row + dim + 16)));
 }
 
-// Where a row of a piece stands among the queries or the outputs, in rows of `head_dim`.
+// The index of a row of a piece in the queries or the outputs, in rows of `head_dim`.
 TOKEND_INLINE int64_t token_of(const Piece& piece, int64_t row) {
     return piece.step->query_start[piece.tile->seq] + piece.tile->query_begin + row / piece.group;
 }
@@ -64,7 +64,7 @@ TOKEND_INLINE int64_t head_of(const Piece& piece, int64_t row) {
     return piece.tile->kv_head * piece.group + row % piece.group;
 }
 
-// The query of a row, turned (token_rows.h) and rounded, in the order of the keys.
+// The query of a row, rotated (token_rows.h) and rounded, in the order of the keys.
 template <class C>
 TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
     const int64_t token = token_of(piece, row), head_dim = piece.head_dim, half = head_dim / 2;
@@ -86,7 +86,7 @@ TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) 
     }
 }
 
-// The same as leave_row, of a row whose output is bfloat16.
+// As leave_row, for a bfloat16 output.
 inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
                            const RowResult& result) {
     if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
@@ -96,8 +96,8 @@ inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* pl
         store<16>(to + dim, load<16>(result.output + dim) / result.total);
 }
 
-// V of two neighbouring tokens, a word a dim; `head_dim` words. For bfloat16 the dims of each 32
-// come in the order of `value_dim`.
+// V of two neighbouring tokens, one word per dim; `head_dim` words. For bfloat16 every 32 dims are
+// in the order of `value_dim`.
 TOKEND_INLINE void pair_tokens(const int8_t* first, const int8_t* second, int64_t head_dim, uint32_t* words) {
     for (int64_t dim = 0; dim < head_dim; dim += 16)
         _mm512_storeu_si512(words + dim, pair_exact(widen(first + dim), widen(second + dim)));
@@ -111,7 +111,7 @@ TOKEND_INLINE void pair_tokens(const bfloat16* first, const bfloat16* second, in
     }
 }
 
-// Puts a row of the products' order of dims in its own.
+// Restores the order of dims of a row after the products.
 //   bfloat16, of each 32:   0-3 8-11 16-19 24-27   4-7 12-15 20-23 28-31
 template <class C>
 TOKEND_INLINE void order_dims(float* row, int64_t head_dim) {
@@ -126,22 +126,22 @@ TOKEND_INLINE void order_dims(float* row, int64_t head_dim) {
     }
 }
 
-// Whether a row has anything that is not finite, and if so a copy without.
-inline bool is_broken(const bfloat16* row, int64_t head_dim, bfloat16* clean) {
+// Whether a row has NaN or infinity; if so `clean` is a copy with zeros in their place.
+inline bool has_nonfinite(const bfloat16* row, int64_t head_dim, bfloat16* clean) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     uint32_t any = 0;
     for (int64_t dim = 0; dim < head_dim; dim += INNER) {
         const auto values = load_bytes<__m512i>(row + dim);
-        const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
-        _mm512_storeu_si512(clean + dim, _mm512_maskz_mov_epi16(~odd, values));
-        any |= odd;
+        const __mmask32 nonfinite = _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
+        _mm512_storeu_si512(clean + dim, _mm512_maskz_mov_epi16(~nonfinite, values));
+        any |= nonfinite;
     }
     return any != 0;
 }
 
 // ---- 16 x 16 words ---------------------------------------------------------------
 
-// Rows become columns: to[j][i] = from[i][j], rows `stride` words apart.
+// Transposes: to[j][i] = from[i][j], rows `stride` words apart.
 TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to, int64_t to_stride) {
     __m512i rows[16], fours[16];
     // Four words of a row in each 128 bits: of rows 0, 4, 8, 12, then 1, 5, 9, 13, …
@@ -168,12 +168,12 @@ TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to,
 
 // ---- the tokens of a piece ---------------------------------------------------------
 
-// K and V of one piece, 16 tokens without a gap each; those that it lacks are zeros.
+// K and V of one piece in groups of 16 contiguous tokens; missing tokens are zeros.
 template <class C>
 struct Groups {
     static constexpr int64_t COUNT = PIECE / TILE;
 
-    int64_t start, from, to;  // the cut before it, and what there is of it
+    int64_t start, from, to;  // the cut before the piece, and its tokens
     const C* keys[COUNT];
     const C* values[COUNT];
     alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];  // [part, PIECE]
@@ -181,19 +181,19 @@ struct Groups {
 
     static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
 
-    // Steps of 32 tokens that hold some: [first_step, end_step).
+    // Steps of 32 tokens with at least one token: [first_step, end_step).
     int64_t first_step() const { return (from - start) / INNER; }
     int64_t end_step() const { return (to - start + INNER - 1) / INNER; }
 
-    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for what does not lie
-    // in a page as needed.
+    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for rows that are not
+    // contiguous in a page.
     void locate(const Piece& piece, int64_t begin, int64_t end, C* copy) {
         start = begin / PIECE * PIECE;
         from = begin;
         to = end;
         const int64_t first = first_step() * 2, last = end_step() * 2;
         if (piece.step->block_size % TILE == 0) {
-            // Those at both ends may lack some.
+            // The groups at both ends may be incomplete.
             const int64_t whole = (from - start + TILE - 1) / TILE, whole_end = (to - start) / TILE;
             piece.each_group<C>(start + whole * TILE, start + whole_end * TILE,
                                 [&](int64_t group, const C* key_rows, const C* value_rows, int64_t) {
@@ -229,12 +229,12 @@ struct Groups {
     }
 };
 
-// The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
-// should never wait for arithmetic. What no page holds as a whole is left alone.
+// Prefetches the rows of the next piece a few lines at a time, so that memory never waits for
+// arithmetic. Groups that cross pages are skipped.
 struct Ahead {
     static constexpr int64_t LINES = 4;
 
-    const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
+    const char* parts[2 * PIECE / TILE];  // 16 rows per entry, in the order of use
     int64_t count = 0, index = 0, at = 0, size;
 
     Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
@@ -249,7 +249,7 @@ struct Ahead {
         count = 2 * groups;
     }
 
-    // So many times LINES lines.
+    // `count` times LINES lines.
     TOKEND_INLINE void fetch(int64_t times) {
         for (int64_t i = 0; i < times && index < count; i++) {
             const char* lines = parts[index] + at;
@@ -263,7 +263,7 @@ struct Ahead {
     }
 };
 
-// Sixteen rows of K in the form of an `a`: as they lie, or made so in `copy`.
+// Sixteen rows of K as an `a`: in place, or converted into `copy`.
 TOKEND_INLINE const void* key_tile(const bfloat16* rows, int64_t, uint32_t*) { return rows; }
 
 TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_t* copy) {
@@ -271,8 +271,8 @@ TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_
     return copy;
 }
 
-// Tokens of a piece of which V is not finite.
-struct Broken {
+// Tokens of a piece whose V has NaN or infinity.
+struct NonfiniteTokens {
     uint64_t bits[PIECE / 64] = {};
 
     bool any() const { return (bits[0] | bits[1] | bits[2] | bits[3]) != 0; }
@@ -280,19 +280,20 @@ struct Broken {
     bool has(int64_t token) const { return bits[token / 64] >> token % 64 & 1; }
 };
 
-// V of 32 tokens, `dims` of them from `dim` on, as a `b`: [16, dims] words. Where `mends`, what is
-// not finite counts as zero: zero times NaN is NaN, and must not reach rows that do not see it.
+// V of 32 tokens, `dims` dims from `dim` on, as a `b`: [16, dims] words. With `zero_nonfinite`, NaN
+// and infinity are replaced by zero, because zero times NaN is NaN and must not reach rows that do
+// not see the token.
 template <class C>
 TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
-                               bool mends, Broken& broken, C* clean, uint32_t* words, auto fetch) {
+                               bool zero_nonfinite, NonfiniteTokens& nonfinite, C* clean, uint32_t* words, auto fetch) {
     for (int64_t token = 0; token < INNER; token += 2, words += dims) {
         fetch(token);
         const C *first = groups.values[step * 2 + token / TILE] + token % TILE * head_dim + dim;
         const C *second = first + head_dim;
         if constexpr (!QUANTISED<C>) {
-            if (mends) {
-                if (is_broken(first, dims, clean)) broken.set(step * INNER + token);
-                if (is_broken(second, dims, clean + dims)) broken.set(step * INNER + token + 1);
+            if (zero_nonfinite) {
+                if (has_nonfinite(first, dims, clean)) nonfinite.set(step * INNER + token);
+                if (has_nonfinite(second, dims, clean + dims)) nonfinite.set(step * INNER + token + 1);
                 first = clean;
                 second = clean + dims;
             }

@@ -29,13 +29,13 @@ void compute_piece(const Piece& piece, const Piece& following, const TokendAtten
     ManyRows<C> tile(piece, scratch);
     tile.compute(piece);
     for (int64_t row = 0; row < piece.rows; row++) {
-        float* output = tile.keys;  // free by now, and holds a row
+        float* output = tile.keys;  // unused by now, and large enough for a row
         for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.all.output[dim * tile.width + row];
         leave_row(piece, plan, index, row, {output, tile.all.best[row], tile.all.total[row]});
     }
 }
 
-// Computes one task: all of its heads at once, or one after the other.
+// Computes one task: all of its heads together, or one after the other.
 template <class C>
 void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
                   Scratch& scratch) {
@@ -46,7 +46,7 @@ void compute_task(const Piece& first, int64_t heads, const Piece& following, con
     }
 }
 
-// Joins the partial results of one row of a tile: pieces to spans, spans to the row.
+// Merges the partial results of one row of a tile: pieces to spans, spans to the row.
 //   memory: 2 * head_dim floats
 void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t row, float* memory) {
     const int64_t head_dim = piece.head_dim, width = partial_width(head_dim), piece_len = piece.tile->piece_len;
@@ -81,10 +81,10 @@ void write_token(const TokendAttentionStep* step, const TokendAttentionLayer* la
     }
 }
 
-// Below this, some microseconds of one thread, waking others costs more than it saves.
+// Below this, some microseconds of one thread, waking other threads costs more than it saves.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
 
-// Neighbouring tasks that a thread takes at a time.
+// Consecutive tasks that a thread takes at a time.
 constexpr int64_t RUNS_PER_THREAD = 8;
 
 template <class C>
@@ -99,8 +99,8 @@ void run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, c
         TokendRound done = {0, 0};
         for (int64_t number = 0; number < plan->num_rounds; number++) {
             const TokendRound round = plan->rounds[number];
-            // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
-            // the next, where there are enough for all to end at about the same time.
+            // A thread takes several consecutive tasks, to prefetch the beginning of the next, if
+            // there are enough tasks for all threads to end at about the same time.
             const int64_t num_tasks = round.tasks_end - done.tasks_end;
             const int64_t grain = std::max<int64_t>(1, num_tasks / (RUNS_PER_THREAD * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, 1)

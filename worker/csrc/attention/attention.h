@@ -16,14 +16,14 @@ struct TokendAttentionStep {
     int64_t head_dim;
     int64_t block_size;
     int64_t max_blocks;
-    int64_t window;  // tokens that a query sees at most, its own included
-    int64_t most_partial_rows;  // that are kept at a time, where one tile does not need more
+    int64_t window;  // tokens that a query sees at most, including its own
+    int64_t most_partial_rows;  // limit of rows in memory, unless one tile needs more
     const int32_t* query_start;
     const int32_t* seq_lens;
     const int32_t* block_table;
     const int64_t* slot_mapping;
     double scale;
-    double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0 leaves them
+    double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: no soft cap
 };
 
 // A tile: neighbouring queries of one sequence under one KV head.
@@ -43,15 +43,15 @@ struct TokendTile {
     int32_t partial_row;
 };
 
-// A piece of `heads` neighbouring tiles: the same queries and tokens under KV heads that lie side by
-// side in the pages.
+// A piece of `heads` neighbouring tiles: the same queries and tokens under KV heads that are
+// adjacent in the pages.
 struct TokendTask {
     int32_t tile;
     int32_t piece;
     int32_t heads;
 };
 
-// A round: tiles whose partial results are in memory together; begins where the last one ended.
+// A round: tiles whose partial results are in memory together; begins at the end of the last one.
 struct TokendRound {
     int32_t tiles_end;
     int32_t tasks_end;
@@ -62,7 +62,7 @@ struct TokendAttentionSchedule {
     int64_t num_tasks;
     int64_t num_rounds;
     int64_t num_partial_rows;
-    int64_t num_elements;  // of K that the tasks read, times the rows that use them
+    int64_t num_elements;  // of K read by the tasks, times the rows that use them
     TokendTile* tiles;
     TokendTask* tasks;
     TokendRound* rounds;
@@ -98,6 +98,6 @@ __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendAttentionStep* step, TokendAttentionSchedule* plan);
 
 // Rotates the step's keys, writes K and V to the pages, then attends with rotated queries.
-// May be called by each thread of a team (team.h).
+// May be called by every thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_attention_run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer);
 }

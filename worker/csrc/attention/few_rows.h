@@ -9,13 +9,13 @@ namespace tokend {
 
 constexpr int64_t FEW_ROWS = 8;
 
-// Rows that share a pass over a chunk, at most: each number up to that is compiled by itself, so
-// the rarest type of pages has one.
+// The most rows that share a pass over a chunk. Every number up to it is compiled separately, so
+// the rarest type of pages has only one.
 template <class C>
 constexpr int MOST_SHARING = std::is_same_v<C, float16> ? 1 : 4;
 
-// Dot products of R query rows with four K rows over dims [begin, end): parts[r] as sum_four
-// leaves them.
+// Dot products of R query rows with four K rows over dims [begin, end): parts[r] in the layout of
+// sum_four.
 template <int N, int R, class Q, class C>
 TOKEND_INLINE void dot_four(const Q* const* queries, const C* const* keys, int64_t begin, int64_t end,
                             F<N> (&parts)[R]) {
@@ -64,7 +64,7 @@ TOKEND_INLINE void dot_products(const Q* const* queries, const C* const* keys, i
     dot_four<N, R, Q, C>(queries, keys, begin, end, parts);
 }
 
-// Pages lie far apart, so the processor does not foresee the next one by itself.
+// Pages are far apart, so the hardware prefetcher does not predict the next one.
 template <class T>
 TOKEND_INLINE void prefetch(const T* row, int64_t head_dim) {
     const char* bytes = reinterpret_cast<const char*>(row);
@@ -76,7 +76,8 @@ template <int N, int R, class Q, class C>
 TOKEND_INLINE void few_scores(const Q* const* queries, const C* const* keys, const float* key_scales,
                               const C* const* next, int64_t count, int64_t head_dim, float* scores) {
     for (int64_t token = 0; token < count; token += N) {
-        // A plain loop: a lambda that only prefetches counts as pure and is dropped.
+        // A plain loop: the compiler drops a lambda that only prefetches, because it counts as
+        // pure.
         for (int i = 0; i < N; i++) prefetch(next[token + i], head_dim);
         const int64_t num_parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / num_parts;
         for (int64_t part = 0; part < num_parts; part++) {
@@ -101,7 +102,7 @@ TOKEND_INLINE void few_scores(const Q* const* queries, const C* const* keys, con
 
 // output[r][dims] = output * rescale[r] + weights[r][t] * V[t][dims], over V vectors of dims
 // from `dim` on.
-// Where not all rows see all tokens, a weight of zero takes nothing: zero times NaN would.
+// If not all rows see all tokens, tokens of weight zero are skipped, because zero times NaN is NaN.
 template <int N, int R, int V, bool ALL_SEEN, class T>
 TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, const T* const* values,
                                     const T* const* next, int64_t count, int64_t dim, float* output, int64_t head_dim) {
@@ -137,8 +138,8 @@ TOKEND_INLINE void few_values(const float* weights, const float* rescale, const 
         few_values_slice<N, R, 1, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
 }
 
-// Turns scores[first, seen) of one row into weights, the rest of the chunk into zeros.
-// Returns by how much what was summed before must be scaled.
+// Converts scores[first, seen) of one row to weights, and the rest of the chunk to zeros. Returns
+// the factor that rescales the earlier sums.
 TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float scale, float* best, float* total) {
     constexpr int N = LANES;
     if (seen <= first) {
@@ -162,8 +163,8 @@ TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float 
     return rescale;
 }
 
-// Weights times the scales of int8 values. Where not all rows see all tokens, a weight of
-// zero takes nothing of a scale that is no number.
+// Weights times the scales of int8 values. If not all rows see all tokens, a NaN scale is skipped
+// for weight zero.
 template <int R, bool ALL_SEEN>
 TOKEND_INLINE void scale_weights(const float* scales, const float* weights, float* scaled) {
     constexpr int N = LANES;
@@ -186,9 +187,9 @@ struct Chunk {
     alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];  // [part, CHUNK]
     alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];
 
-    // Past the end of the piece no token counts, and the rows are those that `following`
-    // begins with, to be fetched ahead. Scores come several at a time: entries past the
-    // last row repeat one that may be read.
+    // Tokens past the end of the piece are not used; their rows are the first ones of `following`,
+    // to be prefetched. Scores are computed several at a time: entries past the last row repeat a
+    // readable one.
     void locate(const Piece& piece, int64_t start, const Piece& following) {
         from = start;
         count = next_cut(from, CHUNK, piece.end) - from;
@@ -200,7 +201,7 @@ struct Chunk {
         std::fill(values + rows, values + CHUNK, keys[0]);
     }
 
-    // When they are needed, not when they are located: the pages are on their way till then.
+    // Read when needed, not when located: until then the pages are being prefetched.
     void load_scales(const Piece& piece) {
         if constexpr (QUANTISED<C>) {
             piece.scales(from, from + count, CHUNK, key_scales, value_scales);
@@ -212,7 +213,7 @@ struct Chunk {
     }
 };
 
-// Rows of one tile and what is known of them so far. Queries are floats, or bfloat16
+// Rows of one tile and their intermediate results. Queries are floats, or bfloat16
 // where the processor multiplies those by pages of bfloat16.
 template <class Q, class C>
 struct FewRows {
@@ -264,7 +265,7 @@ struct FewRows {
         }
     }
 
-    // Takes a chunk into R rows.
+    // Accumulates a chunk into R rows.
     template <int N, int R>
     TOKEND_FLATTEN void attend(int64_t row, const Chunk<C>& now, const Chunk<C>& next, const Piece& piece) {
         alignas(64) float scores[R * CHUNK];

@@ -1,13 +1,13 @@
 // Attention of up to 16 query rows over a piece of bfloat16 pages with the tile unit: a decode.
 //
-// Reading K and V once is the limit, so what is done with them must be little: a tile of 16
-// rows of K is multiplied as it lies in the page, and V takes one instruction for two rows.
+// Reading K and V is the limit, so the arithmetic must be cheap: a tile of 16 rows of K is
+// multiplied in place, and V takes one instruction for two rows.
 //
 //   scores [token, row]  = K [token, dim] . Q^T [dim, row]
 //   output [row, dim]   += weights [row, token] . V [token, dim]
 //
-// The sums are those of many_rows_amx.cpp, bit by bit: a row comes out the same in a decode
-// and in any chunk of a prompt.
+// The sums equal those of many_rows_amx.cpp bit by bit: a row has the same result in a decode and
+// in any chunk of a prompt.
 #include "attention/amx_tiles.h"
 #include "attention/piece.h"
 #include "common/amx.h"
@@ -17,7 +17,7 @@ namespace tokend {
 #if defined(__AVX512BF16__) && defined(TOKEND_AMX)
 namespace {
 
-// Four columns of 16 rows become four rows.
+// Transposes four columns of 16 rows to four rows.
 TOKEND_INLINE void turn_four(const float* from, int64_t stride, float* to) {
     __m512 fours[4];
     each<4>([&](auto i) {
@@ -34,7 +34,7 @@ TOKEND_INLINE void turn_four(const float* from, int64_t stride, float* to) {
     _mm512_storeu_ps(to + 3 * PIECE, (__m512)_mm512_unpackhi_pd(AB, CD));
 }
 
-// Neighbours first, as the columns of many_rows_amx.cpp are summed.
+// Adds neighbours first, in the order of the column sums of many_rows_amx.cpp.
 TOKEND_INLINE float sum_pairs(F<16> v) {
     __m512 sum = (__m512)v;
     sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
@@ -49,7 +49,7 @@ struct FewRows {
     const int64_t head_dim, rows;
     Groups<bfloat16> groups;
     Ahead ahead;
-    int64_t begin, end;  // the tokens that are computed, whole tiles of them
+    int64_t begin, end;  // the computed tokens, in whole tiles
     float best[TILE], total[TILE];
 
     FewRows(const Piece& p, const Piece& following, bfloat16* copy)
@@ -59,7 +59,7 @@ struct FewRows {
         end = round_up(groups.to - groups.start, INNER);
     }
 
-    // Of the tokens of the piece a row sees [first_seen, end_seen).
+    // A row sees tokens [first_seen, end_seen) of the piece.
     int64_t first_seen(int64_t row) const {
         return std::max(groups.from, piece.limit(row) - piece.window) - groups.start;
     }
@@ -106,7 +106,7 @@ struct Tiles {
 constexpr int64_t DIMS = 64;  // of V that one pass takes
 constexpr int64_t ROW_WORDS = PIECE / 2;
 
-// Memory of one piece, from the thread's.
+// Memory of one piece, part of the thread's.
 struct Memory {
     uint32_t* queries;  // tiles [head_dim / 32]
     uint32_t* values;   // [2, TILE, 64] words: two steps of tokens
@@ -135,7 +135,7 @@ struct Memory {
 
 struct Rows : Memory, FewRows {
     int64_t columns;  // rows in whole fours
-    Broken broken;
+    NonfiniteTokens nonfinite;
 
     Rows(const Piece& p, const Piece& following, Scratch& scratch)
         : Memory(scratch, p.head_dim), FewRows(p, following, copy), columns(round_up(p.rows, 4)) {
@@ -160,12 +160,12 @@ struct Rows : Memory, FewRows {
         }
         tiles.values.load();
         for (int64_t dim = 0; dim < head_dim; dim += DIMS) multiply_values(dim, std::min(DIMS, head_dim - dim));
-        if (broken.any()) spoil();
+        if (nonfinite.any()) set_nan();
     }
 
   private:
     void pack_queries() {
-        uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], free as yet
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], unused
         std::fill_n(pairs, TILE * head_dim / 2, 0u);
         for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, pairs + row * head_dim / 2);
         for (int64_t step = 0; step < head_dim / INNER; step++)
@@ -229,17 +229,17 @@ struct Rows : Memory, FewRows {
     TOKEND_INLINE void pack(int64_t token, int64_t dim, int64_t dims) {
         const int64_t step = token / INNER;
         uint32_t* words = values + step % 2 * TILE * DIMS;
-        const bool mends = !piece.all_see(groups.start + token, groups.start + token + INNER);
+        const bool zero_nonfinite = !piece.all_see(groups.start + token, groups.start + token + INNER);
         const auto fetch = [&](int64_t) { ahead.fetch(1); };
-        if (dims == DIMS) pack_values(groups, step, head_dim, dim, DIMS, mends, broken, clean, words, fetch);
-        else pack_values(groups, step, head_dim, dim, INNER, mends, broken, clean, words, fetch);
+        if (dims == DIMS) pack_values(groups, step, head_dim, dim, DIMS, zero_nonfinite, nonfinite, clean, words, fetch);
+        else pack_values(groups, step, head_dim, dim, INNER, zero_nonfinite, nonfinite, clean, words, fetch);
     }
 
-    // Those who see a token of which V is not finite.
-    void spoil() {
+    // Rows that see a token with nonfinite V become NaN.
+    void set_nan() {
         for (int64_t row = 0; row < rows; row++)
             for (int64_t token = first_seen(row); token < end_seen(row); token++)
-                if (broken.has(token)) total[row] = NAN;
+                if (nonfinite.has(token)) total[row] = NAN;
     }
 };
 

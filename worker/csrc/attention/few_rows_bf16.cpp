@@ -1,5 +1,5 @@
-// Attention of few query rows of bfloat16 over pages of bfloat16: products of pairs in one
-// instruction, where there is no tile unit.
+// Attention of few bfloat16 query rows over bfloat16 pages without a tile unit: products of pairs
+// in one instruction.
 #include "attention/few_rows.h"
 #include "attention/piece.h"
 

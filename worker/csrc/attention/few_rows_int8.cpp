@@ -1,14 +1,16 @@
-// Attention of a few query rows of bfloat16 over a piece of int8 pages by products of bytes: a decode.
+// Attention of a few bfloat16 query rows (a decode) over a piece of int8 pages by products of
+// bytes.
 //
-// A query row is rounded to 15 bits and a weight, times the scale of its V, to 16, each in two
-// bytes; sums over the dims of a row, and over the tokens of a piece, are integers and exact. So
-// nothing but rounding a row depends on an order, and all KV heads of a block are read in the
-// order of the memory:
+// A query row is rounded to 15 bits, and a weight times the scale of its V to 16 bits, both stored
+// as two bytes. Sums over the dims of a row and over the tokens of a piece are exact integers. So
+// only the rounding of a row depends on an order, and all KV heads of a block are read in memory
+// order:
 //
 //   block   | K h0 | K h1 | … | V h0 | V h1 | … |
 //            ---- first way -->  ---- second, after the softmax ---->
 //
-// Sixteen tokens are taken together, a lane each for scores; for outputs a lane is a dim.
+// Sixteen tokens are processed together, one lane per token for scores; for outputs a lane is a
+// dim.
 #include "attention/piece.h"
 #include "attention/softmax.h"
 
@@ -17,15 +19,15 @@ namespace tokend {
 #if defined(__AVX512VNNI__)
 namespace {
 
-constexpr int64_t DIMS = 64;        // of a row that are taken together: a cache line
+constexpr int64_t DIMS = 64;        // of a row that are processed together: a cache line
 constexpr int64_t MOST_DIMS = 512;  // of which sums fit
 constexpr int64_t COUNT = PIECE / GROUP;
-// Runs of rows that what is fetched stays ahead of what is read.
+// Runs of rows by which the prefetch is ahead of the reads.
 constexpr int64_t AHEAD = 4;
-// Lines that are fetched with four lines of K, and of V; the rest while weights are computed.
+// Lines that are prefetched with four lines of K, and of V; the rest while weights are computed.
 constexpr int64_t KEY_LINES = 4, VALUE_LINES = 3;
 
-// Four neighbours, for all lanes: products of bytes come in fours.
+// Four neighbours, for all lanes: a product of bytes adds four.
 TOKEND_INLINE __m512i load_four(const void* from) { return _mm512_set1_epi32(load_bytes<int32_t>(from)); }
 
 // Sixteen neighbouring dims of 16 rows of int8 become four vectors, a row in each lane of 32 bits.
@@ -46,30 +48,30 @@ TOKEND_INLINE void turn_dims(const int8_t* rows, int64_t stride, __m512i (&to)[4
     to[3] = _mm512_unpackhi_epi64(AB, CD);
 }
 
-// A query row: scale * (128 * high + low), by fours of dims.
+// A query row: scale * (128 * high + low), in groups of four dims.
 struct QueryRow {
     int8_t* high;  // [head_dim]
     int8_t* low;   // [head_dim]
     float scale;
     int32_t high_start[MOST_SCALES], low_start[MOST_SCALES];  // of the sums over each part
 
-    // Keys count as unsigned, 128 more than they are.
+    // Keys are multiplied as unsigned bytes with an offset of 128.
     void round(const float* query, int64_t head_dim, int64_t parts) {
         constexpr float LARGEST = 127 * 128;
-        F<16> largest = {}, odd = {};
+        F<16> largest = {}, nonfinite = {};
         for (int64_t dim = 0; dim < head_dim; dim += 16) {
             const F<16> value = load<16>(query + dim);
             largest = maximum<16>(largest, maximum<16>(value, -value));
-            odd += value * 0.0f;
+            nonfinite += value * 0.0f;
         }
         const float most = std::max(max_lanes<16>(largest), LEAST_LARGEST);
-        scale = sum_lanes<16>(odd) == 0.0f ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
+        scale = sum_lanes<16>(nonfinite) == 0.0f ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
         const float inverse = scale == scale ? LARGEST / most : 0.0f;
         const int64_t dims = head_dim / parts;
         for (int64_t part = 0; part < parts; part++) {
             __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
             for (int64_t dim = part * dims; dim < (part + 1) * dims; dim += 16) {
-                // Not a number is zero here, and its scale is not.
+                // NaN becomes zero here; its scale is NaN.
                 const auto value = _mm512_maskz_mov_ps(scale == scale ? 0xffff : 0, (__m512)load<16>(query + dim));
                 const __m512i whole = (__m512i)nearest<16>((F<16>)value * inverse);
                 const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
@@ -85,12 +87,12 @@ struct QueryRow {
     }
 };
 
-// Lines of memory that are needed a little later, one after the other as they are read then.
+// Prefetches lines of memory in the order in which they will be read.
 class Ahead {
   public:
     Ahead(const int8_t* const* runs, int64_t run_bytes) : runs_(runs), run_bytes_(run_bytes) { next_run(); }
 
-    // Not the compiler's own function: what only fetches counts as doing nothing, and is dropped.
+    // Not the compiler's builtin: a function that only prefetches counts as pure and is dropped.
     TOKEND_INLINE void fetch(int64_t lines) {
         for (int64_t line = 0; line < lines; line++) {
             asm volatile("prefetcht1 %0" : : "m"(*at_));
@@ -110,7 +112,7 @@ class Ahead {
     const int8_t *at_, *end_;
 };
 
-// Rows of one KV head, and what is known of them.
+// Rows of one KV head and their intermediate results.
 struct Head {
     Piece piece;
     QueryRow* queries;     // [rows]
@@ -181,7 +183,7 @@ class Few {
     }
 
   private:
-    // What is read one after the other, and then what of the piece that follows.
+    // Rows in the order of reads, followed by those of the next piece.
     const int8_t* const* locate(const Piece& first, const Piece& following) {
         const int64_t groups = (end_ - begin_) / GROUP, block_size = step_->block_size;
         const auto scales_after = [&](const int8_t* rows, int64_t offset) {
@@ -251,7 +253,7 @@ class Few {
         each<R>([&](auto r) { store<16>(head.scores + (row + r) * PIECE + begin_ + group * GROUP, scores[r]); });
     }
 
-    // Scores become weights, and weights, times the scales of V, bytes.
+    // Converts scores to weights, and weights times the scales of V to bytes.
     void weigh(int64_t number) {
         const Head& head = all_[number];
         for (int64_t row = 0; row < rows_; row++) {
@@ -285,7 +287,7 @@ class Few {
         constexpr float LARGEST = 65535;
         const float* weights = head.scores + row * PIECE;
         alignas(64) float products[PIECE];
-        F<16> most = {}, sum = {};  // which is NaN where a product is
+        F<16> most = {}, sum = {};  // NaN if a product is NaN
         int64_t run = (end_ - begin_) / GROUP;
         for (int64_t at = begin_; at < end_; at += GROUP) {
             const F<16> scale = load<16>(scales_of(run++, number, part));
@@ -342,13 +344,13 @@ class Few {
         }
     }
 
-    // The output of a row, which is not yet divided by its total.
+    // The output of a row, not yet divided by its total.
     //   sums, of each 64 dims:   0-3 16-19 32-35 48-51   4-7 20-23 …   8-11 …   12-15 …
     void finish(const Head& head, int64_t row, float* output) const {
         for (int64_t dim = 0; dim < head_dim_; dim += DIMS) {
             const int32_t* at = head.sums + (dim / DIMS * rows_ + row) * 2 * DIMS;
             const float scale = head.weight_scales[dim * parts_ / head_dim_ * rows_ + row];
-            // Vector i has the dims 4 i … 4 i + 3 of each 16: a lane of 128 bits.
+            // Vector i has the dims 4 i … 4 i + 3 of every 16: a lane of 128 bits.
             for (int64_t i = 0; i < 4; i++) {
                 const __m512i upper = _mm512_slli_epi32(_mm512_load_si512(at + 16 * i), 8);
                 const __m512i sum = _mm512_add_epi32(upper, _mm512_load_si512(at + DIMS + 16 * i));
@@ -364,11 +366,11 @@ class Few {
     const TokendAttentionLayer* layer_;
     int64_t head_dim_, rows_, heads_, parts_;
     int64_t start_, begin_, end_;  // the cut before the piece; from there, whole groups of it
-    const int8_t* runs_[2 * COUNT + AHEAD + 1];  // sixteen rows each of the first head: K, V, what comes then
+    const int8_t* runs_[2 * COUNT + AHEAD + 1];  // 16 rows per entry: K, V, then the next piece
     const int8_t* scales_[2 * COUNT];
     Head* all_;
     float* row_;  // of head_dim numbers
-    int64_t weigh_lines_;  // that are fetched while the weights of a row are computed
+    int64_t weigh_lines_;  // prefetched while the weights of a row are computed
     Ahead ahead_;
 };
 

@@ -35,8 +35,8 @@ TOKEND_FLATTEN void many_scores(const float* const* keys, const float* queries, 
     });
 }
 
-// output[m][n] of TILE_M dims and V vectors of rows, over `count` tokens. Where not all
-// rows see all tokens, a weight of zero takes nothing: zero times NaN would.
+// output[m][n] of TILE_M dims and V vectors of rows, over `count` tokens. If not all rows see all
+// tokens, tokens of weight zero are skipped, because zero times NaN is NaN.
 template <int V, bool ALL_SEEN>
 TOKEND_FLATTEN void many_values(const float* const* values, int64_t dim, const float* weights, int64_t count, int64_t width,
                  float* output) {
@@ -99,8 +99,8 @@ template <class C>
 struct ManyRows {
     int64_t width;
     float* queries;  // [head_dim, width]
-    ColumnResults all;   // of the pieces that are done
-    ColumnResults part;  // of the piece at hand
+    ColumnResults all;   // of completed pieces
+    ColumnResults part;  // of the current piece
     float* scores;   // [CHUNK, width]
     float* limit;    // [width], position after the last KV token that a row sees
     float window;    // tokens that a row sees at most
@@ -137,7 +137,8 @@ struct ManyRows {
             if constexpr (QUANTISED<C>) piece.scales(from, from + count, CHUNK, key_scales, value_scales);
             as_floats(key_rows, key_scales, count, head_dim, keys, float_keys);
             as_floats(value_rows, value_scales, count, head_dim, values, float_values);
-            // Scores come TILE_M tokens at a time: past the end, repeat a row that may be read.
+            // Scores are computed TILE_M tokens at a time: entries past the end repeat a readable
+            // row.
             for (int64_t token = count; token < round_up(count, TILE_M); token++)
                 float_keys[token] = float_keys[0];
             over_columns(width, [&](int64_t column, auto vectors) {
@@ -151,7 +152,7 @@ struct ManyRows {
             if (all_seen) add_values<true>(float_values, count, head_dim);
             else add_values<false>(float_values, count, head_dim);
             if (to != next_cut(from, PIECE, piece.end)) continue;
-            // Folding into nothing changes no bit.
+            // Merging into an empty result changes no bit.
             if (from < next_cut(piece.begin, PIECE, piece.end)) std::swap(all, part);
             else all.fold(part, head_dim, piece.scale);
             if (to < piece.end) part.clear(head_dim);
@@ -169,7 +170,7 @@ struct ManyRows {
     }
 
     void transpose_query(const Piece& piece, int64_t row) {
-        float* query = keys;  // free as yet, and holds a row
+        float* query = keys;  // still unused, and large enough for a row
         limit[row] = float(piece.limit(row));
         piece.rotated_query(row, query);
         for (int64_t dim = 0; dim < piece.head_dim; dim++) queries[dim * width + row] = query[dim];
@@ -191,7 +192,7 @@ struct ManyRows {
             F<N> largest = before;
             for (int64_t token = 0; token < count; token++)
                 largest = maximum<N>(largest, load<N>(chunk + token * width));
-            // A row that has seen nothing yet must not compute infinity minus infinity.
+            // A row without visible tokens so far must not compute infinity minus infinity.
             const F<N> shift = largest == NO_SCORE ? F<N>{} : largest;
             const F<N> rescale = exp_nonpositive<N>((before - shift) * scale);
             F<N> sum = load<N>(part.total + column) * rescale;

@@ -1,11 +1,11 @@
 // Attention of many query rows with products of bfloat16 by the tile unit.
 //
-// Tokens run down, query rows across, so that the softmax never sums across lanes:
+// Tokens are rows, query rows are columns, so that the softmax never sums across lanes:
 //
 //   scores [token, row]  = K [token, dim] . Q^T [dim, row]
 //   output [dim, row]   += V^T [dim, token] . weights [token, row]
 //
-// V is transposed once a piece, and then the query rows pass over it 32 at a time.
+// V is transposed once per piece, and then used for the query rows, 32 at a time.
 #include "attention/amx_tiles.h"
 #include "attention/piece.h"
 #include "common/amx.h"
@@ -56,7 +56,7 @@ void multiply(const Product& p) {
     asm volatile("" ::: "memory");
 }
 
-// All eight tiles whole, for as long as this lives.
+// Configures all eight tiles with full size for the lifetime of this object.
 struct Tiles {
     Tiles() {
         TileShapes shapes;
@@ -66,7 +66,7 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-// Query rows of one tile of the plan and what is known of them so far.
+// Query rows of one tile of the plan and their intermediate results.
 template <class C>
 struct Rows {
     static constexpr int64_t STEPS = PIECE / INNER;
@@ -76,7 +76,7 @@ struct Rows {
     int64_t parts, part_dims;  // of a row, with a scale each
     float log_scale;
     ColumnResults all;   // [head_dim, width]: pieces that are done
-    ColumnResults part;  // [head_dim, 32]: the rows and the piece at hand
+    ColumnResults part;  // [head_dim, 32]: the current rows and piece
     float* limits;       // [width], position after the last KV token that a row sees
     float* scores;       // [PIECE, 32]
     float* part_scores;  // [PIECE, 32], of a part of the dims with a scale of its own
@@ -88,8 +88,8 @@ struct Rows {
     C* clean;            // [2, head_dim]
     C* copy;
     const void* key_tiles[PIECE / TILE];
-    Groups<C> groups;  // the piece at hand
-    Broken broken;     // of which V is not finite, where not all rows see all
+    Groups<C> groups;  // the current piece
+    NonfiniteTokens nonfinite;  // by V, if not all rows see all tokens
 
     Rows(const Piece& p, Scratch& scratch) : piece(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)) {
         parts = QUANTISED<C> ? num_scales(head_dim) : 1;
@@ -127,7 +127,7 @@ struct Rows {
 
     // Rows of one tile in the order of the dims: [TILE, head_dim].
     float* output_rows(int64_t tile) {
-        float* rows = reinterpret_cast<float*>(pairs);  // free by now
+        float* rows = reinterpret_cast<float*>(pairs);  // unused by now
         for (int64_t dim = 0; dim < head_dim; dim += TILE)
             transpose(reinterpret_cast<uint32_t*>(all.output) + dim * width + tile * TILE, width, pairs + dim, head_dim);
         for (int64_t row = 0; row < TILE; row++) order_dims<C>(rows + row * head_dim, head_dim);
@@ -136,7 +136,7 @@ struct Rows {
 
   private:
     void pack_queries(int64_t tile) {
-        uint32_t* rows = pairs;  // [TILE, head_dim / 2], free as yet
+        uint32_t* rows = pairs;  // [TILE, head_dim / 2], still unused
         for (int64_t row = tile * TILE; row < (tile + 1) * TILE; row++) {
             uint32_t* words = rows + row % TILE * head_dim / 2;
             limits[row] = row < piece.rows ? float(piece.limit(row)) : 0.0f;
@@ -149,22 +149,22 @@ struct Rows {
 
     void pack_tokens(int64_t from, int64_t to) {
         groups.locate(piece, from, to, copy);
-        broken = {};
+        nonfinite = {};
         for (int64_t step = groups.first_step(); step < groups.end_step(); step++) {
             for (int64_t tile = step * 2; tile < step * 2 + 2; tile++)
                 key_tiles[tile] = key_tile(groups.keys[tile], head_dim, keys + tile * TILE * head_dim / 2);
             const int64_t token = groups.start + step * INNER;
-            const bool mends = !piece.all_see(token, token + INNER);
-            pack_values(groups, step, head_dim, 0, head_dim, mends, broken, clean, pairs, [](int64_t) {});
+            const bool zero_nonfinite = !piece.all_see(token, token + INNER);
+            pack_values(groups, step, head_dim, 0, head_dim, zero_nonfinite, nonfinite, clean, pairs, [](int64_t) {});
             for (int64_t dim = 0; dim < head_dim; dim += TILE)
                 transpose(pairs + dim, head_dim, values + (dim / TILE * STEPS + step) * TILE_WORDS, TILE);
         }
     }
 
-    // 32 rows over the piece at hand.
+    // 32 rows over the current piece.
     void attend(int64_t column) {
         const int64_t last = std::min(piece.rows, column + PAIR) - 1, start = groups.start;
-        // What one of them sees, and what all of them see.
+        // The tokens that any row sees, and those that all rows see.
         const int64_t begin = std::max(groups.from, piece.limit(column) - piece.window);
         const int64_t end = std::min(groups.to, piece.limit(last));
         if (begin >= end) return;
@@ -182,14 +182,14 @@ struct Rows {
             hide(tile, limit, first * INNER, std::min(all_from, end) - start);
             hide(tile, limit, std::max(all_to, begin) - start, (first + steps) * INNER);
             weigh(tile, first, steps);
-            if (broken.any()) spoil(tile, limit);
+            if (nonfinite.any()) set_nan(tile, limit);
         }
         multiply_values(first, steps);
         const ColumnResults columns = {all.output + column, all.best + column, all.total + column, PAIR, width};
         columns.fold(part, head_dim, piece.scale);
     }
 
-    // Over the dims of a part.
+    // Scores over the dims of a part.
     void multiply_keys(int64_t column, int64_t part, int64_t first, int64_t steps, float* to) {
         const int64_t inner = head_dim / INNER, part_inner = part_dims / INNER, offset = part * part_dims * 2;
         const uint32_t* query = queries + (column / TILE * inner + part * part_inner) * TILE_WORDS;
@@ -213,7 +213,7 @@ struct Rows {
                 store<16>(at, load<16>(at) * groups.key_scales[token]);
     }
 
-    // What another part of the dims adds.
+    // Adds the scores of another part of the dims.
     void add_scores(int64_t column, int64_t part, int64_t first, int64_t steps) {
         multiply_keys(column, part, first, steps, part_scores);
         for (int64_t token = first * INNER; token < (first + steps) * INNER; token++) {
@@ -238,19 +238,19 @@ struct Rows {
         }
     }
 
-    // Those who see a token of which V is not finite.
-    void spoil(int64_t tile, F<16> limit) {
+    // Rows that see a token with nonfinite V become NaN.
+    void set_nan(int64_t tile, F<16> limit) {
         const F<16> first = limit - float(piece.window);
         float* at = part.total + tile * TILE;
         for (int64_t token = 0; token < PIECE; token++) {
-            if (!broken.has(token)) continue;
+            if (!nonfinite.has(token)) continue;
             const F<16> total = load<16>(at), seen = limit > float(token) ? splat<16>(NAN) : total;
             store<16>(at, first > float(token) ? total : seen);
         }
     }
 
-    // Softmax of 16 rows over the piece: scores become weights. Sums go over every sixteenth
-    // token first and then over neighbours, as few_rows_amx.cpp sums a row.
+    // Softmax of 16 rows over the piece: scores become weights. Every sixteenth token is summed
+    // first and then neighbours, in the order of few_rows_amx.cpp.
     TOKEND_FLATTEN void weigh(int64_t tile, int64_t first, int64_t steps) {
         const int64_t end = (first + steps) * INNER;
         const float *column = scores + tile * TILE, *scales = groups.value_scales;

@@ -12,7 +12,7 @@
 
 namespace tokend {
 
-// Where attention is cut into pieces, the same in every kernel.
+// The cuts of attention into pieces, the same in all kernels.
 //
 // The KV tokens of a sequence are cut at fixed positions, whatever part of them is computed
 // together, so that a row adds up the same numbers in the same order alone, in a batch and in
@@ -23,10 +23,10 @@ namespace tokend {
 //   piece     |-----------------------------------|-- …     chunks one after the other
 //   span      |------------------------------------------ … ------------------|-- …
 //
-// Pieces are folded into their span from left to right, and spans into the row.
+// Pieces are merged into their span from left to right, and spans into the row.
 
 constexpr int64_t CHUNK = 64;
-// Short enough that threads share one sequence evenly.
+// Short enough to distribute one sequence evenly over threads.
 constexpr int64_t PIECE = 256;
 constexpr int64_t SPAN = 1024;
 
@@ -50,13 +50,13 @@ inline int64_t next_cut(int64_t token, int64_t unit, int64_t end) {
     return std::min(end, (token / unit + 1) * unit);
 }
 
-// Tokens that kernels take together, if only as rows of one tile.
+// Tokens that kernels process together, at least as rows of one tile.
 constexpr int64_t GROUP = 16;
 
 template <class C>
 constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
 
-// One piece of a tile, resolved from the plan. Knows the element types at run time only.
+// One piece of a tile, resolved from the plan; element types are known only at run time.
 struct Piece {
     const TokendAttentionStep* step;
     const TokendAttentionLayer* layer;
@@ -84,7 +84,7 @@ struct Piece {
         soft_cap = float(s->soft_cap);
     }
 
-    // The same piece of the tile of another KV head: those of the same queries are neighbours.
+    // The same piece of another KV head's tile: tiles of the same queries are adjacent.
     Piece of_head(int64_t number) const {
         Piece other = *this;
         other.tile += number;
@@ -97,7 +97,7 @@ struct Piece {
     // Whether every row sees all of [from, to).
     bool all_see(int64_t from, int64_t to) const { return to <= first_limit && from >= limit(rows - 1) - window; }
 
-    // The query of a row, turned, rounded as an activation is.
+    // The query of a row, rotated and rounded to the activations' dtype.
     void rotated_query(int64_t row, float* query) const {
         read_row(layer->dtype, layer->query, token(row) * layer->query_stride + head(row) * head_dim, head_dim, query);
         rotate_row(layer->rotation + token(row) * head_dim, head_dim, query);
@@ -122,7 +122,7 @@ struct Piece {
         });
     }
 
-    // Rows of K and V of one token, its page's scales left where they are.
+    // Rows of K and V of one token, without the scales of the page.
     template <class C>
     void locate(int64_t token, const C** key, const C** value) const {
         over_pages<C>(token, token + 1, [&](const C* key_page, const C* value_page, int64_t offset, int64_t) {
@@ -196,7 +196,7 @@ struct Piece {
     int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
 };
 
-// Raw scores so that, times `scale`, they are soft_cap * tanh(score * scale / soft_cap).
+// Replaces raw scores so that, times `scale`, they are soft_cap * tanh(score * scale / soft_cap).
 template <int N>
 TOKEND_INLINE F<N> capped(F<N> score, float scale, float soft_cap) {
     return tanh<N>(score * (scale / soft_cap)) * (soft_cap / scale);
@@ -217,11 +217,11 @@ class Scratch {
 };
 
 // The kernels for queries of bfloat16 over pages of bfloat16 or int8, in sources of their own,
-// which are compiled for the tile unit where a variant has it. Each says whether it does a
-// piece; if not, the kernels for any type do.
+// which are compiled for the tile unit if a variant has it. A kernel returns whether it supports
+// the piece; if not, the generic kernels run.
 
 // many_rows_amx.cpp: many query rows, a span of tokens, and how many rows a tile of a longer
-// prompt has: enough to reuse each K and V many times.
+// prompt has: enough to reuse K and V many times.
 int64_t tile_rows();
 bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch);
 

@@ -18,12 +18,12 @@ int64_t cost(const TokendTile& tile, int64_t piece) {
 
 // From this many pieces of few rows on, a task is all heads of a piece; with fewer, threads would idle.
 constexpr int64_t MANY_PIECES = 8;
-constexpr int64_t MOST_HEADS = 8;  // of a task: what is kept for one stays in the second cache
+constexpr int64_t MOST_HEADS = 8;  // of a task: its data fits into the L2 cache
 
 struct Cut {
     int64_t kv_begin, kv_end, piece_len, pieces;
 
-    // What the first of the queries sees: the others see no earlier token.
+    // The tokens visible to the first query: the others see no earlier token.
     Cut(const TokendAttentionStep* step, int64_t before, int64_t count, int64_t rows)
         : kv_begin(std::max<int64_t>(0, before + 1 - step->window)), kv_end(before + count),
           piece_len(rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN),
@@ -58,7 +58,7 @@ extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAtt
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
         const int64_t before = step->seq_lens[seq] - queries;
-        // Tiles of about the same size: a small rest would be computed as a decode is.
+        // Tiles of about equal size: a small remainder would use the kernel of decodes.
         const int64_t num_tiles = (queries + tile_queries - 1) / tile_queries;
         for (int64_t number = 0; number < num_tiles; number++) {
             const int64_t begin = queries * number / num_tiles;
@@ -96,8 +96,8 @@ extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAtt
     }
     end_round(plan);
     if (plan->tasks == nullptr) return;
-    // The long ones first, so that no thread starts one while the others run dry; of the same length
-    // all heads of the same tokens, which lie side by side in the pages.
+    // Long tasks first, so that no thread starts one at the end; among equal lengths, all heads of
+    // the same tokens, which are adjacent in the pages.
     const auto order = [plan](const TokendTask& task) {
         const TokendTile& tile = plan->tiles[task.tile];
         return std::tuple(-cost(tile, task.piece), tile.seq, tile.query_begin, task.piece, tile.kv_head);

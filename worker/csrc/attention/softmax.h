@@ -1,8 +1,8 @@
 // Merging the results of a row over neighbouring ranges of tokens, as in Flash-Decoding.
 //
-// A result is an unfinished softmax: the sum of weighted values, the
-// largest raw score, and the sum of weights, exp((score - largest) * scale). Nothing seen is
-// zeros and NO_SCORE; folding into nothing changes no bit.
+// A result is an unnormalised softmax: the sum of weighted values, the largest raw score, and the
+// sum of weights, exp((score - largest) * scale). The empty result is zeros and NO_SCORE; merging
+// into it changes no bit.
 #pragma once
 
 #include "attention/piece.h"
@@ -15,7 +15,7 @@ struct Fold {
     F<N> best, kept, added;
 
     TOKEND_INLINE Fold(F<N> first, F<N> second, float scale) : best(maximum<N>(first, second)) {
-        // Nothing seen in either must not compute infinity minus infinity.
+        // Two empty results must not compute infinity minus infinity.
         const F<N> shift = best == NO_SCORE ? F<N>{} : best;
         kept = exp_nonpositive<N>((first - shift) * scale);
         added = exp_nonpositive<N>((second - shift) * scale);
@@ -124,7 +124,7 @@ struct Weigher {
     F<16> factor, offset;
 
     TOKEND_INLINE Weigher(F<16> largest, float scale) : factor(splat<16>(scale)) {
-        // A row that sees nothing must not compute infinity minus infinity.
+        // A row without visible tokens must not compute infinity minus infinity.
         offset = (largest == NO_SCORE ? F<16>{} : -largest) * factor;
     }
 

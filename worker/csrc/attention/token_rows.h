@@ -1,7 +1,7 @@
-// One head of one token: read, turned, written, in any element type.
+// One head of one token: read, rotated and written, in any element type.
 //
-// Activations come in three types and the pages in four. What is done once a row goes
-// through floats here, so that only what is done once a page knows both at compile time.
+// Activations have three types and pages four. Work per row goes through floats here, so that only
+// work per page is compiled for all pairs of types.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ inline void write_row(int64_t dtype, const float* row, int64_t head_dim, void* b
     });
 }
 
-// What the row would be after a stay in the element type.
+// Rounds a row to the element type.
 inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
     with_type(dtype, [&]<class T>(T*) {
         T rounded[8];
@@ -49,7 +49,7 @@ inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
     });
 }
 
-// Dimension i turns together with i + head_dim / 2 (worker/layers/rotary.py).
+// Dimension i is rotated together with i + head_dim / 2 (worker/layers/rotary.py).
 //   rotation  | cosines | sines |
 template <int N>
 inline void turn_halves(const float* __restrict rotation, int64_t half, float* __restrict row) {
@@ -69,10 +69,10 @@ inline void rotate_row(const float* rotation, int64_t head_dim, float* row) {
     else turn_halves<4>(rotation, half, row);
 }
 
-// Below this the largest element counts as zero: its inverse would not be finite.
+// Below this the largest element counts as zero, because its inverse is not finite.
 constexpr float LEAST_LARGEST = 0x1p-100f;
 
-// Parts of a row of int8 that have a scale each: of 128 numbers, where it has whole ones.
+// Parts of an int8 row with their own scale: of 128 numbers, if the row is a multiple of 128.
 constexpr int64_t SCALED_DIMS = 128;
 constexpr int64_t MOST_SCALES = 4;
 
@@ -81,19 +81,19 @@ inline int64_t num_scales(int64_t head_dim) {
     return head_dim % SCALED_DIMS == 0 && parts <= MOST_SCALES ? parts : 1;
 }
 
-// Symmetric int8 with one scale for all; returns the scale, largest / 127, or NaN where
-// anything is not finite.
+// Symmetric int8 with one scale; returns the scale, largest / 127, or NaN if an element is not
+// finite.
 inline float quantise_row(const float* row, int64_t head_dim, int8_t* to) {
-    F<8> largest = {}, odd = {};
+    F<8> largest = {}, nonfinite = {};
     for (int64_t dim = 0; dim < head_dim; dim += 8) {
         const F<8> value = load<8>(row + dim);
         largest = maximum<8>(largest, maximum<8>(value, -value));
-        odd += value * 0.0f;
+        nonfinite += value * 0.0f;
     }
     const float most = max_lanes<8>(largest);
-    if (sum_lanes<8>(odd) != 0.0f || most < LEAST_LARGEST) {
+    if (sum_lanes<8>(nonfinite) != 0.0f || most < LEAST_LARGEST) {
         std::fill_n(to, head_dim, int8_t(0));
-        return sum_lanes<8>(odd) != 0.0f ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+        return sum_lanes<8>(nonfinite) != 0.0f ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
     const float inverse = 127.0f / most;
     for (int64_t dim = 0; dim < head_dim; dim += 8) {
@@ -104,28 +104,29 @@ inline float quantise_row(const float* row, int64_t head_dim, int8_t* to) {
     return most / 127.0f;
 }
 
-// The scales of the int8 rows of one KV head in one page, those of the rows' first parts first.
+// Scales of the int8 rows of one KV head in one page, ordered by part.
 template <class Page>
 TOKEND_INLINE auto page_scales(Page* page, int64_t block_size, int64_t head_dim) {
     using Scale = std::conditional_t<std::is_const_v<Page>, const float, float>;
     return reinterpret_cast<Scale*>(page + block_size * head_dim);
 }
 
-// Puts a row into a page of one KV head, `offset` tokens from its beginning.
+// Writes a row into a page of one KV head, `offset` tokens from its beginning.
 template <class C>
 TOKEND_INLINE void write_to_page(const float* row, int64_t head_dim, int64_t block_size, int64_t offset, C* page) {
     C* to = page + offset * head_dim;
     if constexpr (std::is_same_v<C, int8_t>) {
-        // A row with anything that is not finite is NaN as a whole: whoever reads it is found broken.
+        // A row with NaN or infinity becomes NaN as a whole, so that sequences that read it are
+        // detected.
         float* scales = page_scales(page, block_size, head_dim) + offset;
         const int64_t parts = num_scales(head_dim), dims = head_dim / parts;
-        bool broken = false;
+        bool nonfinite = false;
         for (int64_t part = 0; part < parts; part++) {
             const float scale = quantise_row(row + part * dims, dims, to + part * dims);
             scales[part * block_size] = scale;
-            broken |= scale != scale;
+            nonfinite |= scale != scale;
         }
-        for (int64_t part = 0; part < parts && broken; part++) {
+        for (int64_t part = 0; part < parts && nonfinite; part++) {
             scales[part * block_size] = std::numeric_limits<float>::quiet_NaN();
             std::fill_n(to + part * dims, dims, int8_t(0));
         }

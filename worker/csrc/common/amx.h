@@ -1,7 +1,7 @@
-// The tile unit (Intel AMX): leave to use it, and the shapes of its eight tiles.
+// The tile unit (Intel AMX): permission to use it, and the shapes of its eight tiles.
 //
-// A kernel loads its own shapes when it begins and releases the tiles when it ends, on each
-// thread: nothing is kept from one call to the next, for oneDNN uses the tiles as well.
+// A kernel loads its own shapes when it begins and releases the tiles when it ends, on every
+// thread. No state is kept between calls, because oneDNN uses the tiles as well.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@
 
 namespace tokend {
 
-// Whether this process may use tiles. The system is asked once: tile registers take 8 KiB of
-// every thread that is switched out, so Linux gives them only to who asks (arch_prctl,
-// ARCH_REQ_XCOMP_PERM, feature 18), and a sandbox may refuse.
+// Whether this process may use tiles. Permission is requested once (arch_prctl,
+// ARCH_REQ_XCOMP_PERM, feature 18), because tile registers add 8 KiB to the saved state of a
+// thread; a sandbox may refuse.
 inline bool tiles_allowed() {
     static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     return allowed;
 }
 
-// What ldtilecfg reads: palette 1 has eight tiles of up to 16 rows of 64 bytes.
+// The operand of ldtilecfg: palette 1 has eight tiles of up to 16 rows of 64 bytes.
 struct alignas(64) TileShapes {
     uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -36,7 +36,7 @@ struct alignas(64) TileShapes {
         row_bytes[tile] = uint16_t(bytes);
     }
     void load() const {
-        // GCC takes the instruction for one that reads eight bytes: the others must be in memory.
+        // GCC assumes that the instruction reads eight bytes: the others must be in memory already.
         asm volatile("" : : "r"(this) : "memory");
         _tile_loadconfig(this);
     }

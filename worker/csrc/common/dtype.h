@@ -1,4 +1,4 @@
-// Element types, as the C interfaces number them: DTYPE_CODES of worker/kernels.py.
+// Element types by their numbers in the C interfaces: DTYPE_CODES of worker/kernels.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Vector loads and stores for rows whose length is no multiple of the vector's.
+// Vector loads and stores for rows whose length is not a multiple of the vector's.
 #pragma once
 
 #include <algorithm>

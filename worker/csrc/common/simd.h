@@ -1,7 +1,7 @@
 // Vectors of N floats over GCC's vector extensions, and the element types of a KV cache.
 //
-// Nothing here names an instruction set except where a conversion has its own
-// instruction: the compiler flags of a variant decide what these become.
+// Instruction sets are named only where a conversion has its own instruction; the compiler flags of
+// a variant choose the instructions of the rest.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 #endif
 
 #define TOKEND_INLINE inline __attribute__((always_inline))
-// All that the function calls becomes part of it, the bodies of each() included.
+// Inlines all calls of the function, including the bodies of each().
 #define TOKEND_FLATTEN __attribute__((flatten))
 
 namespace tokend {
@@ -104,7 +104,7 @@ TOKEND_INLINE F<N> load(const float16* from) {
 #endif
     using U = typename Vec<N>::U;
     const U half = load_words<N>(from);
-    // Exponent rebias by a product, which also makes subnormals right.
+    // Rebias the exponent by a product, which also converts subnormals.
     const F<N> scaled = bit_cast<F<N>>(U((half & 0x7fffu) << 13)) * splat<N>(0x1p112f);
     const U special = U((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return bit_cast<F<N>>(U(bit_cast<U>(scaled) | special | ((half & 0x8000u) << 16)));
@@ -134,7 +134,7 @@ TOKEND_INLINE void store(float* to, F<N> value) {
 template <int N>
 TOKEND_INLINE void store(bfloat16* to, F<N> value) {
 #if defined(__AVX512BF16__)
-    // Numbers below the least normal one become zero here.
+    // Subnormal numbers become zero here.
     if constexpr (N == 16) {
         const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
         __builtin_memcpy(to, &half, sizeof(half));
@@ -189,8 +189,8 @@ TOKEND_INLINE void store(float16* to, F<N> value) {
     for (int lane = 0; lane < N; lane++) to[lane].bits = to_float16(value[lane]);
 }
 
-// The nearest integers, ties to even. Not by adding a large number: the compiler may
-// fuse that with a product before it, which rounds once where others round twice.
+// The nearest integers, ties to even. Not by adding a large number: the compiler may fuse the
+// addition with a product before it, which rounds once instead of twice.
 template <int N>
 TOKEND_INLINE typename Vec<N>::I nearest(F<N> value) {
     using I = typename Vec<N>::I;
@@ -210,7 +210,7 @@ TOKEND_INLINE typename Vec<N>::I nearest(F<N> value) {
 
 // ---- sums ---------------------------------------------------------------------
 
-// a * b + c where the order matters: which product of two a compiler fuses is its own choice.
+// a * b + c with a fixed order: of two products, a compiler fuses either one.
 template <int N>
 TOKEND_INLINE F<N> multiply_add(F<N> a, F<N> b, F<N> c) {
 #if defined(__AVX512F__)

@@ -1,4 +1,4 @@
-// Sharing work among OpenMP threads, inside a parallel region or outside of one.
+// Work sharing among OpenMP threads, inside or outside of a parallel region.
 #pragma once
 
 #include <omp.h>

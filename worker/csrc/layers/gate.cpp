@@ -9,7 +9,7 @@ namespace tokend {
 namespace {
 
 constexpr int N = ROW_LANES;
-// Below this, some microseconds of one thread, waking others costs more than it saves.
+// Below this, some microseconds of one thread, waking other threads costs more than it saves.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 13;
 // Elements that a thread takes at a time.
 constexpr int64_t SPAN = 512;

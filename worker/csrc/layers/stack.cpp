@@ -1,8 +1,8 @@
 // The layers of a decoder, one after the other, by one team of threads.
 //
-// Products, attention, norms and gates are in the other files; this one has their order, where each
-// writes its result, and which thread has which rows. Threads wait for one another between two
-// operations, unless each thread continues with the same rows:
+// Products, attention, norms and gates are in the other files; this one defines their order, the
+// memory of their results, and the rows of every thread. Threads wait for one another between two
+// operations, unless every thread continues with the same rows:
 //
 //   norm | round | product | attention | round | product | norm | round | product | gate | round | product
 //        ^ same rows: no wait           ^ the same                ^                     ^
@@ -55,8 +55,8 @@ struct Space {
   private:
     Rows rows(int64_t num_rows, int64_t row_bytes) { return {take(num_rows * row_bytes), row_bytes}; }
 
-    // Rows that a product may read where they are: an odd number of cache lines apart, so that the
-    // same place in several rows falls into different sets of a cache.
+    // Rows that a product may read in place: an odd number of cache lines apart, so that the same
+    // column of several rows falls into different cache sets.
     Rows input_rows(int64_t num_rows, int64_t row_bytes) { return rows(num_rows, ((row_bytes + 63) / 64 | 1) * 64); }
 
     char* take(int64_t count) {
@@ -100,7 +100,7 @@ class Layers {
     Layers(const TokendStack& stack, TokendStackRun& run, const Space& space)
         : stack_(stack), run_(run), space_(space), clock_(run.is_timed) {}
 
-    // What queries and keys of each row are turned by, where attention reads it.
+    // The rotations of queries and keys, in the layout that attention reads.
     void gather_rotations() {
         for (int64_t index = 0; index < stack_.num_rope_tables; index++)
             each_row([&](int64_t row) {
@@ -124,7 +124,7 @@ class Layers {
     }
 
   private:
-    // The same rows go to the same thread each time, which need not wait for others in between.
+    // The same rows always go to the same thread, which need not wait for others in between.
     template <class Body>
     void each_row(Body body) {
 #pragma omp for schedule(static) nowait
@@ -151,7 +151,7 @@ class Layers {
 #pragma omp barrier
     }
 
-    // Rounds rows that each thread has itself, then multiplies.
+    // Rounds the thread's own rows, then multiplies.
     void multiply(const TokendStackLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
         const int64_t format = linear.parts->format;

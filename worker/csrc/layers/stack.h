@@ -22,7 +22,7 @@ enum TokendWeightFormat : int64_t {
     TOKEND_BF16 = 2,     // TokendBf16Shape of bf16.h
 };
 
-// One weight of a product, which gives a range of its outputs.
+// One weight of a product, which computes a range of its outputs.
 struct TokendLinearPart {
     int64_t format;
     const void* weight;
@@ -31,7 +31,7 @@ struct TokendLinearPart {
     const void* bias;    // [out_features], or null
 };
 
-// A linear layer: weights one below the other, all of one format.
+// A linear layer: weights stacked along the outputs, all of one format.
 struct TokendStackLinear {
     int64_t in_features;
     int64_t out_features;

@@ -1,5 +1,5 @@
-// Products of rows with pairs of panels, whatever the weight's numbers are: cuts the work into
-// pairs and rows for the threads, and turns sums into numbers while the next sums are made.
+// Products of rows with pairs of panels for all weight formats: divides the work into pairs and
+// rows for the threads, and converts sums to numbers while the next sums are computed.
 //
 // A Form of weights has
 //   Sum                              of a row and an output: 4 bytes
@@ -24,9 +24,9 @@ namespace tokend {
 
 // Rows whose sums a thread has at a time.
 constexpr int64_t STRIP = 32;
-// Bytes of a weight that are multiplied with all rows in turn.
+// Bytes of a weight that are multiplied with all rows before the next bytes.
 constexpr int64_t GROUP_PANEL_BYTES = 1 << 19;
-// Below this many products of two numbers one thread is done before others wake.
+// Below this many multiplications one thread is done before others wake up.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 17;
 // Rows that vectors finish while tiles multiply 64 bytes of each row.
 constexpr int ROWS_BETWEEN = 4;
@@ -39,7 +39,7 @@ inline float number_at(int64_t dtype, const void* from, int64_t index) {
                       : bit_cast<float>(uint32_t(static_cast<const bfloat16*>(from)[index].bits) << 16);
 }
 
-// The biases of a pair, 0 where there are none.
+// The biases of a pair; 0 without a bias.
 struct PairBias {
     alignas(64) float numbers[PAIR_OUTPUTS] = {};
 
@@ -71,7 +71,7 @@ TOKEND_INLINE void finish_line(const Columns& columns, const Sum* sums, int64_t 
     store_line(to, values);
 }
 
-// Rows whose sums are there and whose numbers are still to be written.
+// Rows whose sums are computed and whose outputs are still to be written.
 template <class Form, bool ADDS, class T>
 struct Pending {
     const typename Form::Sum* sums;
@@ -115,8 +115,8 @@ struct Slice {
 //
 //   group of pairs   ->  strip of rows  ->  pair          group: in the second cache
 //                                                         strip: in the first
-// so that what is written of a row lies together. The numbers of a strip are written while
-// the next sums are made.
+// so that writes of a row are contiguous. The outputs of a strip are written while the next sums
+// are computed.
 template <bool ADDS, class T, class Form>
 TOKEND_FLATTEN void multiply_slice(const Form& form, const TokendProduct& product, const Slice& slice) {
     const int64_t group = std::max<int64_t>(1, GROUP_PANEL_BYTES / form.pair_bytes());
@@ -145,8 +145,8 @@ TOKEND_FLATTEN void multiply_slice(const Form& form, const TokendProduct& produc
     before.all();
 }
 
-// All threads of a parallel region come here, or one that is alone. Outputs are cut; rows as
-// well where there are more threads than that feeds.
+// Called by all threads of a parallel region, or by a single thread. Outputs are divided among
+// threads; rows as well if there are more threads than output parts.
 template <bool ADDS, class T, class Form>
 void multiply_share(const Form& form, const TokendProduct& product) {
     const int64_t pairs = form.num_pairs(), threads = omp_get_num_threads();
@@ -177,7 +177,7 @@ inline bool worth_threads(int64_t num_rows, int64_t in_features, int64_t out_fea
     return num_rows * in_features * out_features > PARALLEL_PRODUCTS;
 }
 
-// Memory of this thread for rows as a product reads them, kept for the next; aligned to 64.
+// Memory of this thread for converted rows, kept for the next product; aligned to 64.
 inline void* own_codes(int64_t bytes) {
     struct alignas(64) Line {
         uint8_t bytes[64];

@@ -6,7 +6,7 @@
 namespace tokend {
 
 constexpr int64_t PANEL_OUTPUTS = 16;
-constexpr int64_t PAIR_OUTPUTS = 2 * PANEL_OUTPUTS;  // what a product computes at a time
+constexpr int64_t PAIR_OUTPUTS = 2 * PANEL_OUTPUTS;  // outputs that a product computes at a time
 
 inline int64_t whole(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 

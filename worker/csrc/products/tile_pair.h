@@ -1,4 +1,4 @@
-// Products of up to 32 rows with the 32 outputs of a pair of panels, by tiles, of whatever numbers.
+// Products of up to 32 rows with the 32 outputs of a pair of panels, by tiles, for any number type.
 //
 //            B  [ panel 0 | panel 1 ]        a tile of each: 16 lines of 64 bytes
 //   A        C
@@ -19,7 +19,7 @@ constexpr int64_t TILE_ROWS_MOST = 16;
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t TILE_LINE = 64;
 
-// The shapes for a number of rows, on this thread.
+// Configures the tile shapes for a number of rows on this thread.
 inline void shape_tiles(int64_t num_rows) {
     const int upper = int(num_rows < TILE_ROWS_MOST ? num_rows : TILE_ROWS_MOST);
     const int lower = int(num_rows) - upper;
@@ -48,9 +48,9 @@ struct TilesOfPair {
     int64_t step_bytes;  // from one tile of a panel to the next
 };
 
-// sums: [num_rows][PAIR_OUTPUTS], of Dot's kind. Dot: the products of tiles, and how many bytes
-// before their turn lines are asked for where FETCH says that the weight comes from memory.
-// `between` is called after each step: what vectors can do while tiles are multiplied.
+// sums: [num_rows][PAIR_OUTPUTS], of Dot's type. Dot: the products of tiles, and the prefetch
+// distance in bytes, used with FETCH, which means that the weight comes from memory. `between` is
+// called after every step, for vector work while tiles are multiplied.
 template <class Dot, bool LOWER, bool FETCH, class Sum, class Between>
 inline void multiply_tiles(const TilesOfPair& weight, int64_t num_steps, const void* rows, int64_t row_bytes,
                            Sum* sums, Between between) {

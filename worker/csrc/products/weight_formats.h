@@ -9,7 +9,7 @@ namespace tokend {
 // Returns the bytes of the codes of num_rows rows, in the format that needs most.
 int64_t most_code_bytes(int64_t num_rows, int64_t in_features);
 
-// Returns whether the format needs codes of such rows; if not, it reads the rows themselves.
+// Returns whether the format needs codes of such rows; if not, it reads the rows in place.
 bool has_codes(int64_t format, int64_t dtype, int64_t in_features);
 
 // Writes the codes of row `row` of a product's input (at x, one of num_rows) to `codes`.

@@ -12,25 +12,25 @@ namespace tokend {
 constexpr int64_t BLOCK = 1024;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// Largest of up to BLOCK elements; *sum becomes NaN when one of them is.
+// Largest of up to BLOCK elements; *sum becomes NaN if one of them is NaN.
 template <class T>
 TOKEND_INLINE float best_of_block(const T* x, int64_t size, float* sum) {
     constexpr int N = ROW_LANES;
-    F<N> best[4], odd[4] = {};
+    F<N> best[4], nonfinite[4] = {};
     each<4>([&](auto j) { best[j] = splat<N>(NEVER); });
     const auto take = [&](int j, F<N> part) {
         best[j] = maximum<N>(part, best[j]);
-        odd[j] += part == part ? F<N>{} : part;
+        nonfinite[j] += part == part ? F<N>{} : part;
     };
     int64_t at = 0;
     for (; at + 4 * N <= size; at += 4 * N) each<4>([&](auto j) { take(j, load<N>(x + at + j * N)); });
     for (; at + N <= size; at += N) take(0, load<N>(x + at));
     if (at < size) take(1, load_some<N>(x + at, size - at, NEVER));
-    *sum += sum_lanes<N>((odd[0] + odd[1]) + (odd[2] + odd[3]));
+    *sum += sum_lanes<N>((nonfinite[0] + nonfinite[1]) + (nonfinite[2] + nonfinite[3]));
     return max_lanes<N>(maximum<N>(maximum<N>(best[0], best[1]), maximum<N>(best[2], best[3])));
 }
 
-// The first of up to BLOCK elements that is the largest; some place where that is NaN.
+// The first index of the largest of up to BLOCK elements; arbitrary if that is NaN.
 template <class T>
 TOKEND_INLINE int64_t place_in_block(const T* x, int64_t size, float largest) {
     int64_t at = 0;
@@ -40,12 +40,12 @@ TOKEND_INLINE int64_t place_in_block(const T* x, int64_t size, float largest) {
 
 // The largest logit of a row after edits in a few places, found without reading the row again.
 //
-//   scores   . . . b . . . e . . e . . . .     b: the best as they are, e: changed
+//   scores   . . . b . . . e . . e . . . .     b: the best before edits, e: edited
 //
-// While b keeps its score or gains, the best of all is b or the best e: no other token is above
-// what b was, and none that is equal to it comes before it. Where b falls, the blocks of the row
-// are looked at from that with the largest element downwards, without what is changed, until
-// none can have a better one. The row itself stays as it is.
+// If b's score does not fall, the best token is b or the best e, because no other token was above
+// b, or equal with a lower id. If b falls, blocks are searched in descending order of their largest
+// element, without edited tokens, until no block can have a better one. The row itself is
+// unchanged.
 
 struct Candidate {
     float score = NEVER;
@@ -55,12 +55,12 @@ struct Candidate {
         return score > other || (score == other && place <= other_place);
     }
 
-    void meet(float other, int64_t other_place) {
+    void consider(float other, int64_t other_place) {
         if (!beats(other, other_place)) *this = {other, other_place};
     }
 };
 
-// Calls body with every place that changes name.
+// Calls body with every index that the edits name.
 template <class Body>
 inline void each_named(const TokendEdits& edits, Body body) {
     for (int64_t i = 0; i < edits.num_allowed; i++) body(edits.allowed[i]);
@@ -69,7 +69,7 @@ inline void each_named(const TokendEdits& edits, Body body) {
     for (int64_t i = 0; i < edits.num_counts; i++) body(edits.count_ids[i]);
 }
 
-// The scores of the places that changes name, once they are made; others hold anything.
+// Edited scores at the indices that the edits name; other entries are undefined.
 template <class T>
 inline const float* changed_scores(const T* x, int64_t size, const TokendEdits& edits) {
     static thread_local std::vector<float> scratch;
@@ -79,14 +79,14 @@ inline const float* changed_scores(const T* x, int64_t size, const TokendEdits& 
     return scratch.data();
 }
 
-// Calls body(place, score) with every place that changes name and its score once they are made.
+// Calls body(index, score) with every index that the edits name and its edited score.
 template <class T, class Body>
 inline void each_changed(const T* x, int64_t size, const TokendEdits& edits, Body body) {
     if ((edits.num_forbidden > 0) + (edits.num_biases > 0) + (edits.num_counts > 0) > 1) {
         const float* changed = changed_scores(x, size, edits);
         return each_named(edits, [&](int64_t place) { body(place, changed[place]); });
     }
-    // No place is named by changes of two kinds: nothing is to be remembered of one.
+    // No index is named by edits of two kinds, so no state per index is needed.
     for (int64_t i = 0; i < edits.num_forbidden; i++) body(edits.forbidden[i], NEVER);
     for (int64_t i = 0; i < edits.num_biases; i++)
         body(edits.bias_ids[i], load<1>(x + edits.bias_ids[i])[0] + edits.bias_values[i]);
@@ -94,7 +94,7 @@ inline void each_changed(const T* x, int64_t size, const TokendEdits& edits, Bod
         body(edits.count_ids[i], penalised(load<1>(x + edits.count_ids[i])[0], edits.counts[i], edits));
 }
 
-// Meets what no change names in the block that begins at `from`.
+// Considers the unedited elements of the block that begins at `from`.
 template <class T>
 TOKEND_FLATTEN void meet_block(const T* x, int64_t size, int64_t from, const TokendEdits& edits, Candidate& found) {
     float block[BLOCK];
@@ -105,28 +105,28 @@ TOKEND_FLATTEN void meet_block(const T* x, int64_t size, int64_t from, const Tok
     });
     float sum = 0.0f;
     const float largest = best_of_block(block, count, &sum);
-    found.meet(largest, from + place_in_block(block, count, largest));
+    found.consider(largest, from + place_in_block(block, count, largest));
 }
 
-// The place of the largest element of a row of `size` numbers x once changes are made.
-//   best: the place of the largest as they are
-//   maxima: the largest of each block, spent
+// The index of the largest element of a row of `size` numbers x after edits.
+//   best: the index of the largest before edits
+//   maxima: the largest element of every block; overwritten
 template <class T>
 TOKEND_FLATTEN int64_t best_place_of_edited(const T* x, int64_t size, int64_t best, std::vector<float>& maxima,
                                             const TokendEdits& edits) {
     Candidate found;
     if (edits.num_allowed >= 0) {
         const float* changed = changed_scores(x, size, edits);
-        for (int64_t i = 0; i < edits.num_allowed; i++) found.meet(changed[edits.allowed[i]], edits.allowed[i]);
+        for (int64_t i = 0; i < edits.num_allowed; i++) found.consider(changed[edits.allowed[i]], edits.allowed[i]);
         return found.place;
     }
     const float before = load<1>(x + best)[0];
     float after = before;
     each_changed(x, size, edits, [&](int64_t place, float score) {
-        found.meet(score, place);
+        found.consider(score, place);
         if (place == best) after = score;
     });
-    found.meet(after, best);
+    found.consider(after, best);
     if (after >= before) return found.place;
     for (size_t tried = 0; tried < maxima.size(); tried++) {
         const int64_t block = std::max_element(maxima.begin(), maxima.end()) - maxima.begin();

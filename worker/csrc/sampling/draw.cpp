@@ -1,6 +1,6 @@
 // The keyed draw: argmax of logit / T - ln(-ln u), u from Philox words.
 //
-// Every token gets its word, but almost none its logarithms: with v = 1 - u,
+// Every token has a word, but logarithms are computed for few: with v = 1 - u,
 //
 //   -ln(-ln u) <= -ln v,   because -ln u >= 1 - u,
 //   log2 v >= (bits of v as an integer) * 2^-23 - 127,
@@ -88,7 +88,7 @@ struct Best {
     int64_t token = 0;
 };
 
-// Takes tokens [from, from + PASS) into `best`.
+// Updates `best` with tokens [from, from + PASS).
 TOKEND_INLINE void draw_pass(const float* logits, int64_t from, RowParams params, Best& best) {
     const float temperature = params.temperature;
     F<N> scaled[4];
@@ -103,7 +103,7 @@ TOKEND_INLINE void draw_pass(const float* logits, int64_t from, RowParams params
     philox_4x32_10<N>(words, uint32_t(params.seed), uint32_t(params.seed >> 32));
     interleave(words);
     each<4>([&](auto j) {
-        // Room for the rounding of the scaled logit.
+        // Margin for the rounding of the scaled logit.
         const F<N> magnitude = maximum<N>(scaled[j], -scaled[j]);
         const F<N> bound = scaled[j] + bound_noise(words[j]) + magnitude * 1e-6f;
         uint32_t mask = greater_lanes(bound, splat<N>(float(best.score)));

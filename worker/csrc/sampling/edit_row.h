@@ -8,7 +8,7 @@
 
 namespace tokend {
 
-// a * b as a float32 of its own: a compiler may not take it into a sum unrounded.
+// a * b rounded to float32: prevents the compiler from fusing it into a sum.
 inline float rounded_product(float a, float b) {
     volatile float product = a * b;
     return product;
@@ -19,7 +19,7 @@ inline float penalised(float score, float count, const TokendEdits& edits) {
     return repeated - rounded_product(edits.frequency, count) - (count > 0.0f ? edits.presence : 0.0f);
 }
 
-// scores: of all tokens, or at least of those that the lists of changes name.
+// scores: of all tokens, or at least of those that the edits name.
 inline void change_scores(float* scores, const TokendEdits& edits) {
     for (int64_t i = 0; i < edits.num_forbidden; i++)
         scores[edits.forbidden[i]] = -std::numeric_limits<float>::infinity();

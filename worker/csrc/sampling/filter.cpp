@@ -1,9 +1,9 @@
 // Top-k, top-p and min-p on rows of logits, without sorting a vocabulary.
 //
 // Tokens are ranked by score, ties by lower id, and every filter keeps a prefix of
-// that order, so a filter's answer is one cut: the last token it keeps. Top-k and
-// top-p find theirs in a histogram over the distance to the best score and sort only
-// the bin in which the count, or the probability, is reached.
+// that order, so the result of a filter is one cut: the last token that it keeps. Top-k and top-p
+// find it in a histogram over the distance to the best score and sort only the bin in which the
+// count, or the probability, is reached.
 #include "common/simd.h"
 #include "sampling/sampling.h"
 
@@ -36,7 +36,7 @@ struct Scratch {
     std::vector<int32_t> bins;
 };
 
-// One row: scores = logits / temperature, and the tokens still in.
+// One row: scores = logits / temperature, and the remaining tokens.
 class Row {
   public:
     Row(const float* logits, int64_t vocab_size, float temperature, Scratch& scratch)
@@ -61,7 +61,7 @@ class Row {
 
     void min_p(float p) {
         const double least = double(best_) + std::log(double(p));
-        // The smallest float that is not below it; all ties at it stay.
+        // The smallest float that is not below the limit; ties at the limit are kept.
         float score = float(least);
         if (double(score) < least) score = std::nextafter(score, std::numeric_limits<float>::infinity());
         cut_ = {score, std::numeric_limits<int64_t>::max()};
@@ -103,7 +103,7 @@ class Row {
     }
 
   private:
-    // Tokens of one bin that are still in, in order.
+    // Remaining tokens of one bin, in order.
     std::vector<std::pair<float, int64_t>> sorted_members(int index) const {
         std::vector<std::pair<float, int64_t>> members;
         for (int64_t id = 0; id < size_; id++)
@@ -114,7 +114,7 @@ class Row {
         return members;
     }
 
-    // Probability of tokens [from, from + N), not normalised, into their bins.
+    // Adds unnormalised probabilities of tokens [from, from + N) to their bins.
     void add_weights(int64_t from, std::vector<double>& sums) const {
         float weights[N];
         store<N>(weights, exp_nonpositive<N>(load<N>(&scores_[from]) - best_));

@@ -1,4 +1,4 @@
-// The C interface of sampling: changes of logits, filters, the keyed draw, the best token of a row.
+// The C interface of sampling: logits edits, filters, the keyed draw, the best token of a row.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ __attribute__((visibility("default"))) void tokend_edit(
     float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows, const int64_t* rows,
     const TokendEdits* const* edits);
 
-// Sets logits to -infinity that min-p, then top-k, then top-p drop.
+// Sets logits that min-p, then top-k, then top-p drop to -infinity.
 //   rows: which rows of logits, of row_stride floats, are filtered
 //   params: one entry for each of them
 __attribute__((visibility("default"))) void tokend_filter(

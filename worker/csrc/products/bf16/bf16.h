@@ -9,8 +9,8 @@
 //   panel    [ line 0 | … | line 15 ]          2 inputs each
 //   line     64 bytes = 16 outputs x 2 inputs  one row of a tile, one vector of pairs
 //
-// Padding is zero. A row comes out the same, bit by bit, whatever rows are beside it and
-// however many threads there are; variants differ in the order of their sums. In a variant that
+// Padding is zero. The result of a row is the same, bit by bit, for any batch and any number of
+// threads; variants differ in the order of their sums. In a variant that
 // multiplies bfloat16, numbers below the least normal one of float32 count as zero.
 //
 // Use:    memory = tokend_bf16_code_bytes(num_rows, in_features), aligned to 64
@@ -50,8 +50,8 @@ __attribute__((visibility("default"))) int64_t tokend_bf16_code_bytes(int64_t nu
 __attribute__((visibility("default"))) void tokend_bf16_product(
     const TokendBf16Shape* weight, const TokendProduct* product);
 
-// The same of rows that code_bf16_row has put into codes, or, where bf16_rows_in_place says that none
-// are needed, of the input of `product`. May be called by each thread of a team (team.h).
+// The same with codes written by code_bf16_row, or with the input of `product` itself if
+// bf16_rows_in_place. May be called by every thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_bf16_coded_product(
     const TokendBf16Shape* weight, const TokendProduct* product, const void* codes);
 }

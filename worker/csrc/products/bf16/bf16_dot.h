@@ -1,7 +1,7 @@
 // Products of some rows with the 32 outputs of a pair of panels of bfloat16, by vectors.
 //
-// Where the variant has no instruction for pairs of bfloat16 rows are float32 already, and a line
-// of the weight becomes two vectors of floats: the lower and the upper halves of its words.
+// Without an instruction for pairs of bfloat16, rows are float32 already, and a line of the weight
+// becomes two vectors of floats: the lower and the upper halves of its words.
 #pragma once
 
 #include "common/row_vectors.h"
@@ -51,7 +51,7 @@ struct Bf16Line {
 
 #endif
 
-// Lines of a weight are asked for so many bytes before their turn.
+// The prefetch distance of a weight's lines in bytes.
 constexpr int64_t BF16_FETCH_AHEAD = 4096;
 
 // The outputs from `first` on, VECTORS vectors of them: sums [ROWS][PAIR_OUTPUTS]. A function of its
@@ -83,7 +83,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair,
     });
 }
 
-// All 32 outputs of ROWS rows; one row alone has more chains of sums beside each other.
+// All 32 outputs of ROWS rows; a single row uses more parallel chains of sums.
 template <int ROWS, bool FETCH>
 inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, float* sums) {
     constexpr int ALL = int(PAIR_OUTPUTS) / ROW_LANES, VECTORS = ROWS > 1 ? 2 : ALL > 4 ? 4 : ALL;

@@ -7,12 +7,12 @@
 namespace tokend {
 namespace {
 
-// Rows one after the other, whose inputs are filled up with zeros.
+// Contiguous rows whose inputs are padded with zeros.
 struct CodesOfRows {
     int64_t inputs, stride;
 
-    // A row has an odd number of cache lines, so that the same place in several rows falls into
-    // different sets of a cache.
+    // A row has an odd number of cache lines, so that the same column of several rows falls into
+    // different cache sets.
     explicit CodesOfRows(int64_t in_features)
         : inputs(whole(in_features, STEP_INPUTS)),
           stride((whole(inputs * int64_t(sizeof(Bf16Code)), 64) / 64 | 1) * 64 / int64_t(sizeof(Bf16Code))) {}
@@ -96,7 +96,7 @@ class Bf16Form {
     const int64_t stride_;  // numbers from row to row
 };
 
-// Some numbers as rows have them: rounded to bfloat16 in any case.
+// Numbers rounded to bfloat16, as in rows.
 template <class T>
 TOKEND_FLATTEN void code_numbers(const T* from, int64_t count, Bf16Code* to) {
     if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Bf16Code, bfloat16>) {

@@ -2,8 +2,8 @@
 // memory layout.
 //
 // A weight [out, in] is cut into panels of 32 outputs; the last one is filled up with
-// zeros. A panel holds, block of 32 inputs after block, all that a product reads, in the
-// order in which it reads it:
+// zeros. A panel holds all data that a product reads, by blocks of 32 inputs, in the order of the
+// reads:
 //
 //   panel   [ block 0 | block 1 | … ]              types with a scale a block
 //           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K)
@@ -78,7 +78,7 @@ __attribute__((visibility("default"))) void tokend_packed_product(
     const TokendPackedShape* weight, const TokendProduct* product);
 
 // The same with rows that are quantised already: the input of `product` is not read. May be called
-// by each thread of a team (team.h).
+// by every thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_quantised_product(
     const TokendPackedShape* weight, const TokendProduct* product, const TokendQuantised* rows);
 }

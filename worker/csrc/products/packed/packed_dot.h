@@ -21,8 +21,8 @@ TOKEND_INLINE DotI splat_int(int32_t value) { return value - DotI{}; }
 
 TOKEND_INLINE DotF to_floats(DotI value) { return __builtin_convertvector(value, DotF); }
 
-// a * b + c, rounded once wherever the variant has the instruction: the same in every
-// function, whatever the compiler would contract.
+// a * b + c, rounded once if the variant has the instruction: the same in all functions,
+// independent of the compiler's contractions.
 TOKEND_INLINE DotF fused(DotF a, DotF b, DotF c) {
 #if defined(__AVX512F__)
     return (DotF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -81,10 +81,10 @@ TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__SSSE3__)
 
-// One instruction does it all (or the compiler, where there is none).
+// A single instruction, or the compiler's substitute.
 constexpr bool WORDS_FIRST = false;
 
-// sum + products of unsigned codes and signed x, by fours.
+// sum + products of unsigned codes and signed x, four at a time.
 TOKEND_INLINE DotI dot(DotI sum, DotU codes, DotI x) {
 #if defined(__AVX512VNNI__)
     return (DotI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);

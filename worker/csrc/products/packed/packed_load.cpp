@@ -1,5 +1,5 @@
-// Packs GGUF blocks and dense rows, and gives rows back as numbers. One thread: the
-// caller has several.
+// Packs GGUF blocks and dense rows, and unpacks rows to numbers. Single-threaded: the caller uses
+// several threads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -197,7 +197,7 @@ void pack_dense(const TokendPackedShape& weight, int64_t stride, const T* dense)
 
 // ---- rows as numbers ----------------------------------------------------------------
 
-// 32 numbers, bit by bit what the file's own arithmetic gives in float32.
+// 32 numbers, equal bit by bit to the format's definition in float32.
 template <class Format>
 void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) {
     const uint8_t* from = panel + Format::place(block);

@@ -1,5 +1,5 @@
-// Products with packed weights: cuts the work into panels and rows for the threads, and
-// rounds, adds and writes what the tiles leave.
+// Products with packed weights: divides the work into panels and rows for the threads, and rounds,
+// adds and writes the results of the tiles.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace tokend {
 namespace {
 
-// Rows that are multiplied with what is unpacked of a panel: their blocks stay in the second cache.
+// Rows that are multiplied with the unpacked part of a panel: their blocks stay in the L2 cache.
 constexpr int64_t CHUNK = 96;
 
 // Up to this many rows, unpacking a panel within the product costs less than leaving it unpacked in
@@ -21,7 +21,7 @@ constexpr int64_t FEW = Format::BITS == 8                  ? CHUNK
                         : WORDS_FIRST && Format::BITS != 4 ? 3
                                                            : 2 * TILE_ROWS;
 
-// Blocks of a panel that are unpacked together: they stay in the first cache.
+// Blocks of a panel that are unpacked together: they stay in the L1 cache.
 constexpr int64_t DEEP = 18;
 
 // Memory of a thread, kept for the next product.
@@ -50,7 +50,7 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
     tiles(packed, num_blocks, x + many * num_blocks, num_blocks, num_rows - many, result + many * PANEL);
 }
 
-// The same of a type that is known only now.
+// The same for a type that is known at run time.
 using MultiplyPanel = void (*)(const uint8_t*, int64_t, const TokendQuantised*, int64_t, Scratch&, float*);
 
 template <class T>
@@ -74,7 +74,7 @@ TOKEND_FLATTEN void write_full(const float* from, const float* bias, bool adds, 
     }
 }
 
-// Writes rows of results to outputs [first, first + PANEL), as far as there are any.
+// Writes rows of results to outputs [first, first + PANEL) within the weight.
 template <class T>
 void write(const TokendProduct& product, int64_t out_features, int64_t first, int64_t begin, int64_t count,
            const float* results) {
@@ -96,7 +96,7 @@ void write(const TokendProduct& product, int64_t out_features, int64_t first, in
     }
 }
 
-// Below this many products of bytes one thread is done before others wake.
+// Below this many products of bytes one thread is done before others wake up.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 17;
 // Above this many numbers the threads share the rounding of the rows.
 constexpr int64_t PARALLEL_NUMBERS = 1 << 13;

@@ -12,7 +12,7 @@ namespace {
 constexpr int L = DOT_LANES;
 constexpr int VECTORS = 32 / L;
 
-// What all lanes come to under `join`, in every lane.
+// Reduces all lanes with `join`; the result is in every lane.
 template <class Join>
 TOKEND_INLINE int32_t across(DotI value, Join join) {
     each<L == 16 ? 4 : L == 8 ? 3 : 2>([&](auto step) {

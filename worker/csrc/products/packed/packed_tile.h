@@ -11,8 +11,8 @@
 
 namespace tokend {
 
-// Where a product takes the weights of a block from: the packed bytes themselves, or bytes
-// and floats that were unpacked for many rows. Both give the same numbers.
+// The source of a block's weights: the packed bytes, or bytes and floats that were unpacked for
+// many rows. Both give the same numbers.
 
 // A vector is DOT_LANES outputs of the panel; `vector` is the first of those in use.
 
@@ -73,8 +73,8 @@ struct Packed {
         return {panel + Format::head(index), at, at + Format::CODE_BYTES, vector};
     }
 
-    // As many lines as a block has, so much further on, into the next panel too: the processor
-    // looks ahead by itself, but not beyond a page, and not far enough while it multiplies.
+    // Prefetches as many lines as a block has, also of the next panel: the hardware prefetcher does
+    // not cross pages and is not far enough ahead during multiplications.
     TOKEND_INLINE void fetch_ahead(int64_t index) const {
         constexpr int64_t DISTANCE = 2048;
         const uint8_t* at = panel + Format::place(index) + DISTANCE;
@@ -115,7 +115,7 @@ struct Unpacked {
     }
 };
 
-// Only where bytes are added as 16-bit words do the bits of a code play a part.
+// The bits of a code matter only if bytes are added as 16-bit words.
 template <class Format>
 using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::BITS : 8>;
 
@@ -149,7 +149,7 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
     };
 #if defined(__SSSE3__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
     if constexpr (Source::BITS == 8) {
-        // 255 * 127 * 2 is no 16-bit word: the highest bit goes on its own.
+        // 255 * 127 * 2 exceeds 16 bits: the highest bit is multiplied separately.
         each<STEPS>([&](auto step) {
             constexpr int J = HALF * STEPS + step;
             each<TILE_VECTORS>([&](auto vector) {

@@ -1,9 +1,9 @@
 // The C interface of weights of 8 bits with one scale per output, and their memory layout. Their
 // products have no scale inside the sum.
 //
-// Few numbers of a row stand out, and with one scale a row they would leave little of the
-// others. So row and weight are rotated first, 64 inputs at a time (32 where in_features is
-// no multiple of 64), by a Hadamard matrix H, which spreads each number over its block:
+// A few outliers of a row would, with one scale per row, leave few codes for the other numbers. So
+// row and weight are rotated first, 64 inputs at a time (32 if in_features is not a multiple of
+// 64), by a Hadamard matrix H, which spreads every number over its block:
 //
 //   weight . x  =  (weight H) . (x H) / 64,     H symmetric, H H = 64
 //
@@ -20,9 +20,9 @@
 // Use:    memory = tokend_code_bytes(num_rows, in_features), aligned to 64
 //         tokend_code_rows(…)
 //         tokend_coded_product(…), any number of times
-// The sums are integers: a row comes out the same, bit by bit, whatever rows are beside it
-// and however many threads there are. A row with a NaN or an infinity comes out as NaN.
-// Each function shares its work among the threads of OpenMP, where it is worth it.
+// The sums are integers: the result of a row is the same, bit by bit, for any batch and any number
+// of threads. A row with a NaN or an infinity gives NaN. Every function divides its work among the
+// threads of OpenMP if it is large enough.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ __attribute__((visibility("default"))) void tokend_code_rows(
     const TokendProduct* product, int64_t in_features, void* codes);
 
 // output (+)= rows @ weight^T + bias; the input of `product` is not read, its num_rows is
-// that of the codes. May be called by each thread of a team (team.h).
+// that of the codes. May be called by every thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_coded_product(
     const TokendRotatedShape* weight, const TokendProduct* product, const void* codes);
 

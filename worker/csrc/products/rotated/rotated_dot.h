@@ -18,12 +18,12 @@ constexpr int DOT_PANELS = 1, DOT_ROWS = 4;
 #endif
 constexpr int DOT_VECTORS = DOT_PANELS * PANEL_VECTORS;
 
-// 64 bytes of a weight, ready to be multiplied: `start` of a row takes its offset away.
+// 64 bytes of a weight for a product: `start` of a row removes its offset.
 struct DotWeight {
     DotU codes;
 #if defined(__SSSE3__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    // 255 * 127 * 2 is no 16-bit word, but 127 * 127 * 2 is: magnitudes times x with the
-    // weight's sign. The offset is gone then.
+    // 255 * 127 * 2 exceeds 16 bits, but 127 * 127 * 2 does not: magnitudes are multiplied by x
+    // with the weight's sign, which also removes the offset.
     static constexpr bool OFFSET = false;
 #if defined(__AVX512F__)
     __mmask64 negative;
@@ -63,7 +63,7 @@ struct DotWeight {
     DotWeight() = default;
 };
 
-// Bytes of a weight that are asked for before their turn.
+// The prefetch distance of a weight's lines in bytes.
 constexpr int64_t FETCH_AHEAD = 2048;
 
 template <int ROWS>

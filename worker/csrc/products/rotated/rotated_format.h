@@ -37,9 +37,9 @@ struct RowFacts {
 };
 
 struct CodesLayout {
-    int64_t inputs;  // codes of a row with those that are filled up with zeros
-    // An odd number of cache lines, so that the same place in several rows falls into
-    // different sets of a cache.
+    int64_t inputs;  // codes of a row, including padding
+    // An odd number of cache lines, so that the same column of several rows falls into different
+    // cache sets.
     int64_t stride;
     int64_t facts_bytes;
     int64_t num_rows;
@@ -58,7 +58,7 @@ struct CodesLayout {
 
 // Rows of numbers, rotated and rounded to 8 bits with one scale.
 
-// Returns the size of the blocks that are rotated: the square of the rotation's gain.
+// Returns the size of rotated blocks, which is the square of the rotation's gain.
 int64_t rotated_block(int64_t in_features);
 
 // Multiplies each block of numbers [in_features] by H; returns the bits of the largest
@@ -74,7 +74,7 @@ RowFacts code_input(const TokendProduct& product, int64_t in_features, int64_t r
 // Memory of a thread for a row's numbers, aligned to 64.
 float* row_scratch(int64_t in_features);
 
-// Below this, some microseconds of one thread, waking others costs more than it saves.
+// Below this, some microseconds of one thread, waking other threads costs more than it saves.
 constexpr int64_t PARALLEL_CODES = 1 << 13;
 
 }  // namespace tokend

@@ -1,4 +1,4 @@
-// Rotates and rounds the rows of a dense weight. One thread: the caller has several.
+// Rotates and rounds the rows of a dense weight. Single-threaded: the caller uses several threads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
