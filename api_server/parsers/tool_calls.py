@@ -119,10 +119,17 @@ class ModelToolCalls:
             token_id = self.tokenizer.special_id(marker)
             if token_id is not None:
                 token_ids[marker] = token_id
+        has_grammar = (
+            request.must_call
+            or request.calls_once
+            or text_grammar is not None
+            or any(tool.strict for tool in tools)
+        )
         offered = []
         for tool in tools:
             strict = tool.strict or request.must_call
-            schema = _parameters_schema(tool, ignored) if strict else tool.parameters
+            is_held = strict or (has_grammar and call_format.needs_schemas)
+            schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
             offered.append(OfferedTool(tool.name, schema, strict, tool.field))
         rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
         return ToolCallPlan(

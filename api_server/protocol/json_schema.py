@@ -122,6 +122,7 @@ class _Rewriter:
         draft = draft if isinstance(draft, str) else ""
         self._is_old_draft = _OLD_DRAFT.search(draft) is not None
         self._has_plain_id = _PLAIN_ID_DRAFT.search(draft) is not None
+        self._has_resources = _has_nested_id(root, "id" if self._has_plain_id else "$id")
         self._moved: dict[str, str] = {}  # reference -> the one that replaces it
         self._moved_from: dict[str, str] = {}  # the reverse
         definitions = root.get("$defs", {}) if isinstance(root, dict) else {}
@@ -236,9 +237,12 @@ class _Rewriter:
         return schema
 
     def _target(self, reference: str) -> Any:
-        """The schema that a JSON pointer within the document refers to; None for another place."""
+        """The schema that a JSON pointer within the document refers to; None for another place.
+
+        In a document with an inner `$id` a pointer may start there; the compiler follows it.
+        """
         reference = self._moved_from.get(reference, reference)
-        if not reference.startswith("#/"):
+        if self._has_resources or not reference.startswith("#/"):
             return None
         target = self._root
         for part in unquote(reference[2:]).split("/"):
@@ -536,6 +540,21 @@ def _tightened(
     if (nearest - bound) * sign > 0 or (is_exclusive and nearest == bound):
         nearest = int(math.nextafter(float(bound), -sign * math.inf))
     return nearest
+
+
+def _has_nested_id(root: Any, name: str) -> bool:
+    """Whether a part of a document has an identifier of its own, and so is the root of pointers."""
+    parts = list(root.values()) if isinstance(root, dict) else []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            identifier = part.get(name)
+            if isinstance(identifier, str) and not identifier.startswith("#"):
+                return True
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return False
 
 
 def _check_values(schema: Mapping[str, Any]) -> None:

@@ -177,6 +177,20 @@ def test_json_schema_test_suite(backend):
         ),
         (
             {
+                "properties": {
+                    "a": {"type": "string"},
+                    "b": {
+                        "$id": "http://example.com/inner",
+                        "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}},
+                    },
+                }
+            },
+            ['{"b": {"b": 1}}'],
+            ['{"b": {"b": "x"}}'],
+            [],
+        ),
+        (
+            {
                 "items": [{"type": "integer"}, {"$ref": "#/items/0"}, {"$ref": "#/items/1"}],
                 "additionalItems": False,
             },

@@ -286,7 +286,7 @@ async def test_waiting_requests_are_sent_as_fast_as_the_next_engine_reads(start,
                 assert (await answer).status_code == 200
 
 
-async def test_a_new_engine_is_told_which_requests_were_accepted(start):
+async def test_accepted_requests_are_marked_for_a_new_engine(start):
     async with start() as front_end:
         answers = [await begin(front_end, timeout_ms=1_000_000) for _ in range(2)]
         (_, accepted), (_, other) = answers

@@ -48,7 +48,7 @@ def actions(root: Path, config: ServeConfig) -> ReloadActions:
         (CacheConfig(), RESIDENT + 2 * POOL),
     ],
 )
-def test_two_generations_fit_if_free_memory_is_at_least_what_is_in_use(
+def test_two_generations_fit_if_as_much_memory_is_free_as_used(
     tmp_path: Path, cache: CacheConfig, needed: int
 ) -> None:
     """A pool sized as half of the free memory needs twice its size free."""

@@ -170,7 +170,7 @@ def test_the_loop_sleeps_while_all_requests_are_blocked(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
+def test_new_workers_recompute_steps_in_flight(depth):
     """Until they are ready nothing is sent, and the engine waits."""
 
     def die(io):

@@ -31,7 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "engine_core"
 
 
-def test_what_a_step_runs_through_is_compiled() -> None:
+def test_modules_of_a_step_are_compiled() -> None:
     names = {path.relative_to(build_compiled.PACKAGE).as_posix() for path in
              build_compiled.hot_modules()}  # fmt: skip
     assert {"request.py", "kv_cache/pool.py", "scheduler/queues/fcfs.py"} <= names

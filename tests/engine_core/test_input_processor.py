@@ -216,7 +216,7 @@ def test_pause_and_resume_by_call():
     assert harness.outputs.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
 
 
-def test_a_pause_can_end_what_is_unfinished():
+def test_a_pause_can_abort_unfinished_requests():
     """In any state: each choice gets one final output, and later requests wait for the resume."""
     harness = InputProcessorHarness()
     harness.receive(request(1, max_tokens=30), client=2)
@@ -305,7 +305,7 @@ def test_resetting_at_the_cost_of_running_requests_by_call():
     assert harness.engine.scheduler.num_unfinished == 1
 
 
-def test_resetting_what_a_connector_keeps_by_call():
+def test_an_admin_call_resets_the_connector():
     harness = InputProcessorHarness(connector=FakeConnector())
     harness.receive(AdminCall(1, 5, "reset_prefix_cache"))
     assert harness.engine.connector.resets == 0

@@ -25,11 +25,13 @@ class ToolCallFormat:
     name: value of --tool-call-parser. markers: texts that may be special tokens of the
     tokenizer; the detokenizer keeps them so that the parser sees them. template_markers: a chat
     template that contains all strings of one of these groups belongs to this format.
+    needs_schemas: its grammar holds every tool to its schema, not only strict ones.
     """
 
     name: ClassVar[ToolCallParser]
     markers: ClassVar[Sequence[str]] = ()
     template_markers: ClassVar[Sequence[Sequence[str]]] = ()
+    needs_schemas: ClassVar[bool] = False
 
     def new_parser(self, tool_names: Collection[str]) -> OutputParser:
         """Return a parser for one choice. tool_names: names of the tools in the request."""

@@ -38,6 +38,7 @@ class Pythonic(ToolCallFormat):
     name = "pythonic"
     markers = (_OPENING, _CLOSING)
     template_markers = ((_OPENING,), ("[func_name1(",))
+    needs_schemas = True
 
     def new_parser(self, tool_names: Collection[str]) -> OutputParser:
         return PythonicParser(tool_names)

@@ -171,7 +171,7 @@ async def test_a_truncated_call_is_dropped(start, tokenizer, ending):
         assert len(body["content"]) == 1 + len(calls)
 
 
-async def test_a_stop_string_leaves_what_is_before_it(start, scripted):
+async def test_a_stop_string_keeps_the_text_before_it(start, scripted):
     """The start of a call before a stop string is content: the client chose where to stop."""
     async with start(scripted(TEXT), max_model_len=2048) as front_end:
         response = await front_end.chat(tools=TOOLS, stop=["Z\u00fcrich"])

@@ -165,6 +165,20 @@ def test_auto_with_a_strict_tool(backend, name):
     assert accepts(backend, source, render_calls([("now", "{}")]))
 
 
+def test_a_format_that_needs_schemas_takes_every_keyword(backend):
+    """Of tools that are not strict too: `uniqueItems` is left out, as for strict ones."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}},
+    }
+    for tools, fields in (
+        ([{"name": "f", "parameters": parameters}], {"parallel_tool_calls": False}),
+        ([*TOOLS[:1], {"name": "f", "parameters": parameters}], {}),
+    ):
+        source = grammar("pythonic", tools=tools, **fields)
+        assert accepts(backend, source, "[f(a=[1, 2])]")
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
 def test_the_grammar_begins_at_the_call_marker(backend, name):
     source = grammar(name)

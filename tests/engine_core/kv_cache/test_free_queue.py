@@ -91,7 +91,7 @@ def test_a_referenced_block_in_the_queue_is_not_allocated(take):
     assert queue.num_free == 3
 
 
-def test_release_keeps_the_given_order_behind_what_is_there():
+def test_release_appends_blocks_in_the_given_order():
     queue = LRUFreeQueue(6)
     queue.popleft_n(3)
     queue.release([3, 1, 2])
@@ -100,7 +100,7 @@ def test_release_keeps_the_given_order_behind_what_is_there():
     assert_order(queue, [4, 5, 3, 1, 2])
 
 
-def test_release_leaves_out_what_is_still_referenced():
+def test_release_skips_referenced_blocks():
     queue = LRUFreeQueue(6)
     queue.popleft_n(4)
     queue.touch([2, 3])

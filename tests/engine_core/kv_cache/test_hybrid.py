@@ -354,7 +354,7 @@ def test_drafts_may_pass_a_block_before_it_was_cached(setup):
     assert len(kv.pool.index) == 1
 
 
-def test_what_a_failed_request_computed_is_not_found(setup):
+def test_blocks_of_a_failed_request_are_not_findable(setup):
     kv = setup(41, None, 32)
     first = kv.run([*COMMON, 9])
     sharing = kv.run([*COMMON, 8])

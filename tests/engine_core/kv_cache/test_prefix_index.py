@@ -43,7 +43,7 @@ def test_the_longest_prefix_ends_at_the_first_miss():
     assert index.longest_prefix([b"c", b"a"]) == []
 
 
-def test_forgetting_what_was_never_recorded_is_an_error():
+def test_removing_an_unknown_block_is_an_error():
     index = index_of((b"a", 1), (b"b", 2), (b"b", 3))
     for block_hash, block in ((b"x", 1), (b"a", 2), (b"b", 1)):
         with pytest.raises(KeyError):

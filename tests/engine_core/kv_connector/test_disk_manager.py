@@ -116,7 +116,7 @@ def test_a_slow_scan_delays_requests_only_briefly(
     eventually(lambda: run(manager, 1) == 0)
 
 
-def test_a_restart_finds_what_was_stored_in_the_order_of_its_last_use(disk: Disk) -> None:
+def test_a_restart_finds_stored_blocks_in_the_order_of_last_use(disk: Disk) -> None:
     first = disk.manager()
     assert disk.store(first, 1, 2, 3) == [1, 2, 3]
     for age, number in enumerate((2, 3, 1)):

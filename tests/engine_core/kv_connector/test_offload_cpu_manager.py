@@ -67,7 +67,7 @@ def test_prepare_store_gives_fresh_slots_and_hides_blocks_until_complete_store(
     assert ledger.usage == 0.5
 
 
-def test_prepare_store_evicts_the_oldest_and_leaves_out_what_is_there() -> None:
+def test_prepare_store_evicts_the_oldest_and_skips_stored_blocks() -> None:
     ledger = CPUOffloadingManager(CAPACITY, LRUPolicy())
     store(ledger, 1, 2)
     output = ledger.prepare_store(keys(2, 3, 4, 5))
@@ -112,7 +112,7 @@ def test_a_block_read_by_two_loads_is_idle_after_both(
     assert ledger.prepare_store(keys(2, 3, 4, 5)) is not None
 
 
-def test_complete_store_that_failed_forgets_only_what_was_being_stored() -> None:
+def test_a_failed_store_forgets_only_its_own_blocks() -> None:
     ledger = CPUOffloadingManager(CAPACITY, LRUPolicy())
     store(ledger, 5, 6, 7, 8)
     ledger.touch(keys(7, 6, 5))
@@ -176,7 +176,7 @@ def test_reset_refuses_while_a_block_is_copied(ledger: CPUOffloadingManager) -> 
     assert store(ledger, 1, 2, 3, 4).slots == [0, 1, 2, 3]
 
 
-def test_start_over_forgets_what_was_in_the_workers_memory(ledger: CPUOffloadingManager) -> None:
+def test_start_over_forgets_all_blocks(ledger: CPUOffloadingManager) -> None:
     store(ledger, 1)
     ledger.prepare_store(keys(2))
     ledger.prepare_load(keys(1))
@@ -283,7 +283,7 @@ def test_arc_failed_store_leaves_the_ghost_of_the_evicted_block() -> None:
     assert numbers(policy.once_ghosts) == [1]
 
 
-def test_arc_keeps_what_was_wanted_twice() -> None:
+def test_arc_keeps_blocks_that_were_used_twice() -> None:
     ledger, _ = arc_ledger()
     store(ledger, 1, 2)
     output = store(ledger, 3, 4, 5)

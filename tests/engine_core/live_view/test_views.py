@@ -94,7 +94,7 @@ def test_no_views_without_subscribers() -> None:
     assert rig.links.views == []
 
 
-def test_at_most_four_times_a_second_and_only_what_is_new() -> None:
+def test_views_are_sent_at_most_four_times_a_second_on_changes() -> None:
     rig = Rig()
     rig.views.watch(0, wanted=True)
     rig.views.send_if_due()
@@ -137,7 +137,7 @@ def test_all_subscribers_get_the_same_view_and_slow_ones_none() -> None:
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_the_counts_add_up_to_what_was_computed(overlapped: bool) -> None:
+def test_counts_add_up_to_the_computed_tokens(overlapped: bool) -> None:
     rig = Rig(async_scheduling=overlapped, max_num_batched_tokens=16, max_num_seqs=4)
     rig.views.watch(0, wanted=True)
     rig.views.send_if_due()

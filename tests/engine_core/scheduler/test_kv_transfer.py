@@ -49,7 +49,7 @@ def test_admission_rules_apply_to_loads(rule):
 
 class TestGetNumNewMatchedTokens:
     @pytest.mark.parametrize("is_async", [False, True])
-    def test_what_is_matched_is_not_computed(self, is_async):
+    def test_matched_tokens_are_not_computed(self, is_async):
         """KVC-01: the connector has 32 of 64 tokens; each request computes the other 32."""
         engine = engine_with(always(32, is_async=is_async))
         free = num_free(engine)

@@ -41,7 +41,7 @@ class TestInvalidBlocks:
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
         engine.assert_idle()
 
-    def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
+    def test_policy_fail_ends_the_request_and_keeps_valid_blocks_findable(self):
         """KVC-23: neither the invalid block nor later ones are findable; earlier ones are kept."""
         engine = engine_with(
             always(99 * 16, is_async=False), fails=losing(50), load_failure_policy="fail"
@@ -76,7 +76,7 @@ class TestInvalidBlocks:
         assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
 
     @pytest.mark.parametrize("lost", [(0, 98), (50, 98), (98,)])
-    def test_others_keep_what_was_loaded_for_them(self, lost):
+    def test_other_requests_keep_their_loaded_blocks(self, lost):
         """KVC-25; a failed load is not requested again."""
         engine = engine_with(always(99 * 16, is_async=True))
         requests = [engine.add_one(prompt(1600, seed), max_tokens=2) for seed in range(3)]

@@ -120,7 +120,7 @@ def test_two_steps_in_flight_do_not_compute_a_token_twice():
     assert third in list(engine.scheduler.waiting)
 
 
-def test_a_next_turn_computes_only_what_is_new():
+def test_a_next_turn_computes_only_new_tokens():
     engine = EngineHarness()
     first = engine.add_one(prompt(100), max_tokens=200)
     engine.run()

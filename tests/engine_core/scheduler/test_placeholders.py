@@ -123,7 +123,7 @@ def test_blocks_of_a_request_aborted_in_flight_can_be_used_in_the_next_step():
     engine.assert_idle()
 
 
-def test_a_next_turn_computes_only_what_is_new():
+def test_a_next_turn_computes_only_new_tokens():
     engine = overlapped()
     first = [engine.add_one(prompt(100, each), 200, eos_token_ids=()) for each in range(5)]
     engine.run()

@@ -44,7 +44,7 @@ def test_the_second_of_two_equal_prompts_waits_and_computes_only_its_end():
     engine.assert_idle()
 
 
-def test_it_waits_only_for_what_is_shared():
+def test_a_request_waits_only_for_the_shared_prefix():
     engine = chunked()
     common = list(range(16))
     first = engine.add_one(common + [100] * 30, max_tokens=1)

@@ -203,7 +203,7 @@ class TestPace:
         self.pace.on_first_waiting()
         assert self.pace.seconds_for(10) == 5
 
-    def test_what_is_long_past_is_forgotten(self):
+    def test_old_samples_are_forgotten(self):
         self.leave(10, 3.0)
         self.leave(400, 0.25)
         assert 4 <= self.pace.seconds_for(16) <= 5

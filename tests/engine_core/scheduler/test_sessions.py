@@ -17,7 +17,7 @@ def scripted(*tokens):
     return lambda token_ids, choice: tokens[len(token_ids) - 3]
 
 
-def test_a_turn_ends_and_the_next_one_computes_only_what_is_new():
+def test_the_next_turn_computes_only_new_tokens():
     """STR-06, STR-08."""
     engine = EngineHarness(next_token=scripted(10, 11, 0, 20, 21))
     session = open_session(engine, [1, 2, 3], 8, stop_token_ids=(11, 21))
@@ -146,7 +146,7 @@ def test_sampling_parameters_belong_to_their_turn():
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (7, None, 14)])
-def test_every_turn_gives_what_a_fresh_request_would(windows, overlapped, caching):
+def test_every_turn_equals_a_fresh_request(windows, overlapped, caching):
     engine = EngineHarness(
         block_size=4,
         windows=windows,
@@ -195,7 +195,7 @@ def stops_at_multiples_of_three(token_ids, choice):
     return hashed_token(token_ids, choice) if len(token_ids) % 3 else EOS
 
 
-def test_what_a_turn_computed_is_found_by_others_and_what_it_dropped_is_not():
+def test_blocks_of_a_turn_are_findable_except_dropped_tokens():
     """Blocks of 4: prompt and outputs end with a block, whose last token is dropped."""
     engine = EngineHarness(block_size=4)
     session = idle_session(engine, [1, 2, 3, 4, 5], 3)

@@ -45,7 +45,7 @@ def test_one_request_from_its_arrival_to_its_end() -> None:
     assert (finish.reason, finish.num_output_tokens) == ("length", 3)
 
 
-def test_pool_by_kind_and_what_was_found() -> None:
+def test_pool_use_and_cache_hits() -> None:
     engine = TracedEngine(num_blocks=11)
     engine.harness.add_one([5] * 40, 2)
     engine.finish()
