@@ -26,6 +26,7 @@ from api_server.protocol.common import (
 )
 from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.json_lark import with_exact_numbers
 from api_server.request_stream import (
     MAX_UNSENT_BYTES,
     Choice,
@@ -431,22 +432,25 @@ def check_request(request: GenerationRequest) -> None:
 def checked_grammar(
     request: GenerationRequest, grammar: GrammarSource | None
 ) -> GrammarSource | None:
-    """Return the grammar; raise InvalidRequestError for fields that conflict with it.
+    """Return the grammar as the engine takes it.
+
+    Raises InvalidRequestError for fields that conflict with it.
 
     A grammar decides where the text ends, so no field may prevent an end; and which tokens are
     allowed, so no field may forbid those.
     """
-    if grammar is not None:
-        for is_set, name in (
-            (request.use_beam_search, "use_beam_search"),
-            (request.ignore_eos, "ignore_eos"),
-            (request.min_tokens > 0, "min_tokens"),
-            (bool(request.allowed_token_ids), "allowed_token_ids"),
-            (bool(request.bad_words), "bad_words"),
-        ):
-            if is_set:
-                raise InvalidRequestError(f"{name} cannot be combined with {grammar.field}", name)
-    return grammar
+    if grammar is None:
+        return None
+    for is_set, name in (
+        (request.use_beam_search, "use_beam_search"),
+        (request.ignore_eos, "ignore_eos"),
+        (request.min_tokens > 0, "min_tokens"),
+        (bool(request.allowed_token_ids), "allowed_token_ids"),
+        (bool(request.bad_words), "bad_words"),
+    ):
+        if is_set:
+            raise InvalidRequestError(f"{name} cannot be combined with {grammar.field}", name)
+    return with_exact_numbers(grammar)
 
 
 def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -335,6 +337,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestError) -> None:
         response = error_response(error)
+        origin = next((value for name, value in self.headers or () if name == b"origin"), None)
+        _add_cors_headers(self.app, response, None if origin is None else origin.decode("latin-1"))
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
@@ -342,3 +346,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._refused = True
         self._receive_timeout.schedule(LINGER_SECONDS, self.transport.close)
+
+
+def _add_cors_headers(app: object, response: Response, origin: str | None) -> None:
+    """Add the CORS headers of an application to a response that does not come from it.
+
+    origin: of the page that asks; None if it is not known.
+    """
+    if not isinstance(app, CORSMiddleware):
+        return
+    response.headers.update(app.simple_headers)
+    if origin is not None and app.preflight_explicit_allow_origin and app.is_allowed_origin(origin):
+        app.allow_explicit_origin(response.headers, origin)

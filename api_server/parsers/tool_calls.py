@@ -23,10 +23,10 @@ from api_server.parsers.tools.base import (
     CallRules,
     OfferedTool,
     ToolCallFormat,
-    json_rule,
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts
@@ -189,9 +189,12 @@ def _calls_or_schema(
             "calls; tool_choice none lets it be",
             text_grammar.field,
         )
-    answer = f"answer: {json_rule(decoded(text_grammar.source))}"
+    try:
+        answer = json_rules("answer", decoded(text_grammar.source))
+    except InvalidRequestError as error:
+        raise error.in_field(text_grammar.field) from None
     field = _strict_field(rules) if any(tool.strict for tool in rules.tools) else text_grammar.field
-    return _grammar_source(["start: calls | answer", answer], grammar, rules, field=field)
+    return _grammar_source(["start: calls | answer", *answer], grammar, rules, field=field)
 
 
 def _grammar_source(

@@ -1,9 +1,10 @@
 """JSON schemas and regular expressions of requests, in the form that the grammar compiler takes.
 
 Start at `rewrite_schema`. The compiler (llguidance) implements most of JSON Schema 2020-12. This
-file translates older drafts, replaces constraints that the compiler would round or refuse by equal
-or stricter ones, and removes constraints that no grammar of it can express. Removed keywords are
+file translates older drafts, replaces constraints that the compiler would refuse by equal or
+stricter ones, and removes constraints that no grammar of it can express. Removed keywords are
 returned, so that the answer can name them; every other constraint holds for every answer.
+Numbers that the compiler would round are dealt with in `json_lark.py`.
 `ecmascript_regex` gives classes such as ``\\d`` the meaning that JSON Schema gives them.
 """
 
@@ -83,13 +84,6 @@ _PLAIN_ID_DRAFT: Final = re.compile(r"draft-0[34]\b")
 _DEFINITION: Final = re.compile(r"#/(?:\$defs|definitions)/[^/%~]+")
 """A reference to a definition of the document, which keeps its place."""
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
-_MAX_INTEGER: Final = (1 << 63) - 1024
-"""The largest float64 below 2^63. The compiler keeps integers in 64 bits and bounds in float64."""
-_MAX_EXACT: Final = 1 << 53
-"""Above it a float64 does not hold every integer."""
-_MAX_NUMBER: Final = 10**18
-"""The compiler builds no ranges of numbers beyond about 1e18, and none of integers that is open at
-the far end."""
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
 _UNBOUNDED: Final = 1e300
@@ -176,8 +170,8 @@ class _Rewriter:
         self._one_of(rewritten)
         self._formats(rewritten)
         self._bounds(rewritten)
-        self._literals(rewritten)
-        _refuse_control_characters("required", rewritten.get("required"))
+        for key in ("enum", "const", "required"):
+            _refuse_control_characters(key, rewritten.get(key))
         if rewritten.get("uniqueItems") is False:
             del rewritten["uniqueItems"]
         elif "uniqueItems" in rewritten:
@@ -226,8 +220,8 @@ class _Rewriter:
         if self._is_old_draft:
             schema = {key: value for key, value in schema.items() if key in _BESIDE_REFERENCE}
         target = self._target(reference)
-        target_types = _listed(target.get("type", [])) if isinstance(target, dict) else set()
-        if target_types and target_types <= _listed(schema.get("type", [])):
+        target_types = listed_types(target.get("type", [])) if isinstance(target, dict) else set()
+        if target_types and target_types <= listed_types(schema.get("type", [])):
             del schema["type"]
         if target is not None and not _DEFINITION.fullmatch(reference):
             if reference not in self._moved:
@@ -301,10 +295,10 @@ class _Rewriter:
         if negated is False:
             return schema
         if isinstance(negated, dict) and negated.keys() == {"type"}:
-            excluded = _listed(negated["type"])
+            excluded = listed_types(negated["type"])
             if "integer" not in excluded or "number" in excluded:
                 excluded = excluded | ({"integer"} if "number" in excluded else set())
-                allowed = _listed(schema.get("type", list(_TYPES[:-1])))
+                allowed = listed_types(schema.get("type", list(_TYPES[:-1])))
                 kept = [name for name in _TYPES if name in allowed - excluded]
                 if not kept:
                     return False
@@ -471,75 +465,21 @@ class _Rewriter:
             self.removed.add("format")
 
     def _bounds(self, schema: dict[str, Any]) -> None:
-        """Bounds that the compiler would round are tightened to the next one that it keeps.
+        """Write exclusive bounds as in 2020-12, and leave out those that no number exceeds.
 
         `exclusiveMinimum: true` of draft 4 makes `minimum` exclusive.
         """
-        integers = schema.get("type") == "integer"
         for name, exclusive_name, sign in (
             ("minimum", "exclusiveMinimum", -1),
             ("maximum", "exclusiveMaximum", 1),
         ):
-            exclusive = schema.get(exclusive_name)
-            if isinstance(exclusive, bool):
-                del schema[exclusive_name]
-                if exclusive and name in schema:
+            if isinstance(schema.get(exclusive_name), bool):
+                is_exclusive = schema.pop(exclusive_name)
+                if is_exclusive and name in schema:
                     schema[exclusive_name] = schema.pop(name)
             for key in (name, exclusive_name):
-                bound = schema.get(key)
-                if bound is None or isinstance(bound, bool):
-                    continue
-                del schema[key]
-                tightened = _tightened(
-                    bound, sign, is_exclusive=key != name, integers=integers, key=key
-                )
-                if tightened == bound and abs(bound) < _MAX_EXACT:
-                    schema[key] = bound
-                elif tightened is not None:
-                    other = schema.get(name, tightened)
-                    schema[name] = min(tightened, other) if sign > 0 else max(tightened, other)
-        if integers:
-            if schema.get("minimum", 0) >= _MAX_NUMBER:
-                schema.setdefault("maximum", _MAX_INTEGER)
-            if schema.get("maximum", 0) <= -_MAX_NUMBER:
-                schema.setdefault("minimum", -_MAX_INTEGER)
-
-    def _literals(self, schema: dict[str, Any]) -> None:
-        """Refuse literals that the compiler would change: it keeps integers as float64."""
-        for key in ("enum", "const"):
-            if key not in schema:
-                continue
-            _refuse_control_characters(key, schema[key])
-            inexact = _first_inexact_integer(schema[key])
-            if inexact is not None:
-                raise InvalidRequestError(
-                    f"{key}: {inexact} is not supported, only integers below 2^63 that a float64 "
-                    "holds exactly (all up to 2^53)"
-                )
-
-
-def _tightened(
-    bound: int | float, sign: int, *, is_exclusive: bool, integers: bool, key: str
-) -> int | float | None:
-    """The bound nearest to `bound` that the compiler keeps and that allows no more; None for none.
-
-    Bounds from 2^53 on become inclusive: the compiler would add 1 to an exclusive one as float64.
-    sign: 1 for an upper bound, -1 for a lower one.
-    """
-    size = bound * sign  # of a lower bound too, large means far from zero on its own side
-    if size >= _UNBOUNDED:
-        return None
-    limit = _MAX_INTEGER if integers else _MAX_NUMBER
-    if size > limit:
-        return sign * limit
-    if size < -limit:
-        raise InvalidRequestError(f"{key}: bounds beyond {limit:.3g} are not supported")
-    if abs(bound) < _MAX_EXACT:
-        return bound
-    nearest = int(float(bound))
-    if (nearest - bound) * sign > 0 or (is_exclusive and nearest == bound):
-        nearest = int(math.nextafter(float(bound), -sign * math.inf))
-    return nearest
+                if schema.get(key, 0) * sign >= _UNBOUNDED:
+                    del schema[key]
 
 
 def _has_nested_id(root: Any, name: str) -> bool:
@@ -565,25 +505,25 @@ def _check_values(schema: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"{key} must be {kind}, not {_shown(value)}")
 
 
-def _listed(types: Any) -> set[str]:
+def listed_types(types: Any) -> set[str]:
     types = types if isinstance(types, list) else [types]
     return {name for name in types if isinstance(name, str)}
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema allows; "number" stands for both kinds of numbers."""
-    types = _listed(schema.get("type", list(_TYPES)))
+    types = listed_types(schema.get("type", list(_TYPES)))
     values = _values_of(schema)
     if values is not None:
-        types &= {_type_of(json.loads(value)) for value in values} | (
+        types &= {type_of(json.loads(value)) for value in values} | (
             {"integer"}
-            if any(_type_of(json.loads(value)) == "number" for value in values)
+            if any(type_of(json.loads(value)) == "number" for value in values)
             else set()
         )
     return {"number" if name == "integer" else name for name in types}
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -623,16 +563,6 @@ def _requires_absent(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return isinstance(required, list) and any(
         name not in other.get("properties", {}) for name in required if isinstance(name, str)
     )
-
-
-def _first_inexact_integer(value: Any) -> int | None:
-    """Return the first integer in a JSON value that changes as a float64 or exceeds 63 bits."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return None if abs(value) <= _MAX_INTEGER and int(float(value)) == value else value
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((one for one in map(_first_inexact_integer, parts) if one is not None), None)
 
 
 def _refuse_control_characters(key: str, value: Any) -> None:

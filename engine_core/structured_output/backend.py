@@ -46,6 +46,16 @@ _WALK_TOKENS: Final = 32
 _PREFERRED_TEXTS: Final = ('"', "}", "]", '":', ":", ",", "{", "[", "0", "-")
 """Texts that lead through a JSON value on a short way."""
 
+_REFERENCE_ERRORS: Final = (
+    (
+        re.compile(r"oneOf constraints are not supported.*"),
+        "oneOf in the target of a $ref is only supported in definitions",
+    ),
+    (re.compile(r"Resource '(.*?)' is not present.*"), r"$ref '\1' is not within the schema"),
+    (re.compile(r"(?:Pointer|Anchor) '(.*?)' does not exist.*"), r"$ref '\1' does not exist"),
+)
+"""Messages of llguidance about references, and ours."""
+
 
 class LLGuidanceMatcher:
     """A grammar of llguidance; always bound."""
@@ -263,4 +273,6 @@ def _client_error(error: str) -> str:
     text = re.sub(r"\s+", " ", error.split("<non-verbose/>")[0]).strip()
     if text.startswith("NoExtension"):
         text = "no text satisfies it"
+    for pattern, message in _REFERENCE_ERRORS:
+        text = pattern.sub(message, text)
     return f"the grammar cannot be used: {text[:MAX_ERROR_CHARS] or 'it is too complex'}"

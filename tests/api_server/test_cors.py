@@ -71,6 +71,18 @@ async def test_all_responses_have_cors_headers(start, scripted, monkeypatch):
                 assert response.headers["vary"] == "Origin"
 
 
+@pytest.mark.parametrize(
+    ("origins", "origin", "expected"),
+    [((CHAT,), CHAT, CHAT), ((CHAT,), OTHER, None), (("*",), OTHER, "*"), ((), CHAT, None)],
+)
+async def test_refusals_of_large_headers_have_cors_headers(start, origins, origin, expected):
+    async with start(config=FrontEndConfig(allowed_origins=origins)) as front_end:
+        headers = {"origin": origin, "x-filler": "x" * 70_000}
+        response = await front_end.http.get("/version", headers=headers)
+        assert response.status_code == 431
+        assert allowed_origin(response) == expected
+
+
 async def test_allowed_origins_and_credentials(start, scripted):
     settings = {
         "allow_credentials": True,

@@ -94,6 +94,16 @@ async def test_order_and_content_of_events(start, model_calls):
     async with start(model_calls(CALL), max_model_len=2048) as front_end:
         body = {"input": "?", "tools": [WEATHER], "stream": True}
         found = decoded((await front_end.http.post(PATH, json=body)).text)
+        (item,) = found[-1]["response"]["output"]
+        (whole,) = (await front_end.http.post(PATH, json=body | {"stream": False})).json()["output"]
+        done = next(each["item"] for each in found if each["type"].endswith("item.done"))
+        added = next(each["item"] for each in found if each["type"].endswith("item.added"))
+        assert item == done == added | {"arguments": done["arguments"], "status": "completed"}
+        for call in (item, whole):
+            assert call.pop("id").startswith("fc_")
+            assert call.pop("call_id").startswith("call_")
+            assert json.loads(call.pop("arguments")) == {"city": "Paris"}
+            assert call == {"type": "function_call", "name": "weather", "status": "completed"}
         names = [each["type"].removeprefix("response.") for each in found]
         assert list(dict.fromkeys(names)) == [
             "created",

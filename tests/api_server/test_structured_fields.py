@@ -217,6 +217,41 @@ async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields,
         assert f"{field}: too large" in text
 
 
+BIG = 10**30 + 1
+BIG_TOOL = {"name": "f", "parameters": {"properties": {"a": {"const": BIG}}}, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "guided_json": {"items": {"enum": [BIG]}}}),
+        (CHAT, {"messages": USER, "tools": [{"type": "function", "function": BIG_TOOL}]}),
+        (
+            RESPONSES,
+            {"input": "x", "text": {"format": FORMAT | {"name": "x", "schema": {"const": BIG}}}},
+        ),
+        (MESSAGES, {"messages": USER, "output_format": FORMAT | {"schema": {"maximum": BIG}}}),
+    ],
+)
+async def test_large_integers_reach_the_engine_exactly(start, path, fields):
+    body = {"model": "toy", "max_tokens": 20, **fields}
+    if path == RESPONSES:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    if "tools" in body:
+        body["tool_choice"] = "required"
+    async with start(accepts=True, max_model_len=4096) as front_end:
+        asking = asyncio.create_task(front_end.http.post(path, json=body))
+        request = await front_end.engine.requests.get()
+        front_end.engine.refuse(request, ErrorInfo("invalid_request", "enough"))
+        assert (await asking).status_code == 400
+    assert request.grammar is not None
+    assert request.grammar.kind == "grammar"
+    assert (
+        str(BIG) in request.grammar.source
+        or "1000000000000000000000000000000[0-1]" in request.grammar.source
+    )
+
+
 async def test_a_grammar_reaches_the_engine_and_its_error_is_a_400(start, scripted):
     body = {"prompt": "hello", "structured_outputs": {"regex": "a+"}}
     async with start(scripted("!")) as front_end:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from api_server.parsers.output import OutputParser
+from api_server.protocol.json_lark import json_rules
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
 
@@ -62,10 +63,12 @@ class OfferedTool:
     strict: bool
     field: str
 
-    @property
-    def json_rule(self) -> str:
-        """Body of a Lark rule for the arguments as JSON."""
-        return json_rule(compact_schema(self.schema) if self.strict else ANY_OBJECT)
+    def argument_rules(self, name: str) -> list[str]:
+        """Return Lark rules for the arguments as JSON; the first one has this name."""
+        try:
+            return json_rules(name, compact_schema(self.schema) if self.strict else ANY_OBJECT)
+        except InvalidRequestError as error:
+            raise error.in_field(f"{self.field}.function.parameters") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,11 @@ def json_call_rules(rules: CallRules, arguments_key: str) -> list[str]:
 
 def argument_rules(rules: CallRules) -> list[str]:
     """Return a rule `arguments_N` for the arguments of the Nth tool as JSON."""
-    return [f"arguments_{index}: {tool.json_rule}" for index, tool in enumerate(rules.tools)]
+    return [
+        rule
+        for index, tool in enumerate(rules.tools)
+        for rule in tool.argument_rules(f"arguments_{index}")
+    ]
 
 
 def json_call_prefix(name: str, arguments_key: str) -> str:
@@ -129,11 +136,6 @@ def quoted(text: str) -> str:
 # JSON schemas of arguments, in the form that grammars take.
 
 
-_JSON_OPTIONS: Final = {
-    "whitespace_pattern": r"[ ]|\n[ ]{0,24}",
-    "json_allowed_escapes": r'"\bfnrt',
-}
-"""The whitespace and escapes that structured output admits."""
 _ANNOTATIONS: Final = frozenset(
     {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title"}
     | {"readOnly", "writeOnly", "strict"}
@@ -185,15 +187,6 @@ def _are_named(required: Any, properties: Mapping[str, Any]) -> bool:
     return isinstance(required, list) and all(
         isinstance(name, str) and name in properties for name in required
     )
-
-
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """Return the body of a Lark rule for JSON that conforms to a schema."""
-    options = {"x-guidance": _JSON_OPTIONS}
-    whole = {**schema, **options} if isinstance(schema, Mapping) else {**options}
-    if schema is False:
-        raise InvalidRequestError("no text satisfies the schema false")
-    return f"%json {json.dumps(whole)}"
 
 
 def schema_properties(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mapping[str, Any]]]:

@@ -19,11 +19,11 @@ from api_server.parsers.tools.base import (
     OfferedTool,
     ToolCallFormat,
     compact_schema,
-    json_rule,
     quoted,
     schema_properties,
 )
 from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
+from api_server.protocol.json_lark import json_rules
 from proto.errors import InvalidRequestError
 
 _OPENING: Final = "<|python_start|>"
@@ -73,9 +73,13 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
     rules = []
     try:
         properties = schema_properties(compact_schema(tool.schema))
+        values = [
+            _value_rules(f"{rule}_value_{index}", schema)
+            for index, (_, _, schema) in enumerate(properties)
+        ]
     except InvalidRequestError as error:
         raise error.in_field(f"{tool.field}.function.parameters") from None
-    for index, (name, required, schema) in enumerate(properties):
+    for index, (name, required, _) in enumerate(properties):
         value = f"{rule}_value_{index}"
         pair = f"{quoted(name + '=')} {value}"
         then, first = f"{rule}_then_{index + 1}", f"{rule}_first_{index + 1}"
@@ -84,17 +88,17 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
         rules += [
             f"{rule}_first_{index}: {pair} {then}{skipped_first}",
             f'{rule}_then_{index}: ", " {pair} {then}{skipped_then}',
-            f"{value}: {_value_rule(schema)}",
+            *values[index],
         ]
     end = len(properties)
     rules += [f"{rule}: {rule}_first_0", f'{rule}_first_{end}: ""', f'{rule}_then_{end}: ""']
     return rules
 
 
-def _value_rule(schema: Mapping[str, Any]) -> str:
+def _value_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
     if schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
-        return '"True" | "False"'
-    return json_rule(schema)
+        return [f'{name}: "True" | "False"']
+    return json_rules(name, schema)
 
 
 def _keywords(arguments: str) -> str:

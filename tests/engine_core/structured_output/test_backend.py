@@ -191,6 +191,22 @@ def test_regular_expressions_that_explode_elsewhere_do_not(backend, source):
     assert compiled.error == ""
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "http://example.com/x"}, "'http://example.com/x' is not within the schema"),
+        ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist"),
+        ({"$ref": "#x"}, "'x' does not exist"),
+        ({"$ref": "#/x", "x": {"oneOf": [{}, {}]}}, "oneOf in the target of a $ref"),
+        ({"items": {"$ref": "#/x"}, "x": {"oneOf": [{}, {}]}}, "oneOf in the target of a $ref"),
+    ],
+)
+def test_errors_about_references_name_no_option_of_the_compiler(backend, schema, words):
+    with pytest.raises(GrammarError, match=re.escape(words)) as raised:
+        backend.compile(GrammarSource("json_schema", json.dumps(schema)))
+    assert "coerce_one_of" not in raised.value.message
+
+
 def test_a_source_is_checked_before_it_is_compiled():
     for source, words in (
         (GrammarSource("regex", " "), "empty"),
