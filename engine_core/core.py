@@ -43,7 +43,7 @@ from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerGroup
 from proto import PROTOCOL_VERSION
-from proto.config import SchedulerConfig, ServeConfig
+from proto.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
 from proto.process import freeze_heap
@@ -309,5 +309,12 @@ def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> Ser
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
-    """Return the scheduler's settings, with `async_scheduling` resolved for the workers' device."""
-    return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
+    """Return the scheduler's settings, with those resolved that depend on the workers' device."""
+    slowdown = config.scheduler.max_prefill_slowdown
+    if slowdown is None:
+        slowdown = 0.0 if worker.computes_ahead else CPU_PREFILL_SLOWDOWN
+    return msgspec.structs.replace(
+        config.scheduler,
+        async_scheduling=overlaps(config, worker),
+        max_prefill_slowdown=slowdown,
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.scheduler.limits import ChunkRule
-from proto.config import ServeConfig
+from proto.config import ServeConfig, memory_size
 from proto.errors import ConfigError, ModelError
 from proto.lifecycle import WeightFormatMemory, WorkerReady
 
@@ -108,8 +108,8 @@ def _too_long(
     block_bytes = block_size * sum(worker.geometry.bytes_per_token for worker in workers)
 
     def size(num_blocks: int) -> str:
-        mib = num_blocks * block_bytes / (1 << 20)
-        return f"{num_blocks} KV blocks of {block_size} tokens ({mib:,.1f} MiB)"
+        pool = memory_size(num_blocks * block_bytes)
+        return f"{num_blocks} KV blocks of {block_size} tokens ({pool})"
 
     if config.cache.num_gpu_blocks_override is not None:
         way_out = f"raise --num-gpu-blocks-override to {needed_blocks + 1}"

@@ -338,8 +338,11 @@ def _error(limited: _Limited, now: float) -> ErrorInfo:
 
 SHORT_SECONDS: Final = 0.02
 """A step of this length is no noticeable gap between tokens."""
-MAX_PREFILL_STEPS: Final = 48
-"""Maximum steps in which the prompts that wait now are computed."""
+MIN_PROMPT_TOKENS: Final = 48
+"""Prompt tokens that a step always has room for: fewer would cost more per token."""
+PACE: Final = 1.25
+"""Prompt tokens of a step, as a multiple of what keeps up with the requests: above 1, so that no
+queue builds up; below 2, so that most steps have some and take about equally long."""
 MULTIPLE: Final = 16
 """Kernels take rows in groups of this size."""
 WEIGHT: Final = 0.125
@@ -355,9 +358,16 @@ class PrefillThrottle:
                          |<-------------------- at most max_slowdown · decodes ----------------->|
 
     Decoding requests wait for the whole step, so a chunk delays the next token of each. Short steps
-    are not limited, because smaller chunks would slow prompts down for no gain; nor are prompts
-    that pile up, which are computed within MAX_PREFILL_STEPS. Times come from the workers' reports.
-    step_budget: tokens of a step, also used while the times are unknown. max_slowdown: 0: no limit.
+    are not limited, because smaller chunks would slow prompts down for no gain. Nor is a step with
+    MIN_PROMPT_TOKENS, or with as many as the requests need. If n requests are in progress and each
+    has p prompt tokens without KV and o output tokens, a step that gives about n output tokens has
+    to compute n · p / o prompt tokens. With fewer, prompts would pile up, fewer requests would
+    decode in each step, and all would take longer. So a burst or a load of long prompts is computed
+    as fast as it comes, spread over the steps. p / o counts as at least 1, so that the chunks grow
+    with a queue of prompts that are longer than those before.
+
+    A listener: p and o are learned when requests end. Times come from the workers' reports.
+    step_budget: tokens of a step, also used until a request has ended. max_slowdown: 0: no limit.
     """
 
     def __init__(self, step_budget: int, max_slowdown: float) -> None:
@@ -365,21 +375,35 @@ class PrefillThrottle:
         self._max_slowdown = max_slowdown
         self._decode_seconds: dict[int, float] = {}  # by number of sequences
         self._token_seconds = 0.0  # 0: unknown
+        self._num_prompt_tokens = 0.0  # of requests that have ended, the last ones most
+        self._num_output_tokens = 0.0  # of the same requests; 0: none has ended
 
-    def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
-        """Return the prompt tokens of a step; num_missing: tokens of all prompts without KV."""
-        if (
-            not self._max_slowdown
-            or not num_decoding
-            or not self._decode_seconds
-            or not self._token_seconds
-        ):
+    def prompt_tokens(self, num_decoding: int, num_requests: int) -> int:
+        """Return the prompt tokens of a step; num_requests: that run, or wait and could run."""
+        if not self._max_slowdown or not num_decoding or not self._num_output_tokens:
             return self._step_budget
+        per_output = max(1.0, self._num_prompt_tokens / self._num_output_tokens)
+        num_needed = round(PACE * num_requests * per_output / MULTIPLE) * MULTIPLE
+        num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
+        return min(num_tokens, self._step_budget)
+
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
+        """Do nothing: only an end shows how many tokens a request has."""
+
+    def on_released(self, request: Request) -> None:
+        if request.num_output_tokens:
+            num_prompt = request.num_prompt_tokens - request.num_cached_tokens
+            self._num_prompt_tokens += num_prompt - WEIGHT * self._num_prompt_tokens
+            num_output = request.num_output_tokens
+            self._num_output_tokens += num_output - WEIGHT * self._num_output_tokens
+
+    def _num_fitting(self, num_decoding: int) -> int:
+        """Return the prompt tokens with which a step is short enough; 0 while that is unknown."""
+        if not self._decode_seconds or not self._token_seconds:
+            return 0
         decode = self._seconds_to_decode(num_decoding)
         seconds = max(self._max_slowdown * decode, SHORT_SECONDS) - decode
-        num_paced = int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
-        num_due = -(-num_missing // (MAX_PREFILL_STEPS * MULTIPLE)) * MULTIPLE
-        return min(max(num_paced, num_due, MULTIPLE), self._step_budget)
+        return int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
 
     def learn_step(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from the time of a step with decoding rows and prompt tokens."""
@@ -414,7 +438,7 @@ def _mean(known: float, seconds: float) -> float:
 
 
 def make_prefill_throttle(
-    step_budget: int, max_slowdown: float, *, chunked: bool
+    step_budget: int, max_slowdown: float | None, *, chunked: bool
 ) -> PrefillThrottle:
-    """Return the throttle of a setting; without chunked prompts it limits nothing."""
-    return PrefillThrottle(step_budget, max_slowdown if chunked else 0.0)
+    """Return the throttle of a setting; without one, or without chunks, it limits nothing."""
+    return PrefillThrottle(step_budget, max_slowdown or 0.0 if chunked else 0.0)

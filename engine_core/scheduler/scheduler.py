@@ -402,14 +402,11 @@ class Scheduler:
 
     def _prompt_budget(self) -> int:
         """Return how many prompt tokens the step may have beside decoding requests."""
-        prefills = self._usage.prefills
-        num_missing = 0
-        if num_waiting := len(self.queue_limits):  # the part of the queue that could run at once
-            num_startable = min(num_waiting, self._admission_pass.num_free_seqs)
-            num_missing = self.queue_limits.num_tokens * num_startable // num_waiting
-        for request in prefills.values():
-            num_missing += request.num_tokens - request.num_computed_tokens
-        return self._prefill_throttle.prompt_tokens(len(self.running) - len(prefills), num_missing)
+        num_running, num_prefilling = len(self.running), len(self._usage.prefills)
+        num_startable = min(self.waiting.num_ready, self._admission_pass.num_free_seqs)
+        return self._prefill_throttle.prompt_tokens(
+            num_running - num_prefilling, num_running + num_startable
+        )
 
     def _advance_counters(self, step: int, plan: StepPlan) -> None:
         """Count the planned tokens as computed, and a placeholder for each sampled position.
@@ -436,10 +433,12 @@ class Scheduler:
                     len(request.all_token_ids) + request.num_output_placeholders,
                     request.num_computed_tokens,
                 )
-        num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
-        self._row_counts[step] = num_decoding, plan.num_prompt_tokens
+        num_scheduled = self._step_budget - plan.budget
+        if num_scheduled:  # only then there will be a result
+            num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
+            self._row_counts[step] = num_decoding, plan.num_prompt_tokens
         self._num_preemptions += len(plan.preempted)
-        self._num_scheduled_tokens += self._step_budget - plan.budget
+        self._num_scheduled_tokens += num_scheduled
 
     def _learn_step_time(self, step: int, seconds: float) -> None:
         num_decoding, num_prompt_tokens = self._row_counts.pop(step, (0, 0))

@@ -19,9 +19,9 @@ order of `SchedulerParts.gates`, and the first one that blocks ends the question
 
 Listeners hold nothing back. They are notified of each admission and of each end, in the order of
 `SchedulerParts.listeners`: pause and crash isolation, then the parts that are no gates (tenant
-fairness, sessions, agents' sessions, queue limits, deadlines), then the other gates. Sibling forks
-correct `num_cached_tokens` of a fork, so agents' sessions, which need the number of tokens that
-were found in the cache, are notified before.
+fairness, sessions, agents' sessions, queue limits, deadlines, prefill throttle), then the other
+gates. Sibling forks correct `num_cached_tokens` of a fork, so agents' sessions, which need the
+number of tokens that were found in the cache, are notified before.
 """
 
 from collections.abc import Callable, Sequence
@@ -172,6 +172,7 @@ class SchedulerParts:
             self.agent_sessions,
             self.queue_limits,
             self.deadlines,
+            self.prefill_throttle,
             *later_gates,
         )
         for gate in self.gates:

@@ -140,6 +140,16 @@ def test_the_loop_steps_until_idle_and_checks_the_kv_cache_once(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_steps_without_tokens_leave_no_memory(depth):
+    """They only tell workers which sequences have ended, and no result is processed for them."""
+    loop = Loop(depth=depth)
+    loop.engine.add_one([1, 2], max_tokens=3)
+    loop.busy_loop.run_until_shutdown()
+    assert not loop.workers.sent[-1].total_num_scheduled_tokens
+    assert loop.engine.scheduler._row_counts == {}
+
+
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
 def test_a_token_that_comes_after_the_end_is_counted_and_dropped(depth):
     loop = Loop(depth=depth)
     wanted = undisturbed([1, 2], 2)

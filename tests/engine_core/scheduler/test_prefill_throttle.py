@@ -1,5 +1,6 @@
 """Prefill throttling: prompt tokens per step beside decodes."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from engine_core.kv_connector.base import NO_MATCH, Match
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.limits import (
-    MAX_PREFILL_STEPS,
+    MIN_PROMPT_TOKENS,
     SHORT_SECONDS,
     PrefillThrottle,
     make_prefill_throttle,
@@ -16,6 +17,7 @@ from proto.scheduler_output import SchedulerOutput
 from tests.engine_core.scheduler.external_kv import WAITS
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector
+from tests.fakes.messages import make_request
 
 DECODE = 0.05
 TOKEN = 0.0005
@@ -31,17 +33,34 @@ def seconds_of_step(output: SchedulerOutput) -> float:
     return seconds_of(num_decoding, output.total_num_scheduled_tokens - num_decoding)
 
 
-def learnt(stretch: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
-    pace = PrefillThrottle(step_budget, stretch)
-    pace.learn_step(16, 0, seconds_of(16, 0))
-    pace.learn_step(15, 200, seconds_of(15, 200))
-    return pace
+def see_requests(
+    throttle: PrefillThrottle, num_prompt_tokens: int, num_output_tokens: int, num_cached: int = 0
+) -> None:
+    """Let a throttle see the end of a request. num_cached: prompt tokens with KV."""
+    request = make_request(1, [1] * num_prompt_tokens)
+    request.num_cached_tokens = num_cached
+    request.all_token_ids += [1] * num_output_tokens
+    throttle.on_admitted(request, 1)
+    throttle.on_released(request)
 
 
-@pytest.mark.parametrize(("stretch", "expected"), [(2.0, 96), (1.5, 48), (1.01, 16), (9.0, 256)])
-def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected: int) -> None:
-    """In multiples of 16 rows, and never zero: 0.05 s are 100 tokens."""
-    assert learnt(stretch).prompt_tokens(16, 0) == expected
+def learnt(slowdown: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
+    """Return a throttle that knows the times, and that requests have short prompts."""
+    throttle = PrefillThrottle(step_budget, slowdown)
+    throttle.learn_step(16, 0, seconds_of(16, 0))
+    throttle.learn_step(15, 200, seconds_of(15, 200))
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
+    return throttle
+
+
+@pytest.mark.parametrize(("slowdown", "expected"), [(2.0, 96), (1.5, 48), (9.0, 256)])
+def test_a_step_takes_the_multiple_of_one_that_decodes(slowdown: float, expected: int) -> None:
+    """In multiples of 16 rows: 0.05 s are 100 tokens."""
+    assert learnt(slowdown).prompt_tokens(16, 16) == expected
+
+
+def test_a_step_has_room_for_a_chunk_that_is_worth_its_overhead() -> None:
+    assert learnt(1.01).prompt_tokens(16, 16) == MIN_PROMPT_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -50,73 +69,106 @@ def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected:
 )
 def test_unseen_batch_sizes_are_interpolated(num_decoding: int, expected: int) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
-    pace = PrefillThrottle(256, 2.0)
-    pace.learn_step(16, 0, 0.08)
-    pace.learn_step(2, 0, 0.04)
-    pace.learn_step(9, 100, 0.06 + 100 * TOKEN)
-    assert pace.prompt_tokens(num_decoding, 0) == expected
+    throttle = PrefillThrottle(256, 2.0)
+    throttle.learn_step(16, 0, 0.08)
+    throttle.learn_step(2, 0, 0.04)
+    throttle.learn_step(9, 100, 0.06 + 100 * TOKEN)
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
+    assert throttle.prompt_tokens(num_decoding, num_decoding) == expected
 
 
 def test_prompts_are_not_throttled_without_decodes() -> None:
-    assert learnt().prompt_tokens(0, 0) == 256
+    assert learnt().prompt_tokens(0, 16) == 256
 
 
-def test_until_both_times_are_known_a_step_is_full() -> None:
-    pace = PrefillThrottle(256, 2.0)
-    pace.learn_step(3, 200, 0.3)  # the prompt's share of the time is unknown
-    assert pace.prompt_tokens(16, 0) == 256
-    pace.learn_step(16, 0, DECODE)
-    assert pace.prompt_tokens(16, 0) == 256
-    pace.learn_step(15, 200, seconds_of(15, 200))
-    assert pace.prompt_tokens(16, 0) == 96
+def test_until_a_request_has_ended_a_step_is_full() -> None:
+    throttle = PrefillThrottle(256, 2.0)
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=0)  # aborted in the queue
+    assert throttle.prompt_tokens(16, 16) == 256
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
+    assert throttle.prompt_tokens(16, 16) == MIN_PROMPT_TOKENS, "times are unknown"
+    throttle.learn_step(3, 200, 0.3)  # the prompt's share of the time is unknown
+    throttle.learn_step(16, 0, DECODE)
+    assert throttle.prompt_tokens(16, 16) == MIN_PROMPT_TOKENS
+    throttle.learn_step(15, 200, seconds_of(15, 200))
+    assert throttle.prompt_tokens(16, 16) == 96
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_steps_without_timings_are_not_learnt_from(seconds: float) -> None:
-    pace = learnt()
-    pace.learn_step(16, 0, seconds)
-    pace.learn_step(15, 200, seconds)
-    assert pace.prompt_tokens(16, 0) == 96
+    throttle = learnt()
+    throttle.learn_step(16, 0, seconds)
+    throttle.learn_step(15, 200, seconds)
+    assert throttle.prompt_tokens(16, 16) == 96
 
 
 def test_a_short_step_is_not_cut() -> None:
-    pace = PrefillThrottle(256, 2.0)
-    pace.learn_step(1, 0, 0.005)
-    pace.learn_step(1, 100, 0.005 + 100 * 0.00025)
-    assert pace.prompt_tokens(1, 0) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
+    throttle = PrefillThrottle(256, 2.0)
+    throttle.learn_step(1, 0, 0.005)
+    throttle.learn_step(1, 100, 0.005 + 100 * 0.00025)
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
+    assert throttle.prompt_tokens(1, 1) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
 
 
 @pytest.mark.parametrize(
-    ("num_missing", "expected"), [(96 * MAX_PREFILL_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
+    ("num_prompt_tokens", "num_output_tokens", "num_requests", "expected"),
+    [
+        (512, 64, 8, 80),  # 1.25 · 8 · 8
+        (512, 64, 14, 144),
+        (2000, 64, 8, 256),  # 312, more than a step has
+        (512, 64, 100, 256),  # a long queue
+        (256, 128, 16, 48),
+        (10, 1000, 30, 48),
+    ],
 )
-def test_a_backlog_of_prompts_is_computed_within_some_steps(
-    num_missing: int, expected: int
+def test_prompts_keep_up_with_the_requests(
+    num_prompt_tokens: int, num_output_tokens: int, num_requests: int, expected: int
 ) -> None:
-    assert learnt().prompt_tokens(16, num_missing) == expected
+    throttle = PrefillThrottle(256, 1.5)
+    see_requests(throttle, num_prompt_tokens, num_output_tokens)
+    assert throttle.prompt_tokens(4, num_requests) == expected
+
+
+def test_chunks_grow_with_a_queue_of_longer_prompts() -> None:
+    throttle = learnt()
+    assert throttle.prompt_tokens(16, 110) == 144
+
+
+def test_short_requests_before_count_little() -> None:
+    """A warm-up, for example: each token counts, not each request."""
+    throttle = PrefillThrottle(256, 1.5)
+    for _ in range(4):
+        see_requests(throttle, num_prompt_tokens=16, num_output_tokens=16)
+    see_requests(throttle, num_prompt_tokens=512, num_output_tokens=64)
+    see_requests(throttle, num_prompt_tokens=512, num_output_tokens=64)
+    assert throttle.prompt_tokens(4, 8) in (64, 80)
+
+
+def test_cached_tokens_need_no_chunks() -> None:
+    throttle = PrefillThrottle(256, 1.5)
+    see_requests(throttle, num_prompt_tokens=2000, num_output_tokens=10, num_cached=1990)
+    assert throttle.prompt_tokens(4, 4) == MIN_PROMPT_TOKENS
 
 
 def test_one_slow_step_is_soon_forgotten() -> None:
-    pace = learnt()
-    pace.learn_step(16, 0, 100 * DECODE)
-    assert pace.prompt_tokens(16, 0) <= 128
+    throttle = learnt()
+    throttle.learn_step(16, 0, 100 * DECODE)
+    assert throttle.prompt_tokens(16, 16) <= 128
     for _ in range(30):
-        pace.learn_step(16, 0, DECODE)
-    assert pace.prompt_tokens(16, 0) == 96
+        throttle.learn_step(16, 0, DECODE)
+    assert throttle.prompt_tokens(16, 16) == 96
 
 
-@pytest.mark.parametrize(("stretch", "chunked"), [(0.0, True), (2.0, False)])
-def test_without_the_setting_or_chunks_nothing_is_throttled(stretch: float, chunked: bool) -> None:
-    throttle = make_prefill_throttle(256, stretch, chunked=chunked)
-    throttle.learn_step(16, 0, seconds_of(16, 0))
-    throttle.learn_step(15, 200, seconds_of(15, 200))
-    assert throttle.prompt_tokens(16, 0) == 256
-
-
-def test_the_setting_throttles() -> None:
-    throttle = make_prefill_throttle(256, 2.0, chunked=True)
-    throttle.learn_step(16, 0, seconds_of(16, 0))
-    throttle.learn_step(15, 200, seconds_of(15, 200))
-    assert throttle.prompt_tokens(16, 0) == 96
+@pytest.mark.parametrize(
+    ("slowdown", "chunked", "expected"),
+    [(2.0, True, 48), (None, True, 256), (0.0, True, 256), (2.0, False, 256)],
+)
+def test_without_the_setting_or_chunks_nothing_is_throttled(
+    slowdown: float | None, chunked: bool, expected: int
+) -> None:
+    throttle = make_prefill_throttle(256, slowdown, chunked=chunked)
+    see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
+    assert throttle.prompt_tokens(16, 16) == expected
 
 
 def decoding_engine(**settings: Any) -> EngineHarness:
@@ -130,6 +182,7 @@ def decoding_engine(**settings: Any) -> EngineHarness:
     engine.add([20] * 200, 1)
     for _ in range(3):
         engine.step()
+    engine.scheduler._prefill_throttle._num_output_tokens = 1e9  # so that the times decide
     return engine
 
 
@@ -240,3 +293,66 @@ def test_a_transferred_prompt_does_not_overtake_one_that_waits_for_blocks() -> N
     behind = engine.add_one([60] * 200, max_tokens=1)
     engine.step()
     assert (head.status, behind.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
+
+
+def seconds_of_1b(output: SchedulerOutput) -> float:
+    """Return the time of a step of a model with a billion parameters on two cores."""
+    counts = list(scheduled(output).values())
+    num_decoding = counts.count(1)
+    num_prompt_tokens = sum(counts) - num_decoding
+    unpacking = 0.007 if num_prompt_tokens else 0.0
+    return 0.0165 + 0.0021 * num_decoding + unpacking + 0.0017 * num_prompt_tokens
+
+
+def closed_loop(
+    max_prefill_slowdown: float, num_prompt_tokens: int, num_output_tokens: int
+) -> tuple[float, list[float]]:
+    """Keep 8 requests in progress, 48 in all; return tokens per second and gaps between tokens.
+
+    The gaps are of all but the first 8, before whose end nothing is known of requests.
+    """
+    now = 0.0
+    engine = EngineHarness(
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        clock=lambda: now,
+        max_prefill_slowdown=max_prefill_slowdown,
+    )
+    engine.step_seconds = seconds_of_1b
+    numbers = iter(range(48))
+    last: dict[int, float] = {}
+    gaps = []
+
+    def add() -> None:
+        for number in itertools.islice(numbers, 1):
+            engine.add([number] * num_prompt_tokens, num_output_tokens, ignore_eos=True)
+
+    for _ in range(8):
+        add()
+    while engine.scheduler.num_unfinished:
+        num_before = engine.scheduler.num_unfinished
+        output = engine.send()
+        now += seconds_of_1b(output) + 0.001
+        for outputs in engine.collect(engine.in_flight.popleft()).values():
+            for each in outputs:
+                if each.request_id in last and each.request_id >= 108:
+                    gaps.append(now - last[each.request_id])
+                last[each.request_id] = now
+        for _ in range(num_before - engine.scheduler.num_unfinished):
+            add()
+    return 48 * num_output_tokens / now, gaps
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_output_tokens", "ratio", "lost"),
+    [(256, 32, 1.5, 0.05), (64, 32, 5.0, 0.05), (1000, 24, 1.5, 0.02)],
+)
+def test_even_gaps_cost_little_throughput(
+    num_prompt_tokens: int, num_output_tokens: int, ratio: float, lost: float
+) -> None:
+    """Prompts that come as fast as 8 to 40 tokens per output token are spread over the steps."""
+    free, _ = closed_loop(0.0, num_prompt_tokens, num_output_tokens)
+    rate, gaps = closed_loop(2.0, num_prompt_tokens, num_output_tokens)
+    gaps.sort()
+    assert gaps[int(0.99 * len(gaps))] <= ratio * gaps[len(gaps) // 2]
+    assert rate >= (1 - lost) * free
