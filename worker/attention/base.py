@@ -83,6 +83,7 @@ class AttentionBackend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, write K and V of every token of the step, then attend.
 
@@ -90,5 +91,8 @@ class AttentionBackend(Protocol):
         one dtype, which need not be the cache's; heads and dims contiguous, rows at any stride
         (slices of one fused tensor). Returns a new contiguous [T, num_heads, head_dim] of that
         dtype.
+
+        sinks: float32 [num_heads], a logit of each head that takes part in the softmax of every
+        query but has no value, so that weights sum to less than 1 (OpenAI, gpt-oss model card).
         """
         ...

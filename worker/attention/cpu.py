@@ -125,6 +125,7 @@ class CpuAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._check(query, self._shape.num_heads)
         self._check(key, self._shape.num_kv_heads)
@@ -133,6 +134,9 @@ class CpuAttention:
         assert rotation.dtype == torch.float32
         assert rotation.is_contiguous()
         assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
+        if sinks is not None:
+            assert (sinks.shape, sinks.dtype) == ((self._shape.num_heads,), torch.float32)
+            assert sinks.is_contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
         group = layout.layer_slots[layer].group
@@ -142,6 +146,7 @@ class CpuAttention:
         call.key, call.key_stride = key.data_ptr(), key.stride(0)
         call.value, call.value_stride = value.data_ptr(), value.stride(0)
         call.rotation, call.output = rotation.data_ptr(), output.data_ptr()
+        call.sinks = None if sinks is None else sinks.data_ptr()
         plan = self._plans[layout.windows[group]].structure
         self._kernels.attention_run(self._groups[group], plan, call)
         return output

@@ -135,6 +135,7 @@ class FlashInferAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queue the kernels of one layer and wait for none. Rotates query and key in place."""
         group = self._kv_cache.layout.layer_slots[layer].group
@@ -143,7 +144,7 @@ class FlashInferAttention:
         self._store(self._slots[group], key, value, pages)
         ordered = query.index_select(0, self._moves[0]) if self._moves else query
         output = ordered.new_empty(ordered.shape)
-        self._groups[group].run(ordered, (pages[0].rows, pages[1].rows), output)
+        self._groups[group].run(ordered, (pages[0].rows, pages[1].rows), output, sinks)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
     def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:

@@ -8,6 +8,7 @@ Every argument whose default could change results is passed by name, also if the
 would do: the library's own are float16 and not causal.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,7 @@ from worker.kv_cache import Window
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
 _LAYOUT: Final = "HND"
+_LN_2: Final = math.log(2.0)
 _CAPTURED_SCHEDULE_BYTES: Final = 512 << 10
 """The library takes 8 MiB for any schedule, on the device and page-locked. One of 4,096 decodes
 took its planner 110 KB (132 multiprocessors); where it is too small a plan fails by name."""
@@ -282,21 +284,32 @@ class GroupWrappers:
             self._plan_prefill(self._prefill, parts.prefills, pages[2], causal=True)
             self._runs.append((self._prefill, slice(num_decodes, None)))
 
-    def run(self, query: torch.Tensor, pages: PagePair, output: torch.Tensor) -> None:
-        """Attend for query [T, num_heads, head_dim], in batch order; write to output."""
-        if self._has_prefix:
-            self._run_cascade(query, pages, output)
-            return
-        for wrapper, tokens in self._runs:
-            wrapper.run(query[tokens], pages, out=output[tokens])
+    def run(
+        self,
+        query: torch.Tensor,
+        pages: PagePair,
+        output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend for query [T, num_heads, head_dim], in batch order; write to output.
 
-    def _run_cascade(self, query: torch.Tensor, pages: PagePair, output: torch.Tensor) -> None:
-        sums, shared_sums = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
+        sinks: as in AttentionBackend.run. The wrappers ignore sinks that they are given, so the
+        output is rescaled by the share of the softmax that the sink leaves.
+        """
+        if not self._has_prefix and sinks is None:
+            for wrapper, tokens in self._runs:
+                wrapper.run(query[tokens], pages, out=output[tokens])
+            return
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         for wrapper, tokens in self._runs:
             wrapper.run(query[tokens], pages, out=output[tokens], lse=sums[tokens], return_lse=True)
-        shared = torch.empty_like(output)
-        self._prefix.run(query, pages, out=shared, lse=shared_sums, return_lse=True)
-        self._merge(output, sums, shared, shared_sums)
+        if self._has_prefix:
+            shared, shared_sums = torch.empty_like(output), torch.empty_like(sums)
+            self._prefix.run(query, pages, out=shared, lse=shared_sums, return_lse=True)
+            self._merge(output, sums, shared, shared_sums)
+        if sinks is not None:
+            # Log-sums have base 2: exp(sum) / (exp(sum) + exp(sink)).
+            output.mul_(torch.sigmoid(sums * _LN_2 - sinks).unsqueeze(-1))
 
     def _plan_prefill(
         self, wrapper: PlannedWrapper, part: Part, pages: torch.Tensor, causal: bool

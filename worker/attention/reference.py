@@ -30,6 +30,7 @@ class ReferenceAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = self._kv_cache.layout
         group = layout.layer_slots[layer].group
@@ -50,6 +51,7 @@ class ReferenceAttention:
                 _gather(value_pages, table, first, seq_len),
                 self._shape,
                 window,
+                sinks,
             ).to(query.dtype)
         return output
 
@@ -65,10 +67,11 @@ def causal_attention(
     value: torch.Tensor,
     shape: AttentionShape,
     window: Window,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention [Q, Hq, D] of query [Q, Hq, D] to key and value [Hkv, N, D].
 
-    The queries have the last Q of the N positions.
+    The queries have the last Q of the N positions. sinks: as in AttentionBackend.run.
     """
     num_queries, num_tokens = query.shape[0], key.shape[1]
     grouped = query.view(num_queries, shape.num_kv_heads, shape.group_size, shape.head_dim)
@@ -81,7 +84,13 @@ def causal_attention(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sink = sinks.view(shape.num_kv_heads, shape.group_size, 1, 1)
+        sink = sink.expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
     # Zero times NaN is NaN, so a masked key would spread its NaN to queries that do not see it.
     broken = ~value.isfinite().all(dim=-1)
     output = torch.einsum("hgqn,hnd->qhgd", weights, value.masked_fill(broken[..., None], 0.0))

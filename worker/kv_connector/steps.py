@@ -103,9 +103,10 @@ class LayerHooks:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._connector.wait_for_layer_load(layer)
-        attended = self._attention.run(layer, query, key, value, rotation)
+        attended = self._attention.run(layer, query, key, value, rotation, sinks)
         self._connector.save_kv_layer(layer)
         return attended
 

@@ -19,7 +19,8 @@ NO_BLOCK = 1 << 30
 class Case:
     """sequences: (KV tokens before the step, query tokens). window: the layer's, in tokens.
 
-    dtype: of the activations. kv_dtype: of the cache, if it differs.
+    dtype: of the activations. kv_dtype: of the cache, if it differs. sinks: heads have one each, of
+    about the size of scores, and two far below and above.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -32,6 +33,7 @@ class Case:
     window: int | None = None
     kv_dtype: torch.dtype | None = None
     soft_cap: float = 0.0
+    sinks: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -86,6 +88,9 @@ class Step:
             )
         )
         self.query, self.key, self.value = q, k, v
+        self.sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
+        if self.sinks is not None and case.num_heads > 2:
+            self.sinks[1], self.sinks[2] = -200.0, 200.0
         for row, (before, new) in enumerate(case.sequences):
             table[row, : num_pages[row]], free = free[: num_pages[row]], free[num_pages[row] :]
             position = np.arange(before + new)
@@ -120,7 +125,7 @@ class Step:
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.of_all_groups(self.inputs))
-        return backend.run(LAYER, self.query, self.key, self.value, self.rotation)
+        return backend.run(LAYER, self.query, self.key, self.value, self.rotation, self.sinks)
 
     def of_all_groups(self, inputs: AttentionInputs) -> list[AttentionInputs]:
         """Inputs of all groups for `plan`; the group whose layer does not run has no blocks."""
@@ -168,7 +173,11 @@ class Step:
             scores = torch.einsum("qhgd,khd->hgqk", grouped, key) * case.shape.scale
             if case.soft_cap:
                 scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-            weights = scores.masked_fill(hidden[:, first:], -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(hidden[:, first:], -torch.inf)
+            if self.sinks is not None:
+                sink = self.sinks.double().view(-1, group, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat((scores, sink), dim=-1)
+            weights = scores.softmax(dim=-1)[..., : key.shape[0]]
             found = torch.einsum("hgqk,khd->qhgd", weights, value)
             answer[start : start + new] = found.flatten(1, 2)
         return answer

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from tests.worker.attention.steps import LAYER, Case, Step
-from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant
+from tests.worker.kernel_variants import (
+    LOADABLE,
+    THREADS,
+    each_variant,
+    load_variant,
+    threads_of_torch,
+)
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.attention.cpu import (
     MOST_PARTIAL_BYTES,
@@ -67,6 +73,11 @@ CASES = {
         ((700, 1), (1300, 3), (900, 2), (30, 1), (511, 1)), window=515, soft_cap=2.0, block_size=32
     ),
     "soft cap": Case(((700, 1), (90, 2), (3, 40)), soft_cap=1.5),
+    "sinks": Case(((0, 1), (700, 1), (90, 2), (3, 40), (1500, 30)), sinks=True),
+    "sinks, window, heads of 64 by eight": Case(
+        ((700, 1), (1300, 3), (900, 2), (30, 1), (511, 40)), 16, 2, 64, window=128, sinks=True
+    ),
+    "many decodes before a long chunk": Case((*((40, 1),) * 41, (1100, 40))),
 }
 
 
@@ -113,6 +124,7 @@ def test_reference_and_kernels_match_float64_on_random_steps() -> None:
             dtype=rng.choice(DTYPES),
             kv_dtype=rng.choice(KV_DTYPES),
             soft_cap=rng.choice([0.0, 0.0, 0.5, 30.0]),
+            sinks=rng.choice([False, False, True]),
             seed=seed,
             window=rng.choice([None, 1, rng.randrange(2, 100), rng.randrange(2, 500)]),
         )
@@ -134,14 +146,16 @@ def test_a_row_does_not_depend_on_its_batch(variant) -> None:
     for kv_dtype, windows in IN_SIGHT.items():
         dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
         for window in windows:
-            together = Step(Case(sequences, dtype=dtype, kv_dtype=kv_dtype, window=window))
+            together = Step(
+                Case(sequences, dtype=dtype, kv_dtype=kv_dtype, window=window, sinks=True)
+            )
             backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
             batch = together.run(backend)
             for row in range(len(sequences)):
                 backend.plan(together.of_all_groups(together.only(row)))
                 part = slice(*together.inputs.query_start[row : row + 2])
                 qkv = (together.query[part], together.key[part], together.value[part])
-                output = backend.run(LAYER, *qkv, together.rotation[part])
+                output = backend.run(LAYER, *qkv, together.rotation[part], together.sinks)
                 assert torch.equal(output, batch[part]), (kv_dtype, window, row)
 
 
@@ -160,21 +174,22 @@ def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tenso
         backend.plan(step.of_all_groups(inputs))
         part = slice(start, stop)
         qkv = (step.query[part], step.key[part], step.value[part])
-        outputs.append(backend.run(LAYER, *qkv, step.rotation[part]))
+        outputs.append(backend.run(LAYER, *qkv, step.rotation[part], step.sinks))
     return torch.cat(outputs)
 
 
 def decodes_sum_like_chunks(variant, kv_dtype: torch.dtype) -> bool:
-    """Whether decodes run in the kernel of chunks: with AMX over bfloat16 pages."""
-    return variant.name == "amx" and kv_dtype == torch.bfloat16
+    """Whether a row has the same bits in a decode: all but int8 pages multiplied as integers."""
+    return kv_dtype != torch.int8 or variant.name in ("avx2", "baseline")
 
 
 @each_variant
 def test_a_row_does_not_depend_on_the_chunk_it_is_in(variant) -> None:
-    """Chunks cut anywhere give the same bits; of one token only if decodes sum like chunks."""
+    """Chunks cut anywhere give the same bits; of one token, too, if decodes sum like chunks."""
     for kv_dtype, window in itertools.product(IN_SIGHT, (None, 300)):
         dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
-        step = Step(Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window))
+        case = Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window, sinks=True)
+        step = Step(case)
         backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
         whole = in_chunks(step, backend, [0, 400])
         assert torch.equal(whole, in_chunks(step, backend, [0, 64, 107, 300, 400])), kv_dtype
@@ -270,18 +285,17 @@ def test_kernels_and_reference_write_the_same_int8(variant) -> None:
 
 
 @each_variant
-def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
-    step = Step(Case(((600, 1), (0, 150), (1400, 1))))
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_results_do_not_depend_on_the_number_of_threads(variant, kv_dtype: torch.dtype) -> None:
+    dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    sequences = ((600, 1), (0, 150), (1400, 1))
+    step = Step(Case(sequences, dtype=dtype, kv_dtype=kv_dtype))
     backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
-    before = torch.get_num_threads()
-    try:
-        outputs = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    outputs = []
+    for threads in THREADS:
+        with threads_of_torch(threads):
             outputs.append(step.run(backend))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*outputs)
+    assert all(torch.equal(found, outputs[0]) for found in outputs)
 
 
 @each_variant

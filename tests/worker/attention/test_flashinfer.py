@@ -85,6 +85,14 @@ def test_output_equals_the_reference_bit_by_bit(name: str) -> None:
     assert (result.double() - exact).norm() < 5e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("name", ["mixed", "decodes", "prefills", "heads of 256, a window"])
+def test_sinks_take_part_in_the_softmax(name: str) -> None:
+    step = Step(replace(CASES[name], sinks=True))
+    result = step.run(FakeBackend(step).backend)
+    exact = step.expected()
+    assert (result.double() - exact).norm() < 5e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_of_eight_bits(dtype: torch.dtype) -> None:
     step = Step(case_of(MIXED, dtype=dtype, kv_dtype=torch.float8_e4m3fn, window=6))
@@ -185,10 +193,10 @@ def sharing_two_pages(step: Step) -> AttentionInputs:
     return replace(step.inputs, block_table=table)
 
 
-@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("fields", [{}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("name", SHARING)
-def test_cascade_attention_reads_a_shared_prefix_once(name: str, soft_cap: float) -> None:
-    case = case_of(SHARING[name], soft_cap=soft_cap)
+def test_cascade_attention_reads_a_shared_prefix_once(name: str, fields: dict[str, object]) -> None:
+    case = case_of(SHARING[name], **fields)
     step, twin = Step(case), Step(case)
     inputs = sharing_two_pages(step)
     fakes = FakeBackend(step, replace(OPTIONS, cascade_from=2))
@@ -196,7 +204,8 @@ def test_cascade_attention_reads_a_shared_prefix_once(name: str, soft_cap: float
     results = []
     for each, backend in ((step, fakes.backend), (twin, reference)):
         backend.plan([inputs])
-        results.append(backend.run(LAYER, each.query, each.key, each.value, each.rotation))
+        parts = (each.query, each.key, each.value, each.rotation, each.sinks)
+        results.append(backend.run(LAYER, *parts))
     assert (results[0] - results[1]).double().norm() < 5e-3 * results[1].double().norm()
     assert len([each for each in fakes.library.wrappers if each.for_all_queries]) == 1
 

@@ -108,6 +108,7 @@ class OnDevice:
         self.parts = [
             device.adopt(each) for each in (step.query, step.key, step.value, step.rotation)
         ]
+        self._sinks = None if step.sinks is None else device.adopt(step.sinks)
 
     def plan(self, inputs: AttentionInputs) -> None:
         self.backend.plan(self.step.of_all_groups(inputs))
@@ -115,7 +116,7 @@ class OnDevice:
     def run(self, parts: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Queue the step; q and k are copied, because the backend rotates them in place."""
         query, key, value, rotation = parts or self.parts
-        return self.backend.run(LAYER, query.clone(), key.clone(), value, rotation)
+        return self.backend.run(LAYER, query.clone(), key.clone(), value, rotation, self._sinks)
 
     def result(self) -> torch.Tensor:
         """Wait for the output of the whole step, float64 on the host."""
@@ -139,6 +140,15 @@ def test_output_equals_float64(device: Gpu, name: str) -> None:
     result = there.result()
     exact = there.expected()
     assert result.isfinite().all()
+    assert (result - exact).norm() < 5e-3 * exact.norm()
+
+
+@on_gpu
+@pytest.mark.parametrize("cascade_from", [0, 1])
+def test_sinks_take_part_in_the_softmax(device: Gpu, cascade_from: int) -> None:
+    there = OnDevice(device, Step(case_of(MIXED, sinks=True)), cascade_from=cascade_from)
+    result = there.result()
+    exact = there.expected()
     assert (result - exact).norm() < 5e-3 * exact.norm()
 
 
@@ -180,9 +190,10 @@ def test_plans_made_ahead_of_the_device_do_not_interfere(device: Gpu) -> None:
 
 
 @on_both
+@pytest.mark.parametrize("sinks", [False, True])
 @torch.inference_mode()
-def test_a_replayed_graph_uses_the_latest_plan(device: Gpu) -> None:
-    step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES)))
+def test_a_replayed_graph_uses_the_latest_plan(device: Gpu, sinks: bool) -> None:
+    step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES), sinks=sinks))
     there = OnDevice(device, step, capture_sizes=(4,), capture_pages=64)
     parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in there.parts]
     long = pad_decodes(step.inputs, 4)

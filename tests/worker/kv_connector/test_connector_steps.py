@@ -141,7 +141,7 @@ class PlainAttention:
     def plan(self, inputs):
         self.log.append("plan")
 
-    def run(self, layer, query, key, value, rotation):
+    def run(self, layer, query, key, value, rotation, sinks=None):
         self.log.append(("run", layer))
         return query
 

@@ -20,12 +20,9 @@ namespace {
 template <class C>
 void compute_piece(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
                    Scratch& scratch) {
-    if (piece.rows <= PIECE_ROWS && attend_in_tiles(piece, following, plan, index, scratch)) return;
-    if (piece.rows <= FEW_ROWS) {
-        if (attend_few_in_bfloat16(piece, following, plan, index, scratch)) return;
-        return attend_few<float, C>(piece, following, plan, index, scratch);
-    }
+    if (piece.rows <= PIECE_ROWS && attend_few_in_bfloat16(piece, following, plan, index, scratch)) return;
     if (attend_in_bfloat16(piece, plan, index, scratch)) return;
+    if (piece.rows <= FEW_ROWS) return attend_few<C>(piece, following, plan, index, scratch);
     ManyRows<C> tile(piece, scratch);
     tile.compute(piece);
     for (int64_t row = 0; row < piece.rows; row++) {
@@ -62,7 +59,7 @@ void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t r
         all.fold(span.output, span.best, span.total, head_dim, piece.scale);
         span.clear(head_dim);
     }
-    finish_row(piece, row, all.output, all.total);
+    finish_row(piece, row, all);
 }
 
 // Writes the rotated K and the V of one token to its page.

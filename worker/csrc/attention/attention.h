@@ -74,6 +74,7 @@ struct TokendAttentionSchedule {
 //   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
 //       float scales [parts of a row, block_size] (token_rows.h)
 //   rotation: [num_tokens, 2, head_dim / 2], cosines and sines
+//   sinks: [num_heads], a logit of each head that takes part in the softmax but has no value; or null
 struct TokendAttentionLayer {
     int64_t dtype;
     int64_t cache_dtype;
@@ -88,6 +89,7 @@ struct TokendAttentionLayer {
     void* value_pages;
     int64_t block_stride;
     int64_t head_stride;
+    const float* sinks;
     void* output;
 };
 

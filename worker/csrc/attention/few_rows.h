@@ -1,5 +1,8 @@
-// Attention of a few query rows (a decode): lanes run over head_dim, and each K and V
-// row is read from memory once for all of them.
+// Attention of a few query rows (a decode): each K and V row is read from memory once for all of
+// them.
+//
+// The sums equal those of many_rows.h bit by bit: a row has the same result in a decode and in any
+// chunk of a prompt.
 #pragma once
 
 #include "attention/piece.h"
@@ -9,60 +12,8 @@ namespace tokend {
 
 constexpr int64_t FEW_ROWS = 8;
 
-// The most rows that share a pass over a chunk. Every number up to it is compiled separately, so
-// the rarest type of pages has only one.
-template <class C>
-constexpr int MOST_SHARING = std::is_same_v<C, float16> ? 1 : 4;
-
-// Dot products of R query rows with four K rows over dims [begin, end): parts[r] in the layout of
-// sum_four.
-template <int N, int R, class Q, class C>
-TOKEND_INLINE void dot_four(const Q* const* queries, const C* const* keys, int64_t begin, int64_t end,
-                            F<N> (&parts)[R]) {
-    F<N> sums[R][4];
-    each<R>([&](auto r) { each<4>([&](auto t) { sums[r][t] = F<N>{}; }); });
-    for (int64_t dim = begin; dim < end; dim += N) {
-        F<N> query[R];
-        each<R>([&](auto r) { query[r] = load<N>(queries[r] + dim); });
-        each<4>([&](auto t) {
-            const F<N> key = load<N>(keys[t] + dim);
-            each<R>([&](auto r) { sums[r][t] += query[r] * key; });
-        });
-    }
-    each<R>([&](auto r) { parts[r] = sum_four<N>(sums[r][0], sums[r][1], sums[r][2], sums[r][3]); });
-}
-
-#if defined(__AVX512BF16__)
-// The same for bfloat16 and head_dim a multiple of 32: products are exact in float32.
-template <int R>
-TOKEND_INLINE void dot_four_bfloat16(const bfloat16* const* queries, const bfloat16* const* keys, int64_t head_dim,
-                                     F<16> (&parts)[R]) {
-    __m512 sums[R][4];
-    each<R>([&](auto r) { each<4>([&](auto t) { sums[r][t] = _mm512_setzero_ps(); }); });
-    for (int64_t dim = 0; dim < head_dim; dim += 32) {
-        __m512bh query[R];
-        each<R>([&](auto r) { query[r] = load_bytes<__m512bh>(queries[r] + dim); });
-        each<4>([&](auto t) {
-            const auto key = load_bytes<__m512bh>(keys[t] + dim);
-            each<R>([&](auto r) { sums[r][t] = _mm512_dpbf16_ps(sums[r][t], query[r], key); });
-        });
-    }
-    each<R>([&](auto r) {
-        parts[r] = sum_four<16>((F<16>)sums[r][0], (F<16>)sums[r][1], (F<16>)sums[r][2], (F<16>)sums[r][3]);
-    });
-}
-#endif
-
-template <int N, int R, class Q, class C>
-TOKEND_INLINE void dot_products(const Q* const* queries, const C* const* keys, int64_t begin, int64_t end,
-                                F<N> (&parts)[R]) {
-#if defined(__AVX512BF16__)
-    if constexpr (N == 16 && std::is_same_v<Q, bfloat16> && std::is_same_v<C, bfloat16>) {
-        if (end % 32 == 0) return dot_four_bfloat16<R>(queries, keys, end, parts);
-    }
-#endif
-    dot_four<N, R, Q, C>(queries, keys, begin, end, parts);
-}
+// The most rows that share a pass over a chunk; every number up to it is compiled separately.
+constexpr int MOST_SHARING = 4;
 
 // Pages are far apart, so the hardware prefetcher does not predict the next one.
 template <class T>
@@ -71,40 +22,40 @@ TOKEND_INLINE void prefetch(const T* row, int64_t head_dim) {
     for (int64_t at = 0; at < head_dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
 }
 
-// scores[r][t] for R rows and `count` tokens, count a multiple of N; int8 keys have scales.
-template <int N, int R, class Q, class C>
-TOKEND_INLINE void few_scores(const Q* const* queries, const C* const* keys, const float* key_scales,
+// scores[r][t] for R rows and `count` tokens, count a multiple of N; int8 keys have scales. K is
+// transposed N x N at a time, so that lanes are tokens and dims are added in order.
+template <int N, int R, class C>
+TOKEND_INLINE void few_scores(const float* const* queries, const C* const* keys, const float* key_scales,
                               const C* const* next, int64_t count, int64_t head_dim, float* scores) {
+    const int64_t part_dims = QUANTISED<C> ? head_dim / num_scales(head_dim) : head_dim;
     for (int64_t token = 0; token < count; token += N) {
-        // A plain loop: the compiler drops a lambda that only prefetches, because it counts as
-        // pure.
-        for (int i = 0; i < N; i++) prefetch(next[token + i], head_dim);
-        const int64_t num_parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / num_parts;
-        for (int64_t part = 0; part < num_parts; part++) {
-            F<N> fours[R][N / 4];
-            each<N / 4>([&](auto i) {
-                F<N> four[R];
-                dot_products<N, R, Q, C>(queries, keys + token + i * 4, part * dims, (part + 1) * dims, four);
-                each<R>([&](auto r) { fours[r][i] = four[r]; });
-            });
-            each<R>([&](auto r) {
-                float* at = scores + r * CHUNK + token;
-                F<N> sums = gather_sums<N>(fours[r]);
-                if constexpr (QUANTISED<C>) {
-                    const F<N> scale = load<N>(key_scales + part * CHUNK + token);
-                    sums = part == 0 ? sums * scale : multiply_add<N>(sums, scale, load<N>(at));
-                }
-                store<N>(at, sums);
+        F<N> sums[R];
+        each<R>([&](auto r) { sums[r] = F<N>{}; });
+        for (int64_t dim = 0; dim < head_dim; dim += N) {
+            // A plain loop: the compiler drops a lambda that only prefetches, because it counts as
+            // pure. A line of each row at a time, so that memory and arithmetic overlap.
+            if (dim * int64_t(sizeof(C)) % 64 == 0)
+                for (int i = 0; i < N; i++) __builtin_prefetch(next[token + i] + dim, 0, 2);
+            F<N> square[N];
+            each<N>([&](auto t) { square[t] = load<N>(keys[token + t] + dim); });
+            transpose_square<N>(square);
+            if constexpr (QUANTISED<C>) {
+                const F<N> scale = load<N>(key_scales + dim / part_dims * CHUNK + token);
+                each<N>([&](auto d) { square[d] *= scale; });
+            }
+            each<N>([&](auto d) {
+                each<R>([&](auto r) { sums[r] = multiply_add<N>(square[d], splat<N>(queries[r][dim + d]), sums[r]); });
             });
         }
+        each<R>([&](auto r) { store<N>(scores + r * CHUNK + token, sums[r]); });
     }
 }
 
 // output[r][dims] = output * rescale[r] + weights[r][t] * V[t][dims], over V vectors of dims
-// from `dim` on.
+// from `dim` on. scales: of int8 values.
 // If not all rows see all tokens, tokens of weight zero are skipped, because zero times NaN is NaN.
 template <int N, int R, int V, bool ALL_SEEN, class T>
-TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, const T* const* values,
+TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, const T* const* values, const float* scales,
                                     const T* const* next, int64_t count, int64_t dim, float* output, int64_t head_dim) {
     F<N> sums[R][V];
     each<R>([&](auto r) {
@@ -115,7 +66,8 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
         F<N> weight[R];
         each<R>([&](auto r) { weight[r] = splat<N>(weights[r * CHUNK + token]); });
         each<V>([&](auto v) {
-            const F<N> value = load<N>(values[token] + dim + v * N);
+            F<N> value = load<N>(values[token] + dim + v * N);
+            if constexpr (QUANTISED<T>) value *= scales[token];
             each<R>([&](auto r) {
                 const F<N> sum = multiply_add<N>(weight[r], value, sums[r][v]);
                 sums[r][v] = ALL_SEEN ? sum : weight[r] == F<N>{} ? sums[r][v] : sum;
@@ -128,14 +80,15 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
 }
 
 template <int N, int R, bool ALL_SEEN, class T>
-TOKEND_INLINE void few_values(const float* weights, const float* rescale, const T* const* values, const T* const* next,
-                              int64_t count, int64_t begin, int64_t end, float* output, int64_t head_dim) {
+TOKEND_INLINE void few_values(const float* weights, const float* rescale, const T* const* values, const float* scales,
+                              const T* const* next, int64_t count, int64_t begin, int64_t end, float* output,
+                              int64_t head_dim) {
     constexpr int V = N == 16 ? 4 : 2;
     int64_t dim = begin;
     for (; dim + V * N <= end; dim += V * N)
-        few_values_slice<N, R, V, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
+        few_values_slice<N, R, V, ALL_SEEN, T>(weights, rescale, values, scales, next, count, dim, output, head_dim);
     for (; dim < end; dim += N)
-        few_values_slice<N, R, 1, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
+        few_values_slice<N, R, 1, ALL_SEEN, T>(weights, rescale, values, scales, next, count, dim, output, head_dim);
 }
 
 // Converts scores[first, seen) of one row to weights, and the rest of the chunk to zeros. Returns
@@ -151,30 +104,16 @@ TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float 
     F<N> largest = load<N>(scores);
     each<CHUNK / N>([&](auto i) { largest = maximum<N>(largest, load<N>(scores + i * N)); });
     const float new_best = std::max(*best, max_lanes<N>(largest));
-    const float rescale = std::exp((*best - new_best) * scale);
+    const float rescale = exp_nonpositive<N>(splat<N>((*best - new_best) * scale))[0];
     F<N> sum = {};
     each<CHUNK / N>([&](auto i) {
         const F<N> weight = exp_nonpositive<N>((load<N>(scores + i * N) - new_best) * scale);
         store<N>(scores + i * N, weight);
         sum += weight;
     });
-    *total = *total * rescale + sum_lanes<N>(sum);
+    *total = multiply_add<N>(splat<N>(*total), splat<N>(rescale), splat<N>(sum_lanes<N>(sum)))[0];
     *best = new_best;
     return rescale;
-}
-
-// Weights times the scales of int8 values. If not all rows see all tokens, a NaN scale is skipped
-// for weight zero.
-template <int R, bool ALL_SEEN>
-TOKEND_INLINE void scale_weights(const float* scales, const float* weights, float* scaled) {
-    constexpr int N = LANES;
-    for (int64_t token = 0; token < CHUNK; token += N) {
-        const F<N> scale = load<N>(scales + token);
-        each<R>([&](auto r) {
-            const F<N> weight = load<N>(weights + r * CHUNK + token), product = weight * scale;
-            store<N>(scaled + r * CHUNK + token, ALL_SEEN ? product : weight == F<N>{} ? F<N>{} : product);
-        });
-    }
 }
 
 // K and V rows of up to CHUNK tokens, and the scales of int8 ones once they are loaded.
@@ -213,11 +152,10 @@ struct Chunk {
     }
 };
 
-// Rows of one tile and their intermediate results. Queries are floats, or bfloat16
-// where the processor multiplies those by pages of bfloat16.
-template <class Q, class C>
+// Rows of one tile and their intermediate results.
+template <class C>
 struct FewRows {
-    const Q* queries[FEW_ROWS];
+    const float* queries[FEW_ROWS];
     int64_t limits[FEW_ROWS];
     int64_t window;
     float best[FEW_ROWS];
@@ -226,14 +164,11 @@ struct FewRows {
 
     FewRows(const Piece& piece, Scratch& scratch) : window(piece.window) {
         const int64_t size = piece.rows * piece.head_dim;
-        output = scratch.floats(2 * size + piece.head_dim);
-        Q* turned = reinterpret_cast<Q*>(output + size);
-        float* query = output + 2 * size;
+        output = scratch.floats(2 * size);
         for (int64_t row = 0; row < piece.rows; row++) {
-            Q* at = turned + row * piece.head_dim;
+            float* query = output + size + row * piece.head_dim;
             piece.rotated_query(row, query);
-            for (int64_t dim = 0; dim < piece.head_dim; dim += 8) store<8>(at + dim, load<8>(query + dim));
-            queries[row] = at;
+            queries[row] = query;
             limits[row] = piece.limit(row);
             best[row] = NO_SCORE;
             total[row] = 0.0f;
@@ -272,7 +207,7 @@ struct FewRows {
         float rescale[R];
         bool all_seen = true;
         const int64_t head_dim = piece.head_dim;
-        few_scores<N, R, Q, C>(queries + row, now.keys, now.key_scales, next.keys, round_up(now.count, N), head_dim, scores);
+        few_scores<N, R, C>(queries + row, now.keys, now.key_scales, next.keys, round_up(now.count, N), head_dim, scores);
         if (piece.soft_cap > 0.0f) cap<R>(scores, round_up(now.count, LANES), piece);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
@@ -289,12 +224,9 @@ struct FewRows {
     TOKEND_INLINE static void add_values(const float* weights, const float* rescale, const Chunk<C>& now, const Chunk<C>& next,
                                          float* rows, int64_t head_dim) {
         const int64_t parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / parts;
-        alignas(64) float scaled[QUANTISED<C> ? R * CHUNK : 1];
-        for (int64_t part = 0; part < parts; part++) {
-            if constexpr (QUANTISED<C>) scale_weights<R, ALL_SEEN>(now.value_scales + part * CHUNK, weights, scaled);
-            few_values<N, R, ALL_SEEN, C>(QUANTISED<C> ? scaled : weights, rescale, now.values, next.values, now.count,
+        for (int64_t part = 0; part < parts; part++)
+            few_values<N, R, ALL_SEEN, C>(weights, rescale, now.values, now.value_scales + part * CHUNK, next.values, now.count,
                                           part * dims, (part + 1) * dims, rows, head_dim);
-        }
     }
 
     template <int R>
@@ -305,11 +237,11 @@ struct FewRows {
     }
 };
 
-template <class Q, class C>
+template <class C>
 void attend_few(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    FewRows<Q, C> tile(piece, scratch);
+    FewRows<C> tile(piece, scratch);
     if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, MOST_SHARING<C>>(piece, following);
+        tile.template compute<LANES, MOST_SHARING>(piece, following);
     else
         tile.template compute<8, 1>(piece, following);
     for (int64_t row = 0; row < piece.rows; row++)

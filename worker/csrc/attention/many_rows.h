@@ -27,7 +27,7 @@ TOKEND_FLATTEN void many_scores(const float* const* keys, const float* queries, 
         each<V>([&](auto v) { query[v] = load<N>(queries + dim * width + v * N); });
         each<TILE_M>([&](auto m) {
             const F<N> key = splat<N>(keys[m][dim]);
-            each<V>([&](auto v) { sums[m][v] += key * query[v]; });
+            each<V>([&](auto v) { sums[m][v] = multiply_add<N>(key, query[v], sums[m][v]); });
         });
     }
     each<TILE_M>([&](auto m) {
@@ -195,14 +195,21 @@ struct ManyRows {
             // A row without visible tokens so far must not compute infinity minus infinity.
             const F<N> shift = largest == NO_SCORE ? F<N>{} : largest;
             const F<N> rescale = exp_nonpositive<N>((before - shift) * scale);
-            F<N> sum = load<N>(part.total + column) * rescale;
-            for (int64_t token = 0; token < count; token++) {
-                const F<N> weight = exp_nonpositive<N>((load<N>(chunk + token * width) - shift) * scale);
-                store<N>(chunk + token * width, weight);
-                sum += weight;
+            // Every N-th token is summed first, then halves: the order of sum_lanes over tokens.
+            F<N> sums[N];
+            for (int64_t lane = 0; lane < N; lane++) {
+                F<N> sum = {};
+                for (int64_t token = lane; token < count; token += N) {
+                    const F<N> weight = exp_nonpositive<N>((load<N>(chunk + token * width) - shift) * scale);
+                    store<N>(chunk + token * width, weight);
+                    sum += weight;
+                }
+                sums[lane] = sum;
             }
+            for (int64_t half = N / 2; half > 0; half /= 2)
+                for (int64_t lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
             store<N>(part.best + column, largest);
-            store<N>(part.total + column, sum);
+            store<N>(part.total + column, multiply_add<N>(load<N>(part.total + column), rescale, sums[0]));
             if (min_lanes<N>(rescale) == 1.0f) continue;
             for (int64_t at = column; at < head_dim * width; at += width)
                 store<N>(part.output + at, load<N>(part.output + at) * rescale);

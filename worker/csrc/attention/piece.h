@@ -91,6 +91,12 @@ struct Piece {
         return other;
     }
 
+    // The token and the head of a row, among those of the step.
+    int64_t token(int64_t row) const {
+        return step->query_start[tile->seq] + tile->query_begin + row / group;
+    }
+    int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
+
     // A row sees KV tokens [limit - window, limit).
     int64_t limit(int64_t row) const { return first_limit + row / group; }
 
@@ -119,15 +125,6 @@ struct Piece {
             if constexpr (QUANTISED<C>) {
                 fetch_scales(key_page, value_page, offset);
             }
-        });
-    }
-
-    // Rows of K and V of one token, without the scales of the page.
-    template <class C>
-    void locate(int64_t token, const C** key, const C** value) const {
-        over_pages<C>(token, token + 1, [&](const C* key_page, const C* value_page, int64_t offset, int64_t) {
-            *key = key_page + offset * head_dim;
-            *value = value_page + offset * head_dim;
         });
     }
 
@@ -189,11 +186,6 @@ struct Piece {
             token += run;
         }
     }
-
-    int64_t token(int64_t row) const {
-        return step->query_start[tile->seq] + tile->query_begin + row / group;
-    }
-    int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
 };
 
 // Replaces raw scores so that, times `scale`, they are soft_cap * tanh(score * scale / soft_cap).
@@ -220,19 +212,15 @@ class Scratch {
 // which are compiled for the tile unit if a variant has it. A kernel returns whether it supports
 // the piece; if not, the generic kernels run.
 
-// many_rows_amx.cpp: many query rows, a span of tokens, and how many rows a tile of a longer
+// many_rows_bf16.cpp: many query rows, a span of tokens, and how many rows a tile of a longer
 // prompt has: enough to reuse K and V many times.
 int64_t tile_rows();
 bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch);
 
-// few_rows_bf16.cpp: few query rows over pages of bfloat16.
+// few_rows_bf16.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
+// what to fetch ahead.
 bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
                             Scratch& scratch);
-
-// few_rows_amx.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
-// what to fetch ahead.
-bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
-                     Scratch& scratch);
 
 // few_rows_int8.cpp: few query rows over pages of int8, a piece of neighbouring heads.
 bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan,

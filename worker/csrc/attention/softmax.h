@@ -79,14 +79,24 @@ struct ColumnResults {
 // | output, head_dim floats | largest raw score | sum of weights | padding |
 inline int64_t partial_width(int64_t head_dim) { return head_dim + 8; }
 
-inline void finish_row(const Piece& piece, int64_t row, float* output, float total) {
-    for (int64_t dim = 0; dim < piece.head_dim; dim += 8) store<8>(output + dim, load<8>(output + dim) / total);
-    piece.write_output(row, output);
+// The sum of a row's weights with the weight of its head's sink, which has no value to add. A sink
+// too large for a float leaves an output of 0.
+inline float whole_total(const Piece& piece, int64_t row, const RowResult& result) {
+    const float* sinks = piece.layer->sinks;
+    if (sinks == nullptr) return result.total;
+    return result.total + std::exp(sinks[piece.head(row)] - result.best * piece.scale);
+}
+
+inline void finish_row(const Piece& piece, int64_t row, const RowResult& result) {
+    const float total = whole_total(piece, row, result);
+    for (int64_t dim = 0; dim < piece.head_dim; dim += 8)
+        store<8>(result.output + dim, load<8>(result.output + dim) / total);
+    piece.write_output(row, result.output);
 }
 
 // Writes one row of a piece: final if the tile has one piece, else as a partial result.
 inline void leave_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row, const RowResult& result) {
-    if (piece.tile->pieces == 1) return finish_row(piece, row, result.output, result.total);
+    if (piece.tile->pieces == 1) return finish_row(piece, row, result);
     const int64_t at = piece.tile->partial_row + index * piece.rows + row;
     float* partial = plan->partials + at * partial_width(piece.head_dim);
     std::copy_n(result.output, piece.head_dim, partial);

@@ -253,52 +253,45 @@ TOKEND_INLINE float min_lanes(F<N> v) {
     return -max_lanes<N>(-v);
 }
 
-// low[i] and high[i] name elements of a then b (b from N on); returns a+b shuffled, summed.
-template <int N, class Low, class High>
-TOKEND_INLINE F<N> add_shuffled(F<N> a, F<N> b, Low low, High high) {
-    return [&]<int... L>(std::integer_sequence<int, L...>) {
-        using I = typename Vec<N>::I;
-        return __builtin_shuffle(a, b, I{low(L)...}) + __builtin_shuffle(a, b, I{high(L)...});
+// from(i): the index of element i of the result, in a and then b.
+template <int N, class From>
+TOKEND_INLINE F<N> shuffled(F<N> a, F<N> b, From from) {
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return __builtin_shuffle(a, b, typename Vec<N>::I{from(I)...});
     }(std::make_integer_sequence<int, N>());
 }
 
-// Within each 128-bit lane:  a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 b0+b2 a1+a3 b1+b3
-template <int N>
-TOKEND_INLINE F<N> add_pairs(F<N> a, F<N> b) {
-    return add_shuffled<N>(
-        a, b, [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + i % 2 * N; },
-        [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + 2 + i % 2 * N; });
+// Exchanges squares of SIZE elements across the diagonal, then of twice the size …
+template <int N, int SIZE>
+TOKEND_INLINE void exchange_squares(F<N> (&rows)[N]) {
+    each<N>([&](auto row) {
+        if constexpr ((row & SIZE) == 0) {
+            const F<N> a = rows[row], b = rows[row + SIZE];
+            rows[row] = shuffled<N>(a, b, [](int i) constexpr { return (i & SIZE) == 0 ? i : i - SIZE + N; });
+            rows[row + SIZE] = shuffled<N>(a, b, [](int i) constexpr { return (i & SIZE) == 0 ? i + SIZE : i + N; });
+        }
+    });
+    if constexpr (2 * SIZE < N) exchange_squares<N, 2 * SIZE>(rows);
 }
 
-// Within each 128-bit lane:  a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 a1+a3 b0+b2 b1+b3
+// Transposes N vectors in place: four rows in each 128-bit lane, then whole lanes.
 template <int N>
-TOKEND_INLINE F<N> add_halves(F<N> a, F<N> b) {
-    return add_shuffled<N>(
-        a, b, [](int i) constexpr { return i / 4 * 4 + i % 2 + i % 4 / 2 * N; },
-        [](int i) constexpr { return i / 4 * 4 + i % 2 + 2 + i % 4 / 2 * N; });
-}
-
-// Four sums at once: 128-bit lane j of the result holds the parts of a, b, c, d in lane j.
-template <int N>
-TOKEND_INLINE F<N> sum_four(F<N> a, F<N> b, F<N> c, F<N> d) {
-    return add_halves<N>(add_pairs<N>(a, b), add_pairs<N>(c, d));
-}
-
-// Neighbouring 128-bit lanes, added: lane 0+1 of a, lane 2+3 of a, …, then of b.
-template <int N>
-TOKEND_INLINE F<N> add_lanes(F<N> a, F<N> b) {
-    return add_shuffled<N>(
-        a, b, [](int i) constexpr { return i / 4 * 8 + i % 4; },
-        [](int i) constexpr { return i / 4 * 8 + i % 4 + 4; });
-}
-
-// parts[j] = sum_four of elements 4j .. 4j+3; returns the N sums in order.
-template <int N>
-TOKEND_INLINE F<N> gather_sums(const F<N> (&parts)[N / 4]) {
-    if constexpr (N == 4) return parts[0];
-    if constexpr (N == 8) return add_lanes<N>(parts[0], parts[1]);
-    if constexpr (N == 16)
-        return add_lanes<N>(add_lanes<N>(parts[0], parts[1]), add_lanes<N>(parts[2], parts[3]));
+TOKEND_INLINE void transpose_square(F<N> (&rows)[N]) {
+    // a0 b0 a1 b1 and a2 b2 a3 b3; a0 a1 b0 b1 and a2 a3 b2 b3
+    const auto low = [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + i % 2 * N; };
+    const auto high = [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + 2 + i % 2 * N; };
+    const auto first = [](int i) constexpr { return i / 4 * 4 + i % 2 + i % 4 / 2 * N; };
+    const auto second = [](int i) constexpr { return i / 4 * 4 + i % 2 + 2 + i % 4 / 2 * N; };
+    each<N / 4>([&](auto four) {
+        F<N>* at = rows + four * 4;
+        const F<N> ab = shuffled<N>(at[0], at[1], low), AB = shuffled<N>(at[0], at[1], high);
+        const F<N> cd = shuffled<N>(at[2], at[3], low), CD = shuffled<N>(at[2], at[3], high);
+        at[0] = shuffled<N>(ab, cd, first);
+        at[1] = shuffled<N>(ab, cd, second);
+        at[2] = shuffled<N>(AB, CD, first);
+        at[3] = shuffled<N>(AB, CD, second);
+    });
+    if constexpr (N > 4) exchange_squares<N, 4>(rows);
 }
 
 // ---- functions ----------------------------------------------------------------

@@ -1,6 +1,7 @@
-// The gate of the MLP: silu or GELU (tanh form) of one half of a row, times the other half.
+// The activation of the MLP: silu or GELU (tanh form) of one half of a row, times the other half;
+// or of the whole row, without a gate.
 //
-// Both are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
+// Both functions are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
 #include "common/row_vectors.h"
 #include "layers/row_parts.h"
 #include "layers/rows.h"
@@ -22,19 +23,25 @@ TOKEND_INLINE F<N> sigmoid(F<N> y) {
 }
 
 template <int64_t KIND>
-TOKEND_INLINE F<N> gated(F<N> x) {
+TOKEND_INLINE F<N> activated(F<N> x) {
     if constexpr (KIND == TOKEND_SILU) return x * sigmoid(x);
     constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
     return x * sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715f * (x * x * x)));
 }
 
+// up: null if it is not gated.
 template <int64_t KIND, class T, class To>
 TOKEND_FLATTEN void gate_span(const T* x, const T* up, int64_t size, To* out) {
     int64_t at = 0;
-    for (; at + N <= size; at += N) store<N>(out + at, gated<KIND>(load<N>(x + at)) * load<N>(up + at));
+    for (; at + N <= size; at += N) {
+        F<N> value = activated<KIND>(load<N>(x + at));
+        if (up) value *= load<N>(up + at);
+        store<N>(out + at, value);
+    }
     if (at < size) {
         const int64_t rest = size - at;
-        const F<N> value = gated<KIND>(load_some<N>(x + at, rest, 0.0f)) * load_some<N>(up + at, rest, 0.0f);
+        F<N> value = activated<KIND>(load_some<N>(x + at, rest, 0.0f));
+        if (up) value *= load_some<N>(up + at, rest, 0.0f);
         store_some<N>(out + at, rest, value);
     }
 }
@@ -47,8 +54,9 @@ void gate_rows(const TokendGateCall* gate) {
 #pragma omp parallel for schedule(static) if (gate->num_rows * size > PARALLEL_ELEMENTS)
     for (int64_t index = 0; index < gate->num_rows * spans; index++) {
         const int64_t row = index / spans, from = index % spans * SPAN;
-        const T* half = x + row * 2 * size + from;
-        gate_span<KIND>(half, half + size, std::min(SPAN, size - from), out + row * size + from);
+        const T* half = x + row * (gate->is_gated ? 2 : 1) * size + from;
+        const T* up = gate->is_gated ? half + size : nullptr;
+        gate_span<KIND>(half, up, std::min(SPAN, size - from), out + row * size + from);
     }
 }
 
@@ -65,11 +73,11 @@ void with_kind(const TokendGateCall* gate, Body body) {
 
 }  // namespace
 
-void gate_row(int64_t kind, int64_t dtype, int64_t size, const void* x, void* out) {
+void gate_row(int64_t kind, int64_t is_gated, int64_t dtype, int64_t size, const void* x, void* out) {
     with_type(dtype, [&]<class T>(T*) {
         const T* half = static_cast<const T*>(x);
         const auto gate = kind == TOKEND_SILU ? gate_span<TOKEND_SILU, T, T> : gate_span<TOKEND_GELU_TANH, T, T>;
-        gate(half, half + size, size, static_cast<T*>(out));
+        gate(half, is_gated ? half + size : nullptr, size, static_cast<T*>(out));
     });
 }
 

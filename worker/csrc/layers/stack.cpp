@@ -7,7 +7,9 @@
 //   norm | round | product | attention | round | product | norm | round | product | gate | round | product
 //        ^ same rows: no wait           ^ the same                ^                     ^
 #include "common/team.h"
+#include "layers/moe.h"
 #include "layers/row_parts.h"
+#include "layers/run_memory.h"
 #include "layers/stack.h"
 #include "products/weight_formats.h"
 
@@ -20,52 +22,49 @@
 namespace tokend {
 namespace {
 
-int64_t bytes_of(int64_t dtype) { return dtype == TOKEND_FLOAT32 ? 4 : 2; }
-
-// Rows of `size` elements, or bytes, in the memory of a run.
-struct Rows {
-    char* memory;
-    int64_t stride;  // bytes
-
-    void* row(int64_t index) const { return memory + index * stride; }
-};
-
 // The scratch memory of a run, in this order.
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
     Rows rotations;  // those of the first of the tables, then those of the next, …
     void* codes;
-    int64_t num_bytes = 0;
+    void* mixture;  // memory of a mixture of experts
+    RunMemory memory;
 
-    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, void* memory)
-        : memory_(static_cast<char*>(memory)) {
+    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, void* scratch) : memory(scratch) {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
-        normed = input_rows(num_rows, stack.hidden_size * width);
-        heads = rows(num_rows, all_heads * stack.head_dim * width);
-        attended = rows(num_rows, query_heads * stack.head_dim * width);
-        gate_up = rows(num_rows, 2 * stack.inner_size * width);
-        inner = input_rows(num_rows, stack.inner_size * width);
-        added = rows(num_rows, stack.hidden_size * width);
+        normed = memory.input_rows(num_rows, stack.hidden_size * width);
+        heads = memory.rows(num_rows, all_heads * stack.head_dim * width);
+        attended = memory.rows(num_rows, query_heads * stack.head_dim * width);
+        gate_up = memory.rows(num_rows, 2 * stack.inner_size * width);
+        inner = memory.input_rows(num_rows, stack.inner_size * width);
+        added = memory.rows(num_rows, stack.hidden_size * width);
         const int64_t widest = std::max({stack.hidden_size, query_heads * stack.head_dim, stack.inner_size});
-        codes = take(most_code_bytes(num_rows, widest));
-        rotations = rows(stack.num_rope_tables * num_rows, stack.head_dim * int64_t(sizeof(float)));
+        codes = memory.take(code_bytes(stack, num_rows, widest));
+        int64_t mixture_bytes = 0;
+        for (int64_t index = 0; index < stack.num_layers; index++)
+            if (const TokendMoe* moe = stack.layers[index].moe)
+                mixture_bytes = std::max(mixture_bytes, tokend_moe_bytes(moe, dtype, num_rows));
+        mixture = memory.take(mixture_bytes);
+        rotations = memory.rows(stack.num_rope_tables * num_rows, stack.head_dim * int64_t(sizeof(float)));
     }
 
   private:
-    Rows rows(int64_t num_rows, int64_t row_bytes) { return {take(num_rows * row_bytes), row_bytes}; }
-
-    // Rows that a product may read in place: an odd number of cache lines apart, so that the same
-    // column of several rows falls into different cache sets.
-    Rows input_rows(int64_t num_rows, int64_t row_bytes) { return rows(num_rows, ((row_bytes + 63) / 64 | 1) * 64); }
-
-    char* take(int64_t count) {
-        char* begin = memory_ + num_bytes;
-        num_bytes += (count + 63) / 64 * 64;
-        return begin;
+    // Bytes of the codes that the kernels of any product write.
+    static int64_t code_bytes(const TokendStack& stack, int64_t num_rows, int64_t in_features) {
+        int64_t most = 0;
+        const TokendProductKernels* last = nullptr;
+        for (int64_t index = 0; index < stack.num_layers; index++) {
+            const TokendStackLayer& layer = stack.layers[index];
+            for (const TokendStackLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+                if (linear->num_parts == 0) continue;  // of a layer with a mixture
+                const TokendProductKernels* kernels = linear->parts->kernels;
+                if (kernels != last) most = std::max(most, kernels->most_code_bytes(num_rows, in_features));
+                last = kernels;
+            }
+        }
+        return most;
     }
-
-    char* memory_;
 };
 
 int64_t nanoseconds() {
@@ -111,14 +110,16 @@ class Layers {
 
     void layer(int64_t index) {
         const TokendStackLayer& layer = stack_.layers[index];
-        norm(layer.attention_norm);
-        multiply(layer.qkv, space_.normed, space_.heads);
+        const Rows from = normed(layer.attention_norm, residual());
+        multiply(layer.qkv, from, space_.heads);
         attend(layer, run_.attention_calls[index]);
         end_block(layer.output, space_.attended, layer.attention_post_norm);
-        norm(layer.mlp_norm);
-        multiply(layer.gate_up, space_.normed, space_.gate_up);
+        const Rows mlp_input = normed(layer.mlp_norm, stack_.is_parallel ? from : residual());
+        if (layer.moe) return mix_experts(layer, mlp_input);
+        multiply(layer.gate_up, mlp_input, space_.gate_up);
         each_row([&](int64_t row) {
-            gate_row(stack_.gate, run_.dtype, stack_.inner_size, space_.gate_up.row(row), space_.inner.row(row));
+            gate_row(stack_.gate, stack_.is_gated, run_.dtype, stack_.inner_size, space_.gate_up.row(row),
+                     space_.inner.row(row));
         });
         end_block(layer.down, space_.inner, layer.mlp_post_norm);
     }
@@ -131,33 +132,44 @@ class Layers {
         for (int64_t row = 0; row < run_.num_rows; row++) body(row);
     }
 
-    void norm(const TokendRowNorm& norm) {
+    // The residual's norm, or `instead` if the model does not have it.
+    Rows normed(const TokendRowNorm& norm, const Rows& instead) {
+        if (!norm.weight) return instead;
         each_row([&](int64_t row) {
-            norm_row(run_.dtype, stack_.hidden_size, {norm.weight, norm.eps}, hidden(row), space_.normed.row(row));
+            norm_row(run_.dtype, stack_.hidden_size, norm, hidden(row), space_.normed.row(row));
         });
+        return space_.normed;
     }
 
     // Query and key heads where they lie.
     void norm_heads(const TokendStackLayer& layer) {
         if (!layer.query_norm.weight) return;
-        const int64_t head_bytes = stack_.head_dim * bytes_of(run_.dtype);
+        const int64_t joint = stack_.norms_heads_jointly;
         each_row([&](int64_t row) {
-            char* head = static_cast<char*>(space_.heads.row(row));
-            for (int64_t index = 0; index < stack_.num_heads + stack_.num_kv_heads; index++, head += head_bytes) {
-                const TokendRowNorm& norm = index < stack_.num_heads ? layer.query_norm : layer.key_norm;
-                norm_row(run_.dtype, stack_.head_dim, {norm.weight, norm.eps}, head, head);
-            }
+            char* heads = static_cast<char*>(space_.heads.row(row));
+            heads = norm_each(layer.query_norm, joint ? stack_.num_heads : 1, stack_.num_heads, heads);
+            norm_each(layer.key_norm, joint ? stack_.num_kv_heads : 1, stack_.num_kv_heads, heads);
         });
 #pragma omp barrier
+    }
+
+    // Norms `count` heads in place, `together` at a time; returns their end.
+    char* norm_each(const TokendRowNorm& norm, int64_t together, int64_t count, char* heads) {
+        const int64_t size = together * stack_.head_dim;
+        for (int64_t index = 0; index < count; index += together, heads += size * bytes_of(run_.dtype))
+            norm_row(run_.dtype, size, norm, heads, heads);
+        return heads;
     }
 
     // Rounds the thread's own rows, then multiplies.
     void multiply(const TokendStackLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
         const int64_t format = linear.parts->format;
-        if (has_codes(format, run_.dtype, linear.in_features))
+        const TokendProductKernels& kernels = *linear.parts->kernels;
+        if (kernels.has_codes(format, run_.dtype, linear.in_features))
             each_row([&](int64_t row) {
-                code_row(format, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row), space_.codes);
+                kernels.code_row(format, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
+                                 space_.codes);
             });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
@@ -165,7 +177,8 @@ class Layers {
         char* output = to.memory;
         for (int64_t index = 0; index < linear.num_parts; index++) {
             const TokendLinearPart& part = linear.parts[index];
-            multiply_codes(part, run_.dtype, run_.num_rows, input, space_.codes, {to.stride / width, output}, adds);
+            part.kernels->multiply_codes(part, run_.dtype, run_.num_rows, input, space_.codes,
+                                         {to.stride / width, output}, adds);
             output += part.out_features * width;
         }
         clock_.lap(run_.product_ns);
@@ -183,6 +196,7 @@ class Layers {
         call.value = space_.heads.memory + (stack_.num_heads + stack_.num_kv_heads) * head_bytes;
         call.query_stride = call.key_stride = call.value_stride = space_.heads.stride / bytes_of(run_.dtype);
         call.rotation = rotation(layer.rope_table, 0);
+        call.sinks = layer.sinks;
         call.output = space_.attended.memory;
         tokend_attention_run(place.step, place.plan, &call);
         clock_.lap(run_.attention_ns);
@@ -190,13 +204,30 @@ class Layers {
 
     // Adds a product, or its norm, to the residual.
     void end_block(const TokendStackLinear& linear, const Rows& from, const TokendRowNorm& post_norm) {
-        const Rows residual = {static_cast<char*>(run_.hidden), stack_.hidden_size * bytes_of(run_.dtype)};
-        if (!post_norm.weight) return multiply(linear, from, residual, true);
-        multiply(linear, from, space_.added);
+        multiply(linear, from, post_norm.weight ? space_.added : residual(), !post_norm.weight);
+        if (post_norm.weight) add_norm(post_norm);
+    }
+
+    // Adds a mixture of experts, or its norm, to the residual.
+    void mix_experts(const TokendStackLayer& layer, const Rows& from) {
+        clock_.lap();
+        const bool adds = !layer.mlp_post_norm.weight;
+        const Rows output = adds ? residual() : space_.added;
+        const TokendMoeRun run = {run_.dtype, run_.num_rows, from.stride, from.memory, output.stride,
+                                  output.memory, adds, space_.mixture, nullptr};
+        tokend_moe_run(layer.moe, &run);
+        clock_.lap(run_.product_ns);
+        if (!adds) add_norm(layer.mlp_post_norm);
+    }
+
+    void add_norm(const TokendRowNorm& norm) {
         each_row([&](int64_t row) {
-            const RowNorm norm = {post_norm.weight, post_norm.eps};
             add_norm_row(run_.dtype, stack_.hidden_size, norm, space_.added.row(row), hidden(row));
         });
+    }
+
+    Rows residual() const {
+        return {static_cast<char*>(run_.hidden), stack_.hidden_size * bytes_of(run_.dtype)};
     }
 
     float* rotation(int64_t rope_table, int64_t row) const {
@@ -204,7 +235,7 @@ class Layers {
     }
 
     void* hidden(int64_t row) const {
-        return static_cast<char*>(run_.hidden) + row * stack_.hidden_size * bytes_of(run_.dtype);
+        return residual().row(row);
     }
 
     const TokendStack& stack_;
@@ -217,7 +248,7 @@ class Layers {
 }  // namespace tokend
 
 extern "C" int64_t tokend_stack_bytes(const TokendStack* stack, int64_t dtype, int64_t num_rows) {
-    return tokend::Space(*stack, dtype, num_rows, nullptr).num_bytes;
+    return tokend::Space(*stack, dtype, num_rows, nullptr).memory.num_bytes();
 }
 
 extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {

@@ -3,7 +3,10 @@
 //   x                                                       the residual, [num_rows, hidden_size]
 //   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does
 //   x    += output(attention(heads))                        or its norm (attention_post_norm)
-//   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm)
+//   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm);
+//           or a mixture of experts (moe.h) of norm(x)
+//
+// A part without a norm before it reads x itself, or in a parallel block what the attention reads.
 //
 // Results between two products are rounded to the dtype, as they are when each part is a call of
 // its own (worker/models/layer_stack.py), so the bits are the same.
@@ -12,6 +15,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "layers/rows.h"
 
 extern "C" {
 
@@ -22,26 +26,26 @@ enum TokendWeightFormat : int64_t {
     TOKEND_BF16 = 2,     // TokendBf16Shape of bf16.h
 };
 
+struct TokendProductKernels;  // of weight_formats.h
+struct TokendMoe;             // of moe.h
+
 // One weight of a product, which computes a range of its outputs.
 struct TokendLinearPart {
     int64_t format;
     const void* weight;
+    const TokendProductKernels* kernels;  // those that multiply, of this library or of another one
     int64_t out_features;
     int64_t bias_dtype;  // 0 float32, 1 bfloat16
     const void* bias;    // [out_features], or null
 };
 
-// A linear layer: weights stacked along the outputs, all of one format.
+// A linear layer: weights stacked along the outputs, all of one format. The kernels of the first
+// write the codes of the input rows for all.
 struct TokendStackLinear {
     int64_t in_features;
     int64_t out_features;
     int64_t num_parts;
     const TokendLinearPart* parts;
-};
-
-struct TokendRowNorm {
-    const float* weight;  // null if the model has no such norm
-    double eps;
 };
 
 struct TokendStackLayer {
@@ -55,7 +59,9 @@ struct TokendStackLayer {
     TokendStackLinear gate_up;
     TokendStackLinear down;
     TokendRowNorm mlp_post_norm;
+    const TokendMoe* moe;  // in place of gate_up and down; or null
     int64_t rope_table;  // index into the tables of the stack
+    const float* sinks;  // of the attention, [num_heads]; or null
 };
 
 // Cosines and sines of every position of the model.
@@ -72,6 +78,9 @@ struct TokendStack {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t gate;  // a TokendGateKind of rows.h
+    int64_t is_gated;  // 0: gate_up has no gate and inner_size outputs
+    int64_t is_parallel;  // 1: the MLP reads what the attention reads
+    int64_t norms_heads_jointly;  // 1: query_norm is one norm of all query heads, key_norm of all key heads
     int64_t num_rope_tables;
     const TokendRopeTable* rope_tables;
     const TokendStackLayer* layers;

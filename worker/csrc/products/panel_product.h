@@ -106,11 +106,6 @@ struct Pending {
     }
 };
 
-// A part of the outputs, as pairs of panels, and of the rows.
-struct Slice {
-    int64_t first_pair, end_pair, first_row, end_row;
-};
-
 // One thread's part of a product:
 //
 //   group of pairs   ->  strip of rows  ->  pair          group: in the second cache
@@ -118,20 +113,20 @@ struct Slice {
 // so that writes of a row are contiguous. The outputs of a strip are written while the next sums
 // are computed.
 template <bool ADDS, class T, class Form>
-TOKEND_FLATTEN void multiply_slice(const Form& form, const TokendProduct& product, const Slice& slice) {
+TOKEND_FLATTEN void multiply_part(const Form& form, const TokendProduct& product, const ProductPart& part) {
     const int64_t group = std::max<int64_t>(1, GROUP_PANEL_BYTES / form.pair_bytes());
     typename Form::Strips strips;
     typename Form::Finish finishes[2];
     alignas(64) typename Form::Sum sums[2][STRIP * PAIR_OUTPUTS];
     Pending<Form, ADDS, T> before{};
     int turn = 0;
-    for (int64_t begin = slice.first_pair; begin < slice.end_pair; begin += group) {
-        const int64_t end = std::min(begin + group, slice.end_pair);
-        for (int64_t row = slice.first_row; row < slice.end_row; row += STRIP) {
-            const int64_t count = std::min(STRIP, slice.end_row - row);
+    for (int64_t begin = part.first_panel; begin < part.end_panel; begin += group) {
+        const int64_t end = std::min(begin + group, part.end_panel);
+        for (int64_t row = part.first_row; row < part.end_row; row += STRIP) {
+            const int64_t count = std::min(STRIP, part.end_row - row);
             for (int64_t pair = begin; pair < end; pair++) {
                 turn ^= 1;
-                strips(form, pair, row, count, sums[turn], Form::ALWAYS_FETCH || row == slice.first_row,
+                strips(form, pair, row, count, sums[turn], Form::ALWAYS_FETCH || row == part.first_row,
                        [&] { before.template some<ROWS_BETWEEN>(); });
                 before.all();
                 const int64_t first = pair * PAIR_OUTPUTS;
@@ -157,7 +152,7 @@ void multiply_share(const Form& form, const TokendProduct& product) {
     for (int64_t unit = units * thread / threads; unit < last;) {
         const int64_t part = unit / pairs, end = std::min(last, (part + 1) * pairs);
         const int64_t row = part * part_rows;
-        multiply_slice<ADDS, T>(form, product,
+        multiply_part<ADDS, T>(form, product,
                                 {unit - part * pairs, end - part * pairs, row,
                                  std::min(row + part_rows, product.num_rows)});
         unit = end;
@@ -171,6 +166,15 @@ void multiply_share(const Form& form, const TokendProduct& product) {
         product.adds ? multiply_share<true, float>(form, product) : multiply_share<false, float>(form, product);
     else
         product.adds ? multiply_share<true, bfloat16>(form, product) : multiply_share<false, bfloat16>(form, product);
+}
+
+// Called by a single thread; the panels of the part are pairs.
+template <class Form>
+void multiply_part(const Form& form, const TokendProduct& product, const ProductPart& part) {
+    if (product.output_dtype == 0)
+        multiply_part<false, float>(form, product, part);
+    else
+        multiply_part<false, bfloat16>(form, product, part);
 }
 
 inline bool worth_threads(int64_t num_rows, int64_t in_features, int64_t out_features) {

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-
 namespace tokend {
+namespace {
 
 int64_t most_code_bytes(int64_t num_rows, int64_t in_features) {
     const int64_t of_blocks = num_rows * (in_features / 32) * int64_t(sizeof(TokendQuantised));
@@ -20,8 +20,8 @@ bool has_codes(int64_t format, int64_t dtype, int64_t in_features) {
     return format != TOKEND_BF16 || !bf16_rows_in_place(dtype, in_features);
 }
 
-void code_row(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
-              void* codes) {
+void code_row_of(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
+                 void* codes) {
     if (format == TOKEND_BF16) return code_bf16_row(dtype, in_features, row, x, codes);
     TokendProduct product = {};
     product.input_dtype = dtype;
@@ -59,4 +59,34 @@ void multiply_codes(const TokendLinearPart& part, int64_t dtype, int64_t num_row
     }
 }
 
+void multiply_share(const TokendLinearPart& part, const ProductShare& share) {
+    TokendProduct product = {};
+    product.num_rows = share.total_rows;
+    product.input_dtype = share.input_dtype;
+    product.input_stride = share.input.stride;
+    product.input = share.input.memory;
+    product.bias_dtype = part.bias_dtype;
+    product.bias = part.bias;
+    product.output_dtype = share.output_dtype;
+    product.output_stride = share.output.stride;
+    product.output = share.output.memory;
+    const ProductPart of = {share.first_panel, share.end_panel, share.first_row, share.first_row + share.num_rows};
+    switch (part.format) {
+        case TOKEND_PACKED:
+            return multiply_packed_part(*static_cast<const TokendPackedShape*>(part.weight), product,
+                                        static_cast<const TokendQuantised*>(share.codes), of);
+        case TOKEND_ROTATED:
+            return multiply_rotated_part(*static_cast<const TokendRotatedShape*>(part.weight), product, share.codes, of);
+        case TOKEND_BF16:
+            return multiply_bf16_part(*static_cast<const TokendBf16Shape*>(part.weight), product, share.codes, of);
+    }
+}
+
+}  // namespace
 }  // namespace tokend
+
+extern "C" const TokendProductKernels* tokend_product_kernels() {
+    static const TokendProductKernels kernels = {tokend::most_code_bytes, tokend::has_codes, tokend::code_row_of,
+                                                 tokend::multiply_codes, tokend::multiply_share};
+    return &kernels;
+}

@@ -33,10 +33,12 @@ struct TokendBf16Shape {
 // Returns the bytes of a weight; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_bf16_bytes(const TokendBf16Shape* weight);
 
-// Lays out dense rows [out, in] of bfloat16, which are `stride` numbers apart. Shares its work
-// among the threads that the caller has.
+// Lays out outputs first … first + num_rows - 1 from dense rows of bfloat16, which are `stride`
+// numbers apart: of them row order[i] becomes output first + i, or row i if order is null. The
+// memory of the weight is zero at first. Shares its work among the threads that the caller has.
 __attribute__((visibility("default"))) void tokend_bf16_pack(
-    const TokendBf16Shape* weight, int64_t stride, const void* dense);
+    const TokendBf16Shape* weight, int64_t first, int64_t num_rows, int64_t stride, const void* dense,
+    const int64_t* order);
 
 // Copies rows of the weight to `numbers`, [num_ids, in] of bfloat16. Returns num_ids, or the index
 // of the first id that is not a row of the weight; then nothing was written.

@@ -40,4 +40,8 @@ bool bf16_rows_in_place(int64_t dtype, int64_t in_features);
 // of tokend_bf16_code_bytes.
 void code_bf16_row(int64_t dtype, int64_t in_features, int64_t row, const void* x, void* codes);
 
+// A part of tokend_bf16_coded_product, by the calling thread alone.
+void multiply_bf16_part(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes,
+                        const ProductPart& part);
+
 }  // namespace tokend

@@ -118,7 +118,19 @@ TOKEND_FLATTEN void code_numbers(const T* from, int64_t count, Bf16Code* to) {
     }
 }
 
+// The weight and the rows for it: those of the product, or their codes.
+Bf16Form form_of(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes) {
+    const int64_t in_features = weight.in_features;
+    if (bf16_rows_in_place(product.input_dtype, in_features)) return {weight, product.input, product.input_stride};
+    return {weight, codes, CodesOfRows(in_features).stride};
+}
+
 }  // namespace
+
+void multiply_bf16_part(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes,
+                        const ProductPart& part) {
+    multiply_part(form_of(weight, product, codes), product, part);
+}
 
 bool bf16_rows_in_place(int64_t dtype, int64_t in_features) {
     return sizeof(Bf16Code) == 2 && dtype == TOKEND_BFLOAT16 && in_features % STEP_INPUTS == 0;
@@ -143,11 +155,8 @@ extern "C" int64_t tokend_bf16_code_bytes(int64_t num_rows, int64_t in_features)
 }
 
 extern "C" void tokend_bf16_coded_product(const TokendBf16Shape* weight, const TokendProduct* product, const void* codes) {
-    const int64_t in_features = weight->in_features;
-    const bool in_place = bf16_rows_in_place(product->input_dtype, in_features);
-    const Bf16Form form(*weight, in_place ? product->input : codes,
-                        in_place ? product->input_stride : CodesOfRows(in_features).stride);
-    in_team(worth_threads(product->num_rows, in_features, weight->out_features),
+    const Bf16Form form = form_of(*weight, *product, codes);
+    in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
             [&] { multiply_share(form, *product); });
 }
 

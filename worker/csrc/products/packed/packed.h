@@ -55,12 +55,14 @@ struct TokendProduct {
 // Returns the bytes of a packed weight of this type; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_packed_bytes(const TokendPackedShape* weight);
 
-// Packs the rows of a GGUF tensor: row i of the weight is row order[i] of `raw`, or row i
-// where order is null. Runs on the calling thread.
+// Packs outputs first … first + num_rows - 1 from rows of a GGUF tensor: row order[i] of `raw`
+// becomes output first + i, or row i where order is null. The memory of the weight is zero at
+// first. Runs on the calling thread.
 __attribute__((visibility("default"))) void tokend_pack_blocks(
-    const TokendPackedShape* weight, const void* raw, const int64_t* order);
+    const TokendPackedShape* weight, int64_t first, int64_t num_rows, const void* raw, const int64_t* order);
 
-// Rounds dense rows (0 float32, 1 bfloat16, 2 float16) to a weight of type Q8_0.
+// Rounds dense rows (0 float32, 1 bfloat16, 2 float16) to a weight of type Q8_0, whose memory is
+// zero at first.
 __attribute__((visibility("default"))) void tokend_pack_dense(
     const TokendPackedShape* weight, int64_t dtype, int64_t stride, const void* dense);
 

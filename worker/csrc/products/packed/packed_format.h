@@ -3,6 +3,7 @@
 
 #include "common/simd.h"
 #include "products/packed/packed.h"
+#include "products/panels.h"
 
 namespace tokend {
 
@@ -74,5 +75,9 @@ inline int64_t num_panels(int64_t out_features) { return (out_features + PANEL -
 
 // Row `row` of the product's input to in_features / 32 blocks.
 void quantise_row(const TokendProduct& product, int64_t in_features, int64_t row, TokendQuantised* to);
+
+// A part of tokend_quantised_product, by the calling thread alone.
+void multiply_packed_part(const TokendPackedShape& weight, const TokendProduct& product, const TokendQuantised* rows,
+                          const ProductPart& part);
 
 }  // namespace tokend

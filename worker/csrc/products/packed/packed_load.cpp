@@ -146,18 +146,17 @@ void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
 }
 
 template <class Format>
-void pack_blocks(const TokendPackedShape& weight, const uint8_t* raw, const int64_t* order) {
+void pack_blocks(
+    const TokendPackedShape& weight, int64_t first, int64_t num_rows, const uint8_t* raw, const int64_t* order) {
     const int64_t num_blocks = weight.in_features / BLOCK;
     const int64_t row_bytes = num_blocks / (Format::HAS_HEAD ? SUPER_BLOCKS : 1) * raw_layout<Format>().bytes;
-    uint8_t* panel = static_cast<uint8_t*>(weight.packed);
-    for (int64_t first = 0; first < weight.out_features; first += PANEL) {
-        const int count = int(std::min<int64_t>(PANEL, weight.out_features - first));
-        for (int output = 0; output < count; output++) {
-            const int64_t row = order ? order[first + output] : first + output;
-            for (int64_t block = 0; block < num_blocks; block++)
-                put_block<Format>(panel, block, output, raw + row * row_bytes);
-        }
-        panel += Format::panel_bytes(weight.in_features);
+    uint8_t* packed = static_cast<uint8_t*>(weight.packed);
+    for (int64_t index = 0; index < num_rows; index++) {
+        const int64_t output = first + index;
+        const uint8_t* row = raw + (order ? order[index] : index) * row_bytes;
+        uint8_t* panel = packed + output / PANEL * Format::panel_bytes(weight.in_features);
+        for (int64_t block = 0; block < num_blocks; block++)
+            put_block<Format>(panel, block, int(output % PANEL), row);
     }
 }
 
@@ -250,15 +249,14 @@ extern "C" int64_t tokend_packed_bytes(const TokendPackedShape* weight) {
     return bytes;
 }
 
-extern "C" void tokend_pack_blocks(const TokendPackedShape* weight, const void* raw, const int64_t* order) {
-    std::memset(weight->packed, 0, size_t(tokend_packed_bytes(weight)));
+extern "C" void tokend_pack_blocks(
+    const TokendPackedShape* weight, int64_t first, int64_t num_rows, const void* raw, const int64_t* order) {
     with_format(weight->type, [&](auto format) {
-        pack_blocks<decltype(format)>(*weight, static_cast<const uint8_t*>(raw), order);
+        pack_blocks<decltype(format)>(*weight, first, num_rows, static_cast<const uint8_t*>(raw), order);
     });
 }
 
 extern "C" void tokend_pack_dense(const TokendPackedShape* weight, int64_t dtype, int64_t stride, const void* dense) {
-    std::memset(weight->packed, 0, size_t(tokend_packed_bytes(weight)));
     switch (dtype) {
         case 0: return pack_dense(*weight, stride, static_cast<const float*>(dense));
         case 1: return pack_dense(*weight, stride, static_cast<const bfloat16*>(dense));

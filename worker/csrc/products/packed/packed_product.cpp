@@ -30,24 +30,45 @@ struct Scratch {
     alignas(64) float results[CHUNK * PANEL];
 };
 
+// Adds to the results of the first rows by the tile unit, if there is one; returns how many rows.
+template <class Source>
+int64_t multiply_by_amx([[maybe_unused]] const Source& source, [[maybe_unused]] int64_t num_blocks,
+                        [[maybe_unused]] const TokendQuantised* x, [[maybe_unused]] int64_t stride,
+                        [[maybe_unused]] int64_t num_rows, [[maybe_unused]] float* result) {
+#if defined(TOKEND_AMX) && defined(__AMX_INT8__)
+    if (tiles_allowed() && num_rows >= AmxTiles<Source>::ROWS) {
+        AmxTiles<Source> tiles;
+        const int64_t end = num_rows / tiles.ROWS * tiles.ROWS;
+        for (int64_t row = 0; row < end; row += tiles.ROWS)
+            tiles(source, num_blocks, x + row * stride, stride, result + row * PANEL);
+        return end;
+    }
+#endif
+    return 0;
+}
+
 // result[row][output] for the outputs of a panel.
 template <class Format>
 void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
                     Scratch& scratch, float* result) {
     const Packed<Format> packed{panel};
     std::fill_n(result, num_rows * PANEL, 0.0f);
-    const int64_t many = num_rows > FEW<Format> ? num_rows / TILE_ROWS * TILE_ROWS : 0;
-    if constexpr (Format::BITS != 8) {
-        for (int64_t begin = 0; many && begin < num_blocks; begin += DEEP) {
+    int64_t done = 0;
+    if constexpr (Format::BITS == 8) {
+        done = multiply_by_amx(packed, num_blocks, x, num_blocks, num_rows, result);
+    } else {
+        for (int64_t begin = 0; num_rows > FEW<Format> && begin < num_blocks; begin += DEEP) {
             const int64_t end = std::min(begin + DEEP, num_blocks);
             unpack_blocks(packed, begin, end, scratch.unpacked);
             const UnpackedOf<Format> plain{scratch.unpacked, Format::ZERO};
-            for (int64_t row = 0; row < many; row += TILE_ROWS)
+            int64_t row = multiply_by_amx(plain, end - begin, x + begin, num_blocks, num_rows, result);
+            for (; row + TILE_ROWS <= num_rows; row += TILE_ROWS)
                 tile_of_panel<TILE_ROWS>(plain, end - begin, x + row * num_blocks + begin, num_blocks,
                                          result + row * PANEL);
+            done = row;
         }
     }
-    tiles(packed, num_blocks, x + many * num_blocks, num_blocks, num_rows - many, result + many * PANEL);
+    tiles(packed, num_blocks, x + done * num_blocks, num_blocks, num_rows - done, result + done * PANEL);
 }
 
 // The same for a type that is known at run time.
@@ -101,8 +122,28 @@ constexpr int64_t PARALLEL_PRODUCTS = 1 << 17;
 // Above this many numbers the threads share the rounding of the rows.
 constexpr int64_t PARALLEL_NUMBERS = 1 << 13;
 
-void run(const TokendPackedShape& weight, MultiplyPanel multiply, const TokendProduct& product,
-         const TokendQuantised* given) {
+MultiplyPanel multiply_panel_of(const TokendPackedShape& weight) {
+    MultiplyPanel multiply = nullptr;
+    with_format(weight.type, [&](auto format) { multiply = multiply_panel<decltype(format)>; });
+    return multiply;
+}
+
+// Multiplies up to CHUNK rows from `begin` on with a panel, and writes what they give.
+void multiply_chunk(const TokendPackedShape& weight, MultiplyPanel multiply, const TokendProduct& product,
+                    const TokendQuantised* x, int64_t panel, int64_t begin, int64_t count) {
+    static thread_local Scratch scratch;
+    const int64_t num_blocks = weight.in_features / BLOCK;
+    const int64_t panel_bytes = tokend_packed_bytes(&weight) / num_panels(weight.out_features);
+    float* results = scratch.results;
+    const uint8_t* packed = static_cast<const uint8_t*>(weight.packed) + panel * panel_bytes;
+    multiply(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
+    if (product.output_dtype == 0)
+        write<float>(product, weight.out_features, panel * PANEL, begin, count, results);
+    else
+        write<bfloat16>(product, weight.out_features, panel * PANEL, begin, count, results);
+}
+
+void run(const TokendPackedShape& weight, const TokendProduct& product, const TokendQuantised* given) {
     static thread_local std::vector<TokendQuantised> own;
     const int64_t num_rows = product.num_rows, num_blocks = weight.in_features / BLOCK;
     if (!given && int64_t(own.size()) < num_rows * num_blocks) own.resize(num_rows * num_blocks);
@@ -112,11 +153,10 @@ void run(const TokendPackedShape& weight, MultiplyPanel multiply, const TokendPr
     if (!given && !shared)
         for (int64_t row = 0; row < num_rows; row++)
             quantise_row(product, weight.in_features, row, rounded + row * num_blocks);
-    const int64_t panel_bytes = tokend_packed_bytes(&weight) / num_panels(weight.out_features);
+    const MultiplyPanel multiply = multiply_panel_of(weight);
     const int64_t chunks = (num_rows + CHUNK - 1) / CHUNK;
     const int64_t tasks = num_panels(weight.out_features) * chunks;
     in_team(num_rows * weight.in_features * weight.out_features > PARALLEL_PRODUCTS, [&] {
-        static thread_local Scratch scratch;
         if (!given && shared) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < num_rows; row++)
@@ -124,27 +164,27 @@ void run(const TokendPackedShape& weight, MultiplyPanel multiply, const TokendPr
         }
 #pragma omp for schedule(static) nowait
         for (int64_t task = 0; task < tasks; task++) {
-            const int64_t panel = task / chunks, begin = task % chunks * CHUNK;
-            const int64_t count = std::min(CHUNK, num_rows - begin);
-            float* results = scratch.results;
-            const uint8_t* packed = static_cast<const uint8_t*>(weight.packed) + panel * panel_bytes;
-            multiply(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
-            if (product.output_dtype == 0)
-                write<float>(product, weight.out_features, panel * PANEL, begin, count, results);
-            else
-                write<bfloat16>(product, weight.out_features, panel * PANEL, begin, count, results);
+            const int64_t begin = task % chunks * CHUNK;
+            multiply_chunk(weight, multiply, product, x, task / chunks, begin, std::min(CHUNK, num_rows - begin));
         }
     });
 }
 
 }  // namespace
+
+void multiply_packed_part(const TokendPackedShape& weight, const TokendProduct& product, const TokendQuantised* rows,
+                          const ProductPart& part) {
+    const MultiplyPanel multiply = multiply_panel_of(weight);
+    for (int64_t panel = part.first_panel; panel < part.end_panel; panel++)
+        for (int64_t begin = part.first_row; begin < part.end_row; begin += CHUNK)
+            multiply_chunk(weight, multiply, product, rows, panel, begin, std::min(CHUNK, part.end_row - begin));
+}
+
 }  // namespace tokend
 
 extern "C" void tokend_quantised_product(const TokendPackedShape* weight, const TokendProduct* product,
                                          const TokendQuantised* rows) {
-    tokend::MultiplyPanel multiply = nullptr;
-    tokend::with_format(weight->type, [&](auto format) { multiply = tokend::multiply_panel<decltype(format)>; });
-    tokend::run(*weight, multiply, *product, rows);
+    tokend::run(*weight, *product, rows);
 }
 
 extern "C" void tokend_packed_product(const TokendPackedShape* weight, const TokendProduct* product) {

@@ -6,6 +6,7 @@
 // many rows they have and wherever their weights come from, give the same bits.
 #pragma once
 
+#include "common/amx.h"
 #include "products/packed/packed_dot.h"
 #include "products/packed/packed_format.h"
 
@@ -31,6 +32,9 @@ struct Packed {
         const uint8_t* codes_at;
         const uint8_t* scales;
         int vector;
+
+        // The rows of codes, of a source whose codes are bytes.
+        TOKEND_INLINE const uint8_t* rows() const { return codes_at; }
 
         template <int J>
         TOKEND_INLINE DotU codes(int index) const {
@@ -95,6 +99,8 @@ struct Unpacked {
 
     struct Block {
         const uint8_t* at;
+
+        TOKEND_INLINE const uint8_t* rows() const { return at; }
 
         template <int J>
         TOKEND_INLINE DotU codes(int index) const {
@@ -195,6 +201,13 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
 #endif
 }
 
+// What the sum of a half's products begins with.
+template <class Source>
+TOKEND_INLINE int32_t start_of_dots(const TokendQuantised& x, int zero, int half) {
+    if constexpr (Source::HAS_LOW) return DOTS_START;
+    return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * zero;
+}
+
 // Adds to result[row][output] for TILE_VECTORS vectors from `vector` on; x: the first row's
 // blocks, stride blocks from row to row.
 template <int ROWS, class Source>
@@ -212,9 +225,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
         each<Source::HALVES>([&](auto half) __attribute__((always_inline)) {
             DotI dots[ROWS][TILE_VECTORS];
             each<ROWS>([&](auto row) {
-                const int32_t* minus = x[row * stride].minus;
-                const int32_t sum = Source::HALVES == 2 ? minus[half] : minus[0] + minus[1];
-                const DotI start = splat_int(Source::HAS_LOW ? DOTS_START : DOTS_START + sum * source.zero);
+                const DotI start = splat_int(start_of_dots<Source>(x[row * stride], source.zero, half));
                 each<TILE_VECTORS>([&](auto i) { dots[row][i] = start; });
             });
             add_products<Source, half>(block, x, stride, dots);
@@ -271,5 +282,103 @@ void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, i
             some(std::integral_constant<int, 1>());
     }
 }
+
+#if defined(TOKEND_AMX) && defined(__AMX_INT8__)
+
+// Sums of 16 rows with a panel by the tile unit (amx.h), whose integers vectors then scale and add in
+// the order of `tile`. A tile holds the integers of one half of a block:
+//
+//               B 6, 7   8 rows of codes, 16 outputs x 4 inputs (4 rows for half a block)
+//   A 4         C 0, 1   16 rows x 16 outputs
+//   16 rows x 32 inputs
+//
+// The tiles of the next half are multiplied while vectors add those of the last one.
+template <class Source>
+class AmxTiles {
+  public:
+    static constexpr int ROWS = 16;
+
+    AmxTiles() {
+        TileShapes shapes;
+        for (const int sums : {0, 1, 2, 3}) shapes.set(sums, ROWS);
+        shapes.set(4, ROWS, DEPTH);
+        for (const int codes : {6, 7}) shapes.set(codes, DEPTH / 4);
+        shapes.load();
+    }
+    ~AmxTiles() { _tile_release(); }
+    AmxTiles(const AmxTiles&) = delete;
+    AmxTiles& operator=(const AmxTiles&) = delete;
+
+    // Adds to result[row][output] of ROWS rows; the arguments are those of `tile`.
+    TOKEND_FLATTEN __attribute__((noinline)) void operator()(const Source& from, int64_t num_blocks,
+                                                             const TokendQuantised* x, int64_t stride, float* result) {
+        const Source source = from;
+        multiply<0>(source, x, stride, 0);
+        for (int64_t index = 0; index < num_blocks; index++) {
+            each<Source::HALVES>([&](auto half) __attribute__((always_inline)) {
+                const int64_t next = index * Source::HALVES + half + 1;
+                if (next < num_blocks * Source::HALVES) {
+                    if (next % 2) multiply<1>(source, x, stride, next);
+                    else multiply<0>(source, x, stride, next);
+                }
+                add<half>(source, index, x + index, stride, dots_[(next - 1) % 2], result);
+            });
+        }
+    }
+
+  private:
+    static constexpr int DEPTH = BLOCK / Source::HALVES;  // inputs
+    static constexpr int LINE = PANEL * 4;                // bytes of a row of sums
+
+    // The sums of half a block to dots_[BUFFER].
+    template <int BUFFER>
+    TOKEND_INLINE void multiply(const Source& source, const TokendQuantised* x, int64_t stride, int64_t number) {
+        const int64_t index = number / Source::HALVES, half = number % Source::HALVES;
+        const uint8_t* codes = source.block(index, 0).rows() + half * (DEPTH / 4) * ROW;
+        _tile_loadd(4, x[index].codes + half * DEPTH, stride * sizeof(TokendQuantised));
+        _tile_loadd(6, codes, ROW);
+        _tile_loadd(7, codes + ROW / 2, ROW);
+        if constexpr (BUFFER == 0) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_stored(0, dots_[0], LINE);
+            _tile_stored(1, dots_[0] + PANEL / 2, LINE);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_dpbsud(2, 4, 6);
+            _tile_dpbsud(3, 4, 7);
+            _tile_stored(2, dots_[1], LINE);
+            _tile_stored(3, dots_[1] + PANEL / 2, LINE);
+        }
+    }
+
+    template <int HALF>
+    TOKEND_INLINE static void add(const Source& source, int64_t index, const TokendQuantised* x, int64_t stride,
+                                  const int32_t* dots, float* result) {
+        const auto block = source.block(index, 0);
+        if (HALF == 0) source.fetch_ahead(index);
+        for (int i = 0; i < PANEL / DOT_LANES; i++) {
+            const ScaledDots scaled(block.scale(HALF, i));
+            DotF low{};
+            if constexpr (Source::HAS_LOW) low = block.low(i);
+            for (int row = 0; row < ROWS; row++) {
+                const TokendQuantised& of = x[row * stride];
+                const DotI sum = load_bytes<DotI>(dots + row * PANEL + i * DOT_LANES) +
+                                 splat_int(start_of_dots<Source>(of, source.zero, HALF));
+                float* to = result + row * PANEL + i * DOT_LANES;
+                DotF total = fused(scaled(sum), splat<DOT_LANES>(of.scale), load<DOT_LANES>(to));
+                if constexpr (Source::HAS_LOW) total = fused(low, splat<DOT_LANES>(of.total), total);
+                store<DOT_LANES>(to, total);
+            }
+        }
+    }
+
+    alignas(64) int32_t dots_[2][ROWS * PANEL];
+};
+
+#endif
 
 }  // namespace tokend

@@ -71,6 +71,10 @@ RowFacts code_row(float* numbers, int64_t in_features, int8_t* codes);
 // The input of a product, row `row`; `scratch` has in_features numbers.
 RowFacts code_input(const TokendProduct& product, int64_t in_features, int64_t row, float* scratch, int8_t* codes);
 
+// A part of tokend_coded_product, by the calling thread alone.
+void multiply_rotated_part(const TokendRotatedShape& weight, const TokendProduct& product, const void* codes,
+                           const ProductPart& part);
+
 // Memory of a thread for a row's numbers, aligned to 64.
 float* row_scratch(int64_t in_features);
 

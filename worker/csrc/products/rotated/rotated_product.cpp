@@ -114,6 +114,12 @@ bool worth_threads(const TokendRotatedShape& weight, int64_t num_rows) {
 }
 
 }  // namespace
+
+void multiply_rotated_part(const TokendRotatedShape& weight, const TokendProduct& product, const void* codes,
+                           const ProductPart& part) {
+    multiply_part(RotatedForm(weight, product.num_rows, const_cast<void*>(codes)), product, part);
+}
+
 }  // namespace tokend
 
 using namespace tokend;

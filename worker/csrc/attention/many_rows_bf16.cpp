@@ -1,4 +1,5 @@
-// Attention of many query rows with products of bfloat16 by the tile unit.
+// Attention of many query rows with products of bfloat16: by the tile unit, or by instructions that
+// multiply a vector of pairs.
 //
 // Tokens are rows, query rows are columns, so that the softmax never sums across lanes:
 //
@@ -6,14 +7,13 @@
 //   output [dim, row]   += V^T [dim, token] . weights [token, row]
 //
 // V is transposed once per piece, and then used for the query rows, 32 at a time.
-#include "attention/amx_tiles.h"
+#include "attention/bf16_pairs.h"
 #include "attention/piece.h"
 #include "common/amx.h"
 
-
 namespace tokend {
 
-#if defined(__AVX512BF16__) && defined(TOKEND_AMX)
+#if defined(__AVX512BF16__)
 namespace {
 
 constexpr int64_t PAIR = 2 * TILE;  // query rows that are computed together
@@ -31,7 +31,35 @@ struct Product {
 
 TOKEND_INLINE const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
 
+// The product without a tile unit: eight rows of `a` at a time, a word of each against 32 columns.
+TOKEND_FLATTEN void multiply_vectors(const Product& p) {
+    for (int64_t row = 0; row < PAIR; row += 8) {
+        const char* rows = at(row < TILE ? p.upper : p.lower, row % TILE * p.stride);
+        __m512 sums[8][2];
+        each<8>([&](auto r) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
+        for (int64_t step = 0; step < p.steps; step++) {
+            const char* words = at(rows, step * p.step);
+            const uint32_t *left = p.left + step * p.words, *right = p.right + step * p.words;
+            for (int64_t word = 0; word < TILE; word++) {
+                const auto b = load_bytes<__m512bh>(left + word * TILE), c = load_bytes<__m512bh>(right + word * TILE);
+                each<8>([&](auto r) {
+                    const __m512bh a = broadcast_pair(at(words, r * p.stride + word * 4));
+                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], a, b);
+                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], a, c);
+                });
+            }
+        }
+        each<8>([&](auto r) {
+            _mm512_storeu_ps(p.to + (row + r) * PAIR, sums[r][0]);
+            _mm512_storeu_ps(p.to + (row + r) * PAIR + TILE, sums[r][1]);
+        });
+    }
+}
+
+#if defined(TOKEND_AMX)
+
 void multiply(const Product& p) {
+    if (!tiles_allowed()) return multiply_vectors(p);
     constexpr int64_t ROW = PAIR * sizeof(float);
     // The compiler does not know that tiles are read from memory.
     asm volatile("" ::: "memory");
@@ -59,12 +87,21 @@ void multiply(const Product& p) {
 // Configures all eight tiles with full size for the lifetime of this object.
 struct Tiles {
     Tiles() {
+        if (!tiles_allowed()) return;
         TileShapes shapes;
         for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE);
         shapes.load();
     }
-    ~Tiles() { _tile_release(); }
+    ~Tiles() {
+        if (tiles_allowed()) _tile_release();
+    }
 };
+
+#else
+
+void multiply(const Product& p) { multiply_vectors(p); }
+
+#endif
 
 // Query rows of one tile of the plan and their intermediate results.
 template <class C>
@@ -118,6 +155,9 @@ struct Rows {
     }
 
     void compute() {
+#if defined(TOKEND_AMX)
+        const Tiles tiles;
+#endif
         for (int64_t from = piece.begin, to; from < piece.end; from = to) {
             to = next_cut(from, PIECE, piece.end);
             pack_tokens(from, to);
@@ -250,7 +290,7 @@ struct Rows {
     }
 
     // Softmax of 16 rows over the piece: scores become weights. Every sixteenth token is summed
-    // first and then neighbours, in the order of few_rows_amx.cpp.
+    // first and then neighbours, in the order of few_rows_bf16.cpp.
     TOKEND_FLATTEN void weigh(int64_t tile, int64_t first, int64_t steps) {
         const int64_t end = (first + steps) * INNER;
         const float *column = scores + tile * TILE, *scales = groups.value_scales;
@@ -289,10 +329,7 @@ struct Rows {
 template <class C>
 void attend(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
     Rows<C> rows(piece, scratch);
-    {
-        const Tiles tiles;
-        rows.compute();
-    }
+    rows.compute();
     for (int64_t tile = 0; tile * TILE < piece.rows; tile++) {
         float* output = rows.output_rows(tile);
         const int64_t begin = tile * TILE, end = std::min(piece.rows, begin + TILE);
@@ -305,13 +342,13 @@ void attend(const Piece& piece, const TokendAttentionSchedule* plan, int64_t ind
 }  // namespace
 
 bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim) || !tiles_allowed()) return false;
+    if (!suits_bfloat16(piece.layer, piece.head_dim)) return false;
     if (piece.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(piece, plan, index, scratch);
     else attend<bfloat16>(piece, plan, index, scratch);
     return true;
 }
 
-int64_t tile_rows() { return tiles_allowed() ? 192 : 96; }
+int64_t tile_rows() { return 192; }
 
 #else
 

@@ -1,7 +1,7 @@
-// Shared by the kernels with products of bfloat16: rows of K and V in the layout of tile products,
+// Shared by the kernels with products of bfloat16: rows of K and V in the layout of their products,
 // and the arithmetic of the softmax.
 //
-// A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along the inner dimension
+// The layout is that of the tile unit. A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along the inner dimension
 // share a word of 32 bits:
 //
 //   a   16 rows of 16 words          b   16 rows (one word of the inner dimension) of 16 columns
@@ -32,6 +32,10 @@ inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) 
 
 // ---- words of two numbers ------------------------------------------------------
 
+TOKEND_INLINE __m512bh broadcast_pair(const void* from) {
+    return (__m512bh)_mm512_set1_epi32(load_bytes<int32_t>(from));
+}
+
 // The upper halves of two vectors of floats: exact for numbers with at most 8 significant bits.
 TOKEND_INLINE __m512i pair_exact(__m512 low, __m512 high) {
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
@@ -55,21 +59,12 @@ TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* word
         _mm512_storeu_si512(words + dim / 2, pair_exact(widen(row + dim), widen(row + dim + 16)));
 }
 
-// The index of a row of a piece in the queries or the outputs, in rows of `head_dim`.
-TOKEND_INLINE int64_t token_of(const Piece& piece, int64_t row) {
-    return piece.step->query_start[piece.tile->seq] + piece.tile->query_begin + row / piece.group;
-}
-
-TOKEND_INLINE int64_t head_of(const Piece& piece, int64_t row) {
-    return piece.tile->kv_head * piece.group + row % piece.group;
-}
-
 // The query of a row, rotated (token_rows.h) and rounded, in the order of the keys.
 template <class C>
 TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
-    const int64_t token = token_of(piece, row), head_dim = piece.head_dim, half = head_dim / 2;
+    const int64_t token = piece.token(row), head_dim = piece.head_dim, half = head_dim / 2;
     const auto* query = static_cast<const bfloat16*>(piece.layer->query) + token * piece.layer->query_stride +
-                        head_of(piece, row) * head_dim;
+                        piece.head(row) * head_dim;
     const float* rotation = piece.layer->rotation + token * head_dim;
     auto* turned = reinterpret_cast<bfloat16*>(words);
     for (int64_t dim = 0; dim < half; dim += 16) {
@@ -90,10 +85,10 @@ TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) 
 inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
                            const RowResult& result) {
     if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
-    const int64_t at = token_of(piece, row) * piece.step->num_heads + head_of(piece, row);
+    const int64_t at = piece.token(row) * piece.step->num_heads + piece.head(row);
     auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.head_dim;
-    for (int64_t dim = 0; dim < piece.head_dim; dim += 16)
-        store<16>(to + dim, load<16>(result.output + dim) / result.total);
+    const float total = whole_total(piece, row, result);
+    for (int64_t dim = 0; dim < piece.head_dim; dim += 16) store<16>(to + dim, load<16>(result.output + dim) / total);
 }
 
 // V of two neighbouring tokens, one word per dim; `head_dim` words. For bfloat16 every 32 dims are
@@ -141,9 +136,10 @@ inline bool has_nonfinite(const bfloat16* row, int64_t head_dim, bfloat16* clean
 
 // ---- 16 x 16 words ---------------------------------------------------------------
 
-// Transposes: to[j][i] = from[i][j], rows `stride` words apart.
-TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to, int64_t to_stride) {
-    __m512i rows[16], fours[16];
+// Transposes 16 rows of words, `stride` words apart.
+TOKEND_INLINE void load_columns(const void* base, int64_t stride, __m512i (&rows)[16]) {
+    const auto* from = static_cast<const uint32_t*>(base);
+    __m512i fours[16];
     // Four words of a row in each 128 bits: of rows 0, 4, 8, 12, then 1, 5, 9, 13, …
     each<4>([&](auto row) {
         each<4>([&](auto part) {
@@ -163,6 +159,12 @@ TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to,
         rows[part * 4 + 2] = _mm512_unpacklo_epi64(AB, CD);
         rows[part * 4 + 3] = _mm512_unpackhi_epi64(AB, CD);
     });
+}
+
+// to[j][i] = from[i][j], rows `stride` words apart.
+TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to, int64_t to_stride) {
+    __m512i rows[16];
+    load_columns(from, stride, rows);
     each<16>([&](auto row) { _mm512_storeu_si512(to + row * to_stride, rows[row]); });
 }
 
@@ -229,31 +231,46 @@ struct Groups {
     }
 };
 
-// Prefetches the rows of the next piece a few lines at a time, so that memory never waits for
-// arithmetic. Groups that cross pages are skipped.
+// Prefetches rows a few lines at a time, in the order of use and some groups ahead of it, so that
+// memory never waits for arithmetic: K and V of the piece, then of the next one. Groups that cross
+// pages are skipped.
 struct Ahead {
     static constexpr int64_t LINES = 4;
+    static constexpr int64_t NEAR = 4;  // groups that fit into the L1 cache
 
-    const char* parts[2 * PIECE / TILE];  // 16 rows per entry, in the order of use
+    const char* parts[4 * PIECE / TILE];  // 16 rows per entry
     int64_t count = 0, index = 0, at = 0, size;
+    bool near;  // to the L1 cache, not only to L2
 
-    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
-        if (following.tile == now.tile && following.begin == now.begin) return;
+    // distance: in groups.
+    Ahead(const Piece& now, const Piece& following, int64_t distance)
+        : size(TILE * now.head_dim * sizeof(bfloat16)), near(distance <= NEAR) {
         if (now.step->block_size % TILE != 0) return;
-        const int64_t from = following.begin / TILE * TILE, groups = (following.end - from + TILE - 1) / TILE;
-        following.each_group<bfloat16>(
-            from, following.end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
-                parts[group] = reinterpret_cast<const char*>(keys);
-                parts[groups + group] = reinterpret_cast<const char*>(values);
-            });
-        count = 2 * groups;
+        append(now);
+        index = std::min(distance, count);
+        if (following.tile != now.tile || following.begin != now.begin) append(following);
+    }
+
+    // Appends K and V of a piece, or of the first PIECE tokens of a longer one.
+    void append(const Piece& piece) {
+        const int64_t from = piece.begin / TILE * TILE, end = next_cut(piece.begin, PIECE, piece.end);
+        const int64_t groups = (end - from + TILE - 1) / TILE;
+        const char** to = parts + count;
+        piece.each_group<bfloat16>(from, end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
+            to[group] = reinterpret_cast<const char*>(keys);
+            to[groups + group] = reinterpret_cast<const char*>(values);
+        });
+        count += 2 * groups;
     }
 
     // `count` times LINES lines.
     TOKEND_INLINE void fetch(int64_t times) {
         for (int64_t i = 0; i < times && index < count; i++) {
             const char* lines = parts[index] + at;
-            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            for (int64_t line = 0; line < LINES; line++) {
+                if (near) __builtin_prefetch(lines + line * 64, 0, 3);
+                else __builtin_prefetch(lines + line * 64, 0, 2);
+            }
             at += LINES * 64;
             if (at >= size) {
                 at = 0;
