@@ -11,13 +11,13 @@ The memory of the largest step is measured by running it, before the KV pool is 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 
 from proto.config import (
+    DEFAULT_POOL_SHARE,
     GIB,
     CacheConfig,
     DeviceConfig,
@@ -25,9 +25,12 @@ from proto.config import (
     KVCacheDType,
     SchedulerConfig,
     ServeConfig,
+    memory_size,
 )
 from proto.errors import ConfigError
-from proto.host_resources import available_memory, cores_of_worker
+from proto.host_resources import available_memory, cores_of_worker, is_memory_limited
+from worker.build_kernels import machine_variants
+from worker.kernels import limit_kernels
 
 logger = logging.getLogger("tokend.device")
 
@@ -37,8 +40,6 @@ DTYPES: Final = {
     "float16": torch.float16,
 }
 """The torch dtype of each `--dtype` setting except "auto"."""
-ALL: Final = Fraction(1)
-DEFAULT_KV_CACHE_BYTES: Final = 4 * GIB
 _MATRIX_FLAGS: Final = ("avx512_bf16", "amx_bf16")
 """CPU features that multiply bfloat16 matrices faster than float32 ones."""
 _FIRST_BFLOAT16_CAPABILITY: Final = (8, 0)
@@ -48,19 +49,17 @@ _STEP_TOKENS: Final = ((64 * GIB, 8192), (30 * GIB, 4096), (0, 2048))
 takes longer to compute than to read its weight; larger steps are fewer and longer."""
 
 
-def gib(num_bytes: int) -> str:
-    """Format a number of bytes for messages, for example "4.0 GiB"."""
-    return f"{num_bytes / GIB:.1f} GiB"
-
-
 def create_device(config: ServeConfig, rank: int) -> "Device":
     """Return the device of the worker with this rank; "auto" means CUDA if torch finds a GPU.
 
-    The worker of rank i uses the i-th GPU that CUDA_VISIBLE_DEVICES leaves.
-    Raises ConfigError for --device cuda without a GPU, or with fewer GPUs than workers.
+    The worker of rank i uses the i-th GPU that CUDA_VISIBLE_DEVICES leaves. On a CPU the kernels of
+    this process are held to --cpu-kernels from now on.
+    Raises ConfigError for --device cuda without a GPU, or with fewer GPUs than workers, and for
+    kernels that cannot run here.
     """
     setting = config.device.device
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+        limit_kernels(config.device.cpu_kernels)
         return CpuDevice(config.device, num_workers=config.parallel.tensor_parallel_size)
     if not torch.cuda.is_available():
         raise ConfigError(f"--device cuda: {_why_no_cuda()}; --device cpu works here", "device")
@@ -80,7 +79,7 @@ def create_device(config: ServeConfig, rank: int) -> "Device":
         )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    return CudaDevice(device, CudaRuntime(device), config.cache.gpu_memory_utilization)
+    return CudaDevice(device, CudaRuntime(device))
 
 
 def _why_no_cuda() -> str:
@@ -93,15 +92,22 @@ class Device(ABC):
     """The device of one worker.
 
     matrix_flags: CPU features that multiply bfloat16 matrices; empty on a GPU.
+    shares_memory: whether all workers, and the host, have the same memory.
     """
 
     torch_device: torch.device
     matrix_flags: tuple[str, ...] = ()
+    shares_memory: bool
 
     @property
     @abstractmethod
     def name(self) -> str:
         """A description for people: the hardware and how it is used."""
+
+    @property
+    @abstractmethod
+    def memory_name(self) -> str:
+        """The memory that weights and KV take, in words."""
 
     @abstractmethod
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
@@ -123,58 +129,52 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def kv_cache_bytes(self, config: CacheConfig, share: Fraction = ALL, reserved: int = 0) -> int:
-        """Return the bytes for the KV pool, out of the memory that is free now.
-
-        share: part of the configured size that this worker gets, as workers of one machine share
-        its memory. reserved: bytes to leave free for the largest step. Raises ConfigError for a
-        setting beyond the free memory.
-        """
+    def free_bytes(self, config: CacheConfig) -> int:
+        """Return the bytes that weights, steps and KV pool may take now."""
 
     @abstractmethod
-    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
-        """Raise ConfigError if the input batch of `num_rows` rows needs more than the free memory.
-
-        pool_bytes: memory that the KV pool will take.
-        """
-
-    def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
-        """Raise ConfigError if --num-gpu-blocks-override needs more than the free memory."""
-        num_blocks = config.num_gpu_blocks_override
-        if num_blocks is not None:
-            num_bytes = num_blocks * config.block_size * bytes_per_token
-            what = f"--num-gpu-blocks-override {num_blocks}: {num_bytes} bytes ({gib(num_bytes)})"
-            self._check_free(num_bytes, what, "num_gpu_blocks_override")
+    def default_pool_bytes(self, left: int) -> int:
+        """Return the size of a KV pool without a setting. left: bytes beside weights and steps."""
 
     @abstractmethod
-    def _check_free(
-        self, num_bytes: int, what: str, setting: str, reserved: int = 0, beside: str = ""
-    ) -> None:
-        """Raise ConfigError if fewer than num_bytes + reserved bytes are free."""
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+        """Return the bytes of this worker's KV pool, once the weights are loaded.
+
+        planned: by the sizes of the files. peak: bytes of the largest step. Raises ConfigError if
+        they are not free.
+        """
 
 
 class CpuDevice(Device):
-    """The CPU cores that this process may run on.
+    """The CPU cores that this process may run on, with the instructions that --cpu-kernels allows.
 
     root: folder with the `proc` and `sys` trees that describe the machine. num_workers: number of
     workers that share its cores.
     """
 
     torch_device = torch.device("cpu")
+    shares_memory = True
 
     def __init__(
         self, config: DeviceConfig, root: Path = Path("/"), *, num_workers: int = 1
     ) -> None:
         self._root = root
         self._model_name, flags = _read_cpuinfo(root)
+        self._limit = "" if config.cpu_kernels == "auto" else config.cpu_kernels
+        for variant in machine_variants():
+            if variant.name == self._limit:
+                flags &= variant.cpu_flags
         self.matrix_flags = tuple(flag for flag in _MATRIX_FLAGS if flag in flags)
         self.num_threads = config.cpu_threads or cores_of_worker(num_workers, root)
 
     @property
     def name(self) -> str:
         """For example "AMD EPYC (2 threads, avx512_bf16)"."""
-        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
-        return f"{self._model_name} ({', '.join((threads, *self.matrix_flags))})"
+        facts = [f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"]
+        facts += self.matrix_flags
+        if self._limit:
+            facts.append(f"kernels held to {self._limit}")
+        return f"{self._model_name} ({', '.join(facts)})"
 
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """Return the dtype; "auto" is bfloat16 if the CPU multiplies it in hardware."""
@@ -195,30 +195,26 @@ class CpuDevice(Device):
         """Return 0 without running: the operating system provides a step's memory on demand."""
         return 0
 
-    def kv_cache_bytes(self, config: CacheConfig, share: Fraction = ALL, reserved: int = 0) -> int:
-        """Return the share of the setting, or of 4 GiB but at most half of the free memory."""
-        configured = config.kv_cache_memory
-        if configured is None:
-            return int(min(DEFAULT_KV_CACHE_BYTES, available_memory(self._root) // 2) * share)
-        what = f"--kv-cache-memory {configured} ({gib(configured)})"
-        self._check_free(configured, what, "kv_cache_memory")
-        return int(configured * share)
+    @property
+    def memory_name(self) -> str:
+        limited = is_memory_limited(self._root)
+        return "memory of this container" if limited else "memory of this machine"
 
-    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
-        # The pool counts as taken: its pages are allocated only when they are first written.
-        what = f"--max-num-seqs {num_rows}: {num_bytes} bytes ({gib(num_bytes)}) of rows"
-        self._check_free(num_bytes, what, "max_num_seqs", pool_bytes, " beside the KV pool")
+    def free_bytes(self, config: CacheConfig) -> int:
+        return available_memory(self._root)
 
-    def _check_free(
-        self, num_bytes: int, what: str, setting: str, reserved: int = 0, beside: str = ""
-    ) -> None:
-        free = max(0, available_memory(self._root) - reserved)
-        if num_bytes > free:
-            raise ConfigError(
-                f"{what} is more than the {free} bytes ({gib(free)}) of memory that are "
-                f"free{beside}",
-                setting,
-            )
+    def default_pool_bytes(self, left: int) -> int:
+        """Return DEFAULT_POOL_SHARE of it: other programs take more now and then."""
+        return int(left * DEFAULT_POOL_SHARE)
+
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+        """Return the planned size: weights of mapped files would count as free memory now."""
+        return planned
+
+
+def cpu_model_name() -> str:
+    """Return the name of the processor."""
+    return _read_cpuinfo(Path("/"))[0]
 
 
 def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
@@ -273,17 +269,18 @@ class CudaRuntime:
 
 
 class CudaDevice(Device):
-    """One CUDA GPU. utilization: part of its memory that all processes on it may take together."""
+    """One CUDA GPU."""
 
-    def __init__(self, device: torch.device, runtime: CudaRuntime, utilization: float) -> None:
+    shares_memory = False
+
+    def __init__(self, device: torch.device, runtime: CudaRuntime) -> None:
         self.torch_device = device
         self._runtime = runtime
-        self._utilization = utilization
 
     @property
     def name(self) -> str:
         """For example "NVIDIA H100 80GB HBM3 (79.2 GiB)"."""
-        return f"{self._runtime.name()} ({gib(self._runtime.memory().total)})"
+        return f"{self._runtime.name()} ({memory_size(self._runtime.memory().total)})"
 
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """Return the dtype; "auto" is bfloat16 if the GPU multiplies it, else float16."""
@@ -309,51 +306,48 @@ class CudaDevice(Device):
         except torch.cuda.OutOfMemoryError:
             free, total = self._runtime.memory()
             raise ConfigError(
-                f"the largest step has no room: beside the weights {free} bytes ({gib(free)}) of "
-                f"{total} ({gib(total)}) are free; give a smaller --max-num-batched-tokens or "
-                "--max-num-seqs",
+                f"the largest step has no room: beside the weights {free} bytes "
+                f"({memory_size(free)}) of {total} ({memory_size(total)}) are free; give a smaller "
+                "--max-num-batched-tokens or --max-num-seqs",
                 "max_num_batched_tokens",
             ) from None
-        logger.info("the largest step takes %s beside the weights", gib(peak))
+        logger.info("the largest step takes %s beside the weights", memory_size(peak))
         return peak
 
-    def kv_cache_bytes(self, config: CacheConfig, share: Fraction = ALL, reserved: int = 0) -> int:
-        """Return the share of the setting, or all that --gpu-memory-utilization leaves."""
+    @property
+    def memory_name(self) -> str:
+        return "memory of the GPU"
+
+    def free_bytes(self, config: CacheConfig) -> int:
+        """Return what --gpu-memory-utilization leaves; with a pool of a fixed size, all of it."""
         free, total = self._runtime.memory()
-        if config.kv_cache_memory is not None:
-            num_bytes = int(config.kv_cache_memory * share)
-            what = f"--kv-cache-memory {num_bytes} ({gib(num_bytes)})"
-            self._check_free(num_bytes, what, "kv_cache_memory", reserved)
-            return num_bytes
-        budget = int(total * self._utilization)
-        left = budget - (total - free) - reserved
+        if config.pool_setting is not None:
+            return free
+        return int(total * config.gpu_memory_utilization) - (total - free)
+
+    def default_pool_bytes(self, left: int) -> int:
+        """Return all of it: --gpu-memory-utilization leaves a share already."""
+        return left
+
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+        """Return the planned size of a pool with a setting, else all that is left now."""
+        free, total = self._runtime.memory()
+        left = self.free_bytes(config) - peak
+        if config.pool_setting is not None:
+            if planned > left:
+                raise ConfigError(
+                    f"the KV pool of {planned} bytes ({memory_size(planned)}) is more than the "
+                    f"{left} bytes ({memory_size(left)}) of the device's memory that are free "
+                    "beside the largest step",
+                    config.pool_setting,
+                )
+            return planned
         if left <= 0:
             raise ConfigError(
-                f"--gpu-memory-utilization {self._utilization} leaves nothing for the KV pool: it "
-                f"allows {budget} bytes ({gib(budget)}) of {total}, {total - free} "
-                f"({gib(total - free)}) are taken and the largest step needs {reserved} "
-                f"({gib(reserved)})",
+                f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves nothing for the "
+                f"KV pool: it allows {left + peak + total - free} bytes of {total} "
+                f"({memory_size(total)}), {total - free} ({memory_size(total - free)}) are taken "
+                f"and the largest step needs {peak} ({memory_size(peak)})",
                 "gpu_memory_utilization",
             )
         return left
-
-    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
-        # Rows are in host memory, the pool is not.
-        free = available_memory()
-        if num_bytes > free:
-            raise ConfigError(
-                f"--max-num-seqs {num_rows}: {num_bytes} bytes ({gib(num_bytes)}) of rows is more "
-                f"than the {free} bytes ({gib(free)}) of memory that are free",
-                "max_num_seqs",
-            )
-
-    def _check_free(
-        self, num_bytes: int, what: str, setting: str, reserved: int = 0, beside: str = ""
-    ) -> None:
-        free = max(0, self._runtime.memory().free - reserved)
-        if num_bytes > free:
-            raise ConfigError(
-                f"{what} is more than the {free} bytes ({gib(free)}) of the device's memory that "
-                f"are free{beside}",
-                setting,
-            )

@@ -1,4 +1,7 @@
-"""The gate of an MLP, f(gate) * up, in torch, in C++ (csrc/layers/gate.cpp) or on a GPU."""
+"""The activation of an MLP, f(gate) * up, in torch, in C++ (csrc/layers/gate.cpp) or on a GPU.
+
+Without a gate it is f(up).
+"""
 
 import ctypes
 from typing import Final, Literal, Protocol
@@ -18,7 +21,10 @@ GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1}
 
 
 class Gate(Protocol):
-    """One implementation of f(gate) * up for gate_up [N, 2 * size] = gate ‖ up."""
+    """One implementation of f(gate) * up for gate_up [N, 2 * size] = gate ‖ up.
+
+    Without a gate: f(up) for up [N, size].
+    """
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
         """Return [N, size] in the memory of out, which has the dtype of contiguous gate_up.
@@ -29,23 +35,24 @@ class Gate(Protocol):
 
 
 class TorchGate:
-    """The gated activation of an MLP, act(gate) * up, in plain torch: for hosts without kernels."""
+    """The activation of an MLP in plain torch: for hosts without kernels."""
 
-    def __init__(self, name: Activation) -> None:
+    def __init__(self, name: Activation, is_gated: bool = True) -> None:
         self._name = name
+        self._is_gated = is_gated
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, *up = gate_up.float().chunk(2 if self._is_gated else 1, dim=-1)
         inner = F.silu(gate) if self._name == "silu" else F.gelu(gate, approximate="tanh")
-        return out.tensor.copy_(inner * up)
+        return out.tensor.copy_(inner * up[0] if up else inner)
 
 
 class KernelGate:
-    """The gate by the C++ kernels."""
+    """The activation by the C++ kernels."""
 
-    def __init__(self, kernels: Kernels, name: Activation) -> None:
+    def __init__(self, kernels: Kernels, name: Activation, is_gated: bool = True) -> None:
         self._gate = kernels.gate
-        self._call = GateCall(kind=GATE_CODES[name])
+        self._call = GateCall(kind=GATE_CODES[name], is_gated=is_gated)
         self._reference = ctypes.byref(self._call)
         self._known: Scratch | None = None
 
@@ -61,10 +68,12 @@ class KernelGate:
         return out.tensor
 
 
-def make_gate(name: Activation, device: torch.device) -> Gate:
+def make_gate(name: Activation, device: torch.device, is_gated: bool = True) -> Gate:
     """Return the fastest gate with this activation for tensors on this device."""
     if device.type == "cuda":
-        library, own = usable_flashinfer(), TritonGate(name)
-        return own if library is None else FlashInferGate(library, name, own)
+        library, own = usable_flashinfer(), TritonGate(name, is_gated)
+        return FlashInferGate(library, name, own) if library and is_gated else own
     kernels = row_kernels() if device.type == "cpu" else None
-    return TorchGate(name) if kernels is None else KernelGate(kernels, name)
+    if kernels is None:
+        return TorchGate(name, is_gated)
+    return KernelGate(kernels, name, is_gated)

@@ -2,9 +2,12 @@
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker.layers.kernel_weights import KernelWeight
+from worker.kernels import Kernels
+from worker.layers.kernel_weights import KernelWeight, unpack_blocks
 from worker.layers.linear import sum_in_float32
 from worker.parallel.group import RankGroup
 
@@ -42,6 +45,46 @@ class KernelTable:
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._weight.rows(token_ids, self.dtype)
+
+
+class MappedTable:
+    """A view [vocab, hidden] of a mapped file; rows are converted on use.
+
+    The pages that lookups touch are in the page cache, which all processes share.
+    """
+
+    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
+        self._stored = stored
+        self.dtype = dtype
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._stored.index_select(0, token_ids).to(self.dtype)
+
+
+class MappedBlockTable:
+    """The quantisation blocks [vocab, hidden] of a mapped GGUF file; see MappedTable.
+
+    stored: uint8 [vocab, bytes of a row], contiguous.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        gguf_type: str,
+        stored: npt.NDArray[np.uint8],
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._kernels = kernels
+        self._type = gguf_type
+        self._stored = stored
+        self._hidden = hidden
+        self.dtype = dtype
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return unpack_blocks(
+            self._kernels, self._type, self._stored, self._hidden, token_ids, self.dtype
+        )
 
 
 class VocabParallelTable:

@@ -10,7 +10,10 @@ so what they assume about tensors is checked here. Weights may be made and used 
 at once.
 """
 
+import copy
 import ctypes
+import functools
+import hashlib
 from enum import IntEnum
 from typing import Final, Self
 
@@ -60,34 +63,99 @@ class KernelFormat(IntEnum):
 class KernelWeight:
     """A weight [out_features, in_features], whose numbers a subclass fills in.
 
+    kernels: lay out the weight, and multiply with it until `use_kernels`.
+    type_name: the type of the numbers, for people.
     structure: describes the weight to the kernels of its format; has the fields out_features,
     in_features and packed, the last of which is set here.
     """
 
-    def __init__(self, kernels: Kernels, weight_format: KernelFormat, structure: Structure) -> None:
-        match weight_format:
-            case KernelFormat.PACKED:
-                num_bytes, self._product = kernels.packed_bytes, kernels.packed_product
-            case KernelFormat.ROTATED:
-                num_bytes, self._product = kernels.rotated_bytes, kernels.rotated_product
-            case KernelFormat.BF16:
-                num_bytes, self._product = kernels.bf16_bytes, kernels.bf16_product
+    def __init__(
+        self, kernels: Kernels, weight_format: KernelFormat, type_name: str, structure: Structure
+    ) -> None:
         self.out_features: int = structure.out_features
         self.in_features: int = structure.in_features
-        self._format = weight_format
+        self.weight_format = weight_format
+        self.type_name = type_name
         self._structure = structure
         self._kernels = kernels
-        self._packed = kernels.memory.allocate(num_bytes(structure))
+        self._packed = kernels.memory.allocate(self._packed_bytes())
         structure.packed = self._packed.data_ptr()
+        self.use_kernels(kernels)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the weight takes."""
         return self._packed.nbytes
 
+    def zeros_like(self, out_features: int) -> Self:
+        """Return a weight [out_features, in_features] of zeros in the same format."""
+        zeros = copy.copy(self)
+        zeros.out_features = out_features
+        zeros._structure = type(self._structure).from_buffer_copy(self._structure)
+        zeros._structure.out_features = out_features
+        zeros._packed = torch.zeros(zeros._packed_bytes(), dtype=torch.uint8)
+        zeros._structure.packed = zeros._packed.data_ptr()
+        return zeros
+
+    def _packed_bytes(self) -> int:
+        kernels = self._kernels
+        match self.weight_format:
+            case KernelFormat.PACKED:
+                num_bytes = kernels.packed_bytes(self._structure)
+            case KernelFormat.ROTATED:
+                num_bytes = kernels.rotated_bytes(self._structure)
+            case KernelFormat.BF16:
+                num_bytes = kernels.bf16_bytes(self._structure)
+        return int(num_bytes)
+
+    @property
+    def arithmetic(self) -> str:
+        """Tells products apart whose bits differ: format, length of rows, digest of a sample.
+
+        Kernels of several libraries may give the same bits. "" for packed weights: all of
+        `worker.kernels.product_kernels` do.
+        """
+        if self.weight_format is KernelFormat.PACKED:
+            return ""
+        digest = self._sample_digest(self.multiplied_by, self.in_features)
+        return f"{self.type_name} {self.in_features} {digest}"
+
+    @classmethod
+    def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
+        """Return a weight with the numbers of `dense` [out, in], rounded as the format does."""
+        raise NotImplementedError
+
+    @classmethod
+    @functools.cache
+    def _sample_digest(cls, kernels: Kernels, in_features: int) -> str:
+        """Return a digest of the float32 products of fixed numbers with a small weight."""
+        num_rows, out_features = 16, 32
+        count = (num_rows + out_features) * in_features
+        scrambled = torch.arange(count) * 2654435761 % (1 << 32)  # Fibonacci hashing
+        numbers = (scrambled.double() / (1 << 31) - 1).float().view(-1, in_features)
+        weight = cls.from_dense(kernels, numbers[num_rows:].bfloat16())
+        products = weight.multiply(numbers[:num_rows], out=torch.empty(num_rows, out_features))
+        return hashlib.sha256(products.numpy().tobytes()).hexdigest()[:16]
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Multiply by the kernels of a library from now on; a `part` made before does not."""
+        self.multiplied_by = kernels
+        match self.weight_format:
+            case KernelFormat.PACKED:
+                self._product = kernels.packed_product
+            case KernelFormat.ROTATED:
+                self._product = kernels.rotated_product
+            case KernelFormat.BF16:
+                self._product = kernels.bf16_product
+
     def part(self, bias: torch.Tensor | None) -> Structure:
         """Return weight and bias [out] as a `worker.kernels.LinearPart`; valid while both live."""
-        part = LinearPart(self._format, ctypes.addressof(self._structure), self.out_features)
+        part = LinearPart(
+            self.weight_format,
+            ctypes.addressof(self._structure),
+            self.multiplied_by.products,
+            self.out_features,
+        )
         _describe_bias(part, self.out_features, bias)
         return part
 
@@ -173,8 +241,13 @@ def is_packable(gguf_type: str, in_features: int) -> bool:
     return in_features > 0 and in_features % block_numbers == 0
 
 
+def packed_shape(gguf_type: str, shape: tuple[int, int]) -> Structure:
+    """Describe a weight [out, in] in blocks of this type to the kernels, without its memory."""
+    return PackedShape(_TYPE_CODES[gguf_type], *shape)
+
+
 class PackedWeight(KernelWeight):
-    """A weight in blocks of few bits; made by from_blocks or from_dense.
+    """A weight in blocks of few bits; filled by put_blocks, or made by from_dense.
 
     The weight is exact: each number is that of the file's block. Activations are rounded to
     8 bits and a float32 scale for each 32 numbers of a row (defined in
@@ -182,37 +255,31 @@ class PackedWeight(KernelWeight):
     """
 
     def __init__(self, kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> None:
-        """Allocate a weight without numbers."""
+        """Allocate a weight of zeros."""
         assert is_packable(gguf_type, shape[1]), (gguf_type, shape)
-        self.gguf_type = gguf_type
-        super().__init__(kernels, KernelFormat.PACKED, PackedShape(_TYPE_CODES[gguf_type], *shape))
+        structure = packed_shape(gguf_type, shape)
+        super().__init__(kernels, KernelFormat.PACKED, gguf_type, structure)
 
-    @classmethod
-    def from_blocks(
-        cls,
-        kernels: Kernels,
-        gguf_type: str,
-        shape: tuple[int, int],
+    def put_blocks(
+        self,
+        first: int,
         raw: npt.NDArray[np.uint8],
         row_order: npt.NDArray[np.int64] | None = None,
-    ) -> Self:
-        """Pack the blocks of a file: `raw` holds the rows of `shape` one after the other.
+    ) -> int:
+        """Pack whole rows of a file's blocks, one after the other in `raw`; return the next row.
 
-        row_order: int64 [out], row i of the weight is row row_order[i] of the file. No
-        reference to `raw` is kept. Type and length must be packable.
+        first: row of the weight that the first of them becomes.
+        row_order: int64 [rows], row first + i of the weight is row row_order[i] of `raw`. No
+        reference to `raw` is kept.
         """
-        weight = cls(kernels, gguf_type, shape)
-        block_numbers, block_bytes = GGUF_BLOCKS[gguf_type]
+        block_numbers, block_bytes = GGUF_BLOCKS[self.type_name]
+        num_rows, left_over = divmod(raw.nbytes, self.in_features // block_numbers * block_bytes)
         assert raw.dtype == np.uint8
-        assert raw.nbytes == shape[0] * (shape[1] // block_numbers) * block_bytes
-        blocks = np.ascontiguousarray(raw)
-        order = np.arange(shape[0]) if row_order is None else np.ascontiguousarray(row_order)
-        assert order.dtype == np.int64
-        assert order.shape == shape[:1]
-        assert order.min() >= 0
-        assert order.max() < shape[0]
-        kernels.pack_blocks(weight._structure, blocks.ctypes.data, order.ctypes.data)
-        return weight
+        assert not left_over
+        assert 0 <= first <= first + num_rows <= self.out_features
+        blocks, order = np.ascontiguousarray(raw), _order_address(row_order, num_rows)
+        self._kernels.pack_blocks(self._structure, first, num_rows, blocks.ctypes.data, order)
+        return first + num_rows
 
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
@@ -237,40 +304,117 @@ class PackedWeight(KernelWeight):
         return first_wrong
 
 
+def unpack_blocks(
+    kernels: Kernels,
+    gguf_type: str,
+    stored: npt.NDArray[np.uint8],
+    columns: int,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return rows by int64 [N] row numbers, a new [N, columns], of blocks as a file has them.
+
+    stored: uint8 [rows, bytes of a row], contiguous. Exact in float32, then rounded. Raises
+    IndexError for a number outside.
+    """
+    assert stored.flags.c_contiguous
+    assert ids.dtype == torch.int64
+    ids, count = ids.contiguous(), len(ids)
+    numbers = torch.empty(count, columns, dtype=dtype)
+    if not count:
+        return numbers
+    first, last = int(ids.min()), int(ids.max())
+    if first < 0 or last >= len(stored):
+        raise IndexError(f"row {first if first < 0 else last} of {len(stored)}")
+    shape = packed_shape(gguf_type, (count, columns))
+    rows = torch.empty(kernels.packed_bytes(shape), dtype=torch.uint8)
+    shape.packed = rows.data_ptr()
+    kernels.pack_blocks(shape, 0, count, stored.ctypes.data, ids.data_ptr())
+    in_order = torch.arange(count)
+    code = DTYPE_CODES[dtype]
+    kernels.unpack_rows(shape, count, in_order.data_ptr(), code, numbers.data_ptr())
+    return numbers
+
+
+def _order_address(row_order: npt.NDArray[np.int64] | None, num_rows: int) -> int | None:
+    """Return the address of a permutation of rows, as kernels take it; None for None."""
+    if row_order is None:
+        return None
+    assert row_order.dtype == np.int64
+    assert row_order.shape == (num_rows,)
+    assert row_order.flags.c_contiguous
+    assert row_order.min() >= 0
+    assert row_order.max() < num_rows
+    address: int = row_order.ctypes.data
+    return address
+
+
 def can_rotate(in_features: int) -> bool:
     """Return whether weights with rows of this length can be a RotatedWeight."""
     return in_features > 0 and in_features % _ROTATED_UNIT == 0
 
 
 class RotatedWeight(KernelWeight):
-    """A float32, bfloat16 or float16 weight [out, in], rounded to 8 bits with a scale per output.
+    """A weight of 8 bits with a scale per output, made by from_dense.
 
     The weight and each row of activations are rounded after a rotation that spreads outliers
-    (defined in tests/worker/reference/rotated.py); sums are of integers. No reference to the dense
-    weight is kept. A weight with a NaN, an infinity or a number above 1e36 makes its output NaN.
-    Making one opens no OpenMP region.
+    (defined in tests/worker/reference/rotated.py); sums are of integers. Making one opens no
+    OpenMP region.
     """
 
-    def __init__(self, kernels: Kernels, dense: torch.Tensor) -> None:
-        assert can_rotate(dense.shape[1])
+    def __init__(self, kernels: Kernels, shape: tuple[int, int]) -> None:
+        """Allocate a weight [out, in] of zeros."""
+        assert can_rotate(shape[1])
+        super().__init__(kernels, KernelFormat.ROTATED, "int8", RotatedShape(*shape))
+
+    @classmethod
+    def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
+        """Rotate and round a float32, bfloat16 or float16 weight [out, in].
+
+        A weight with a NaN, an infinity or a number above 1e36 makes its output NaN.
+        """
+        weight = cls(kernels, (dense.shape[0], dense.shape[1]))
         assert dense.stride(1) == 1
-        super().__init__(kernels, KernelFormat.ROTATED, RotatedShape(*dense.shape))
-        code = DTYPE_CODES[dense.dtype]
-        kernels.rotate_dense(self._structure, code, dense.stride(0), dense.data_ptr())
+        kernels.rotate_dense(
+            weight._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+        )
+        return weight
 
 
 class Bf16Weight(KernelWeight):
-    """A copy of a bfloat16 weight [out, in] in the kernels' layout (csrc/products/bf16/bf16.h).
+    """A bfloat16 weight in the kernels' layout (csrc/products/bf16/bf16.h), filled by put_rows.
 
-    Only results, and float32 activations, are rounded to bfloat16. Making one uses torch's
-    threads of the calling thread.
+    Only results, and float32 activations, are rounded to bfloat16.
     """
 
-    def __init__(self, kernels: Kernels, dense: torch.Tensor) -> None:
+    def __init__(self, kernels: Kernels, shape: tuple[int, int]) -> None:
+        """Allocate a weight [out, in] of zeros."""
+        super().__init__(kernels, KernelFormat.BF16, "bf16", Bf16Shape(*shape))
+
+    @classmethod
+    def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
+        """Copy a bfloat16 weight [out, in]."""
+        weight = cls(kernels, (dense.shape[0], dense.shape[1]))
+        weight.put_rows(0, dense)
+        return weight
+
+    def put_rows(
+        self, first: int, dense: torch.Tensor, row_order: npt.NDArray[np.int64] | None = None
+    ) -> int:
+        """Copy rows [rows, in] of bfloat16; return the row after the last. See put_blocks.
+
+        Uses torch's threads of the calling thread.
+        """
+        num_rows, columns = dense.shape
         assert dense.dtype == torch.bfloat16
         assert dense.stride(1) == 1
-        super().__init__(kernels, KernelFormat.BF16, Bf16Shape(*dense.shape))
-        kernels.bf16_pack(self._structure, dense.stride(0), dense.data_ptr())
+        assert columns == self.in_features
+        assert 0 <= first <= first + num_rows <= self.out_features
+        order = _order_address(row_order, num_rows)
+        self._kernels.bf16_pack(
+            self._structure, first, num_rows, dense.stride(0), dense.data_ptr(), order
+        )
+        return first + num_rows
 
     def _unpack_rows(self, ids: torch.Tensor, numbers: torch.Tensor) -> int:
         assert numbers.dtype == torch.bfloat16

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from worker.kernels import LinearPart, StackLinear
 from worker.layers.kernel_weights import KernelWeight
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import Norm
 from worker.parallel.group import RankGroup
 
 
@@ -175,18 +176,43 @@ def kernel_parts(linear: Linear, num_rows: int) -> tuple[ctypes.Structure, ...]:
     return linear.parts if isinstance(linear, KernelLinear) else ()
 
 
+class ProductDescriptions:
+    """Describes linear layers to a kernel that computes several of them, for steps of some rows.
+
+    complete: whether kernels of ours multiply all of them. Descriptions are valid while this object
+    and the layers live.
+    """
+
+    def __init__(self) -> None:
+        self.complete = True
+        self._arrays: list[ctypes.Array[ctypes.Structure]] = []
+
+    def describe(
+        self, linear: Linear, num_rows: int, in_features: int, out_features: int
+    ) -> ctypes.Structure:
+        """Return the layer as a `worker.kernels.StackLinear` for products of `num_rows` rows."""
+        parts = kernel_parts(linear, num_rows)
+        array = (LinearPart * len(parts))(*parts)
+        self._arrays.append(array)
+        self.complete &= (
+            sum(part.out_features for part in parts) == out_features
+            and len({part.format for part in parts}) == 1
+        )
+        return StackLinear(in_features, out_features, len(parts), ctypes.addressof(array))
+
+
 class PartOutput:
     """What happens to the output of an attention or MLP while it is added to the residual.
 
-    group: the ranks, each of which computed a summand. norm: RMSNorm of the output, in models
-    normed before and after each part (Gemma 2, section 2), or None.
+    group: the ranks, each of which computed a summand. norm: norm of the output, in models normed
+    after each part (Gemma 2, section 2), or None.
 
     Sums over ranks are taken in float32, in rank order on every rank, and rounded once: all ranks
     go on with the same bits, and a row does not depend on the rows beside it (Shoeybi et al.,
     Megatron-LM, section 3).
     """
 
-    def __init__(self, group: RankGroup, norm: RMSNorm | None = None) -> None:
+    def __init__(self, group: RankGroup, norm: Norm | None = None) -> None:
         self.group = group
         self.norm = norm
 

@@ -1,9 +1,13 @@
-"""RMSNorm (Zhang and Sennrich, 2019), in torch, in C++ (csrc/layers/norm.cpp) or on a GPU.
+"""Norms over the last dimension, in torch, in C++ (csrc/layers/norm.cpp) or on a GPU.
 
-x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 and rounded once.
+    RMSNorm     x / sqrt(mean(x²) + eps) * weight                 (Zhang and Sennrich, 2019)
+    LayerNorm   the same of x - mean(x), plus a bias if there is one          (Ba et al., 2016)
+
+Computed in float32 and rounded once.
 """
 
 import ctypes
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,7 +20,7 @@ from worker.layers.triton_kernels import TritonNorm
 
 
 class NormArithmetic(Protocol):
-    """One implementation of RMSNorm, with its weight."""
+    """One implementation of a norm, with its weight."""
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x as a new contiguous tensor of its shape and dtype."""
@@ -31,46 +35,66 @@ class NormArithmetic(Protocol):
         ...
 
 
-class RMSNorm:
-    """An RMSNorm with its weight [size].
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """What a norm multiplies by and adds: weight [size], bias [size] or None.
 
-    The weight may be wider than x: its precision then counts until the result is rounded.
-    into and add_to are norm_into and add_norm of NormArithmetic.
+    The weight may be wider than the rows: its precision then counts until the result is rounded.
+    is_centered: LayerNorm instead of RMSNorm. Only a LayerNorm has a bias.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.device = weight.device
-        kernels = row_kernels() if self.device.type == "cpu" else None
+    weight: torch.Tensor
+    eps: float
+    is_centered: bool = False
+    bias: torch.Tensor | None = None
+
+
+class Norm:
+    """An RMSNorm or LayerNorm; into and add_to are norm_into and add_norm of NormArithmetic."""
+
+    def __init__(self, weight: NormWeight) -> None:
+        device = weight.weight.device
+        kernels = row_kernels() if device.type == "cpu" else None
         arithmetic: NormArithmetic
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             library = usable_flashinfer()
-            arithmetic = TritonNorm(weight, eps)
-            if library is not None:
-                arithmetic = FlashInferNorm(library, weight, eps, arithmetic)
+            arithmetic = TritonNorm(weight)
+            if library is not None and not weight.is_centered:
+                arithmetic = FlashInferNorm(library, weight.weight, weight.eps, arithmetic)
         elif kernels is None:
-            arithmetic = TorchNorm(weight, eps)
+            arithmetic = TorchNorm(weight)
         else:
-            arithmetic = KernelNorm(kernels, weight, eps)
+            arithmetic = KernelNorm(kernels, weight)
         self.arithmetic = arithmetic
         self.into = arithmetic.norm_into
         self.add_to = arithmetic.add_norm
         self._norm = arithmetic.norm
+        self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x)
 
+    def with_mean_square(self, x: torch.Tensor, mean_square: torch.Tensor) -> torch.Tensor:
+        """Return the RMSNorm of x [..., size], a part of wider rows of which the mean is given."""
+        scale = torch.rsqrt(mean_square + self._weight.eps)
+        return (x.float() * scale * self._weight.weight).to(x.dtype)
+
 
 class TorchNorm:
-    """RMSNorm in plain torch."""
+    """A norm in plain torch."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: NormWeight) -> None:
         self._weight = weight
-        self._size = list(weight.shape)
-        self._eps = eps
+        self._size = list(weight.weight.shape)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(self._weight.dtype)
-        return F.rms_norm(wide, self._size, self._weight, self._eps).to(x.dtype).contiguous()
+        own = self._weight
+        wide = x.to(own.weight.dtype)
+        if own.is_centered:
+            normed = F.layer_norm(wide, self._size, own.weight, own.bias, own.eps)
+        else:
+            normed = F.rms_norm(wide, self._size, own.weight, own.eps)
+        return normed.to(x.dtype).contiguous()
 
     def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
         return out.tensor.copy_(self.norm(x))
@@ -80,23 +104,28 @@ class TorchNorm:
 
 
 class KernelNorm:
-    """RMSNorm by the C++ kernels; float32, rounded once at the end."""
+    """A norm by the C++ kernels; float32, rounded once at the end."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.float().contiguous()
-        self._size = len(weight)
-        fixed = {"size": self._size, "weight": self._weight.data_ptr(), "eps": eps}
-        self._into, self._other = NormCall(**fixed), NormCall(**fixed)
-        self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
-        self._rms_norm, self._add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
-        self._known: Scratch | None = None
-        self.row_norm = RowNorm(fixed["weight"], eps)
+    def __init__(self, kernels: Kernels, weight: NormWeight) -> None:
+        self._weight = weight.weight.float().contiguous()
+        self._bias = None if weight.bias is None else weight.bias.float().contiguous()
+        self._size = len(self._weight)
+        self.row_norm = RowNorm(
+            weight=self._weight.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            eps=weight.eps,
+            is_centered=weight.is_centered,
+        )
         """As a `worker.kernels.RowNorm`; valid as long as this lives."""
+        self._into, self._other = (NormCall(size=self._size, norm=self.row_norm) for _ in range(2))
+        self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
+        self._norm, self._add_norm = kernels.norm, kernels.add_norm
+        self._known: Scratch | None = None
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape)
         x = self._describe(x, out)
-        self._rms_norm(self._other_reference)
+        self._norm(self._other_reference)
         return out
 
     def norm_into(self, x: torch.Tensor, out: Scratch) -> torch.Tensor:
@@ -107,14 +136,14 @@ class KernelNorm:
             call.num_groups, call.group_size = out.num_rows, 1
             call.group_stride, call.out = self._size, out.address
         call.x = x.data_ptr()
-        self._rms_norm(self._into_reference)
+        self._norm(self._into_reference)
         return out.tensor
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         assert residual.is_contiguous()
         assert (residual.shape, residual.dtype) == (x.shape, x.dtype)
         x = self._describe(x, residual)
-        self._add_rms_norm(self._other_reference)
+        self._add_norm(self._other_reference)
         return residual
 
     def _describe(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

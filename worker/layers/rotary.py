@@ -5,22 +5,35 @@ Dimension i of a head is rotated together with dimension i + d/2:
     head       [ a | b ]
     result     [ a * cos - b * sin | b * cos + a * sin ]
 
-RotaryEmbedding is the table of cosines and sines. Attention backends rotate queries and keys
-themselves: the C++ kernels on the way to the pages, others by `rotate`.
+If only some dimensions of a head rotate, the others have an angle of 0; models.parts.HeadRows says
+where they lie. RotaryEmbedding is the table of cosines and sines. Attention backends rotate queries
+and keys themselves: the C++ kernels on the way to the pages, others by `rotate`.
 """
 
 import math
 
 import torch
 
-from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
+from worker.models.rope import (
+    DefaultRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    NoRope,
+    Rope,
+    RotatingRope,
+    YarnRope,
+)
 
 Rotation = torch.Tensor
 """Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to the model's length."""
+    """Cosines and sines of every position up to the model's length.
+
+    rotary_dim: dimensions of a head that rotate; 0: all of them.
+    """
 
     def __init__(
         self,
@@ -28,10 +41,16 @@ class RotaryEmbedding:
         head_dim: int,
         max_position: int,
         device: torch.device,
+        rotary_dim: int = 0,
     ) -> None:
-        frequencies, magnitude = inverse_frequencies(rope, head_dim)
-        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
-        table = torch.stack((angles.cos() * magnitude, angles.sin() * magnitude), dim=1)
+        rotary_dim = rotary_dim or head_dim
+        table = torch.zeros(max_position, 2, head_dim // 2)
+        table[:, 0] = 1.0
+        if not isinstance(rope, NoRope):
+            frequencies, magnitude = inverse_frequencies(rope, rotary_dim)
+            angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
+            table[:, 0, : rotary_dim // 2] = angles.cos() * magnitude
+            table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
         self.table = table.to(device)
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
 
@@ -52,9 +71,9 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per position, float32 [head_dim / 2], and the factor of cosines and sines."""
-    frequencies = _base_frequencies(rope.theta, head_dim)
+def inverse_frequencies(rope: RotatingRope, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """Return radians per position, float32 [rotary_dim / 2], and a factor of cosines and sines."""
+    frequencies = _base_frequencies(rope.theta, rotary_dim)
     match rope:
         case DefaultRope():
             return frequencies, 1.0
@@ -63,9 +82,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
         case Llama3Rope():
             return _llama3(rope, frequencies), 1.0
         case YarnRope():
-            return _yarn(rope, frequencies, head_dim), rope.attention_factor
+            return _yarn(rope, frequencies, rotary_dim), rope.attention_factor
         case FactorsRope():
-            return frequencies / torch.tensor(rope.factors), 1.0
+            return frequencies / torch.tensor(rope.factors), rope.attention_factor
 
 
 def _base_frequencies(theta: float, head_dim: int) -> torch.Tensor:

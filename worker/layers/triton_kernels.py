@@ -14,17 +14,20 @@ from worker.layers.scratch import Scratch
 
 if TYPE_CHECKING:
     from worker.layers.activation import Activation
+    from worker.layers.norm import NormWeight
 
 _GATE_BLOCK = 1024
 
 
 class TritonNorm:
-    """RMSNorm as a Triton kernel; rows of up to 65,536 elements."""
+    """A norm as a Triton kernel; rows of up to 65,536 elements."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.contiguous()
-        self._eps = eps
-        self._block = 1 << (len(weight) - 1).bit_length()
+    def __init__(self, weight: "NormWeight") -> None:
+        self._weight = weight.weight.contiguous()
+        self._bias = weight.bias
+        self._eps = weight.eps
+        self._is_centered = weight.is_centered
+        self._block = 1 << (len(self._weight) - 1).bit_length()
         self.kernel = _norm_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,6 +55,7 @@ class TritonNorm:
         self.kernel[(x.numel() // size,)](
             x,
             self._weight,
+            self._weight if self._bias is None else self._bias,
             residual,
             out,
             x.stride(0),
@@ -59,21 +63,29 @@ class TritonNorm:
             size,
             self._eps,
             adds=adds,
+            centered=self._is_centered,
+            biased=self._bias is not None,
             block=self._block,
         )
 
 
 class TritonGate:
-    """The MLP gate as a Triton kernel."""
+    """The activation of an MLP as a Triton kernel."""
 
-    def __init__(self, name: "Activation") -> None:
+    def __init__(self, name: "Activation", is_gated: bool = True) -> None:
         self._gelu = name == "gelu_tanh"
+        self._is_gated = is_gated
         self.kernel = _gate_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
         num_rows, size = out.tensor.shape
         self.kernel[(num_rows, -(-size // _GATE_BLOCK))](
-            gate_up, out.tensor, size, gelu=self._gelu, block=_GATE_BLOCK
+            gate_up,
+            out.tensor,
+            size,
+            gelu=self._gelu,
+            gated=self._is_gated,
+            block=_GATE_BLOCK,
         )
         return out.tensor
 
@@ -91,6 +103,7 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
     def norm_row(  # type: ignore[no-untyped-def]
         x,
         weight,
+        bias,
         residual,
         out,
         x_stride,
@@ -98,6 +111,8 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
         size,
         eps,
         adds: tl.constexpr,
+        centered: tl.constexpr,
+        biased: tl.constexpr,
         block: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -106,8 +121,12 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
         begin = (row // heads).to(tl.int64) * x_stride + (row % heads) * size
         value = tl.load(x + begin + place, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        if centered:
+            value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
         scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
         normed = value * scale * factor
+        if biased:
+            normed += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
         to = row.to(tl.int64) * size + place
         if adds:
             normed += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
@@ -126,19 +145,21 @@ def _gate_kernel(interpreted: str | None = None) -> Any:
         out,
         size,
         gelu: tl.constexpr,
+        gated: tl.constexpr,
         block: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         place = tl.program_id(1) * block + tl.arange(0, block)
         inside = place < size
-        begin = gate_up + row * 2 * size + place
+        begin = gate_up + row * (2 if gated else 1) * size + place
         gate = tl.load(begin, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(begin + size, mask=inside, other=0.0).to(tl.float32)
         if gelu:
             # (1 + tanh z) / 2 is the sigmoid of 2 z
             inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         else:
             inner = gate * tl.sigmoid(gate)
-        tl.store(out + row * size + place, (inner * up).to(out.dtype.element_ty), mask=inside)
+        if gated:
+            inner *= tl.load(begin + size, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * size + place, inner.to(out.dtype.element_ty), mask=inside)
 
     return triton.jit(gate_row)

@@ -5,10 +5,10 @@
 """
 
 import math
+import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.loader.dequantize import dequantize
 
 INDEX_FILE = "tensors.msgpack"
 RawBytes = npt.NDArray[np.uint8]
@@ -29,9 +30,6 @@ _SAFETENSORS_DTYPES: Final = {
     "BF16": torch.bfloat16,
 }
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROW_NUMBERS: Final = 8192
-"""Numbers in a row as the gguf package gets them. It dequantises 16 rows per call of numpy, so
-with the short rows of small layers most of the time would be overhead of these calls."""
 
 
 def read_index(prepared: PreparedModel) -> TensorIndex:
@@ -85,7 +83,7 @@ class TensorFiles:
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor of entry.shape in the float dtype that needs the least work.
 
-        A view of the mapped file for plain types, valid while this object lives; new float32
+        A view of the mapped file for plain types, which keeps it mapped; new float32
         numbers for quantisation blocks. Raises ModelError naming the tensor for types and sizes
         that cannot be read.
         """
@@ -95,6 +93,13 @@ class TensorFiles:
     def bytes_of(self, entry: TensorEntry) -> RawBytes:
         """Return the tensor's bytes, uint8 [num_bytes], a view of the mapped file."""
         return self._maps[entry.file][entry.offset : entry.offset + entry.num_bytes]
+
+    def prefetch(self, entry: TensorEntry) -> None:
+        """Let the system read the tensor's bytes into the page cache, without waiting for it."""
+        memory: mmap.mmap = self._maps[entry.file].base  # type: ignore[assignment]
+        begin = entry.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if entry.num_bytes:
+            memory.madvise(mmap.MADV_WILLNEED, begin, entry.offset + entry.num_bytes - begin)
 
 
 def decode_safetensors(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
@@ -112,8 +117,7 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
     """Return a view for plain types, new float32 numbers for quantisation blocks.
 
     Raises ModelError for a type that is not supported and for rows that do not consist of whole
-    blocks. Blocks are dequantised by the `gguf` package; its reader, which parses whole headers,
-    is not used.
+    blocks.
     """
     plain = _GGUF_DTYPES.get(entry.type)
     if plain is not None:
@@ -121,16 +125,9 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
     if entry.type not in GGUF_BLOCKS:
         supported = ", ".join((*_GGUF_DTYPES, *GGUF_BLOCKS))
         raise ModelError(f"tensor {entry.name} has GGUF type {entry.type}: supported: {supported}")
-    import gguf  # not needed if all blocks stay packed
-
     block_size, block_bytes = check_blocks(entry)
-    num_blocks = len(data) // block_bytes
-    blocks_together = math.gcd(num_blocks, _ROW_NUMBERS // block_size)
-    rows = data.reshape(-1, blocks_together * block_bytes)
-    numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(
-        rows, gguf.GGMLQuantizationType[entry.type]
-    )
-    return torch.from_numpy(numbers).view(entry.shape)
+    blocks = torch.from_numpy(data).view(-1, block_bytes)
+    return dequantize(entry.type, blocks, block_size).view(entry.shape)
 
 
 def _view_as(entry: TensorEntry, data: RawBytes, dtype: torch.dtype) -> torch.Tensor:
@@ -169,14 +166,14 @@ class StoredBlocks:
     """A weight [rows, columns] in quantisation blocks, as a GGUF file stores it.
 
     data: uint8 [rows × bytes of a row], in the file's order; may be the mapped file itself.
-    row_order: int64 [rows]; row i of the weight is row row_order[i] of `data`.
+    row_order: int64 [rows], row i of the weight is row row_order[i] of `data`; None for the same.
     """
 
     type: str
     rows: int
     columns: int
     data: RawBytes
-    row_order: npt.NDArray[np.int64]
+    row_order: npt.NDArray[np.int64] | None
 
     def with_columns(self, columns: slice) -> "StoredBlocks":
         """Return these columns of the weight, as a copy; they must consist of whole blocks."""
@@ -187,27 +184,3 @@ class StoredBlocks:
         blocks = self.data.reshape(self.rows, -1, num_bytes)[:, first // size : end // size]
         data = np.ascontiguousarray(blocks).reshape(-1)
         return StoredBlocks(self.type, self.rows, end - first, data, self.row_order)
-
-
-def join_blocks(weights: Sequence[StoredBlocks]) -> list[StoredBlocks]:
-    """Put weights one below the other; neighbours of one type become one weight.
-
-    Only what is joined is copied.
-    """
-    return [_join(list(alike)) for _, alike in groupby(weights, lambda weight: weight.type)]
-
-
-def _join(weights: list[StoredBlocks]) -> StoredBlocks:
-    if len(weights) == 1:
-        return weights[0]
-    orders, num_rows = [], 0
-    for weight in weights:
-        orders.append(weight.row_order + num_rows)
-        num_rows += weight.rows
-    return StoredBlocks(
-        weights[0].type,
-        num_rows,
-        weights[0].columns,
-        np.concatenate([weight.data for weight in weights]),
-        np.concatenate(orders),
-    )

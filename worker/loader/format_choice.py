@@ -12,12 +12,12 @@ import torch
 
 from proto.config import CpuWeights, DType, ModelConfig
 from proto.errors import ConfigError
-from proto.prepared_model import TensorIndex
-from worker.kernels import Kernels, KernelsUnavailableError
+from proto.prepared_model import PreparedModel, TensorIndex
+from worker.device.devices import Device
+from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
 from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.loader.files import read_index
 from worker.loader.formats import (
-    ROTATED_VARIANTS,
-    AmxFormat,
     Bf16Format,
     DenseFormat,
     Int8Format,
@@ -26,6 +26,7 @@ from worker.loader.formats import (
     RotatedFormat,
     WeightFormat,
 )
+from worker.models.registry import runs_on_transformers
 
 _NUM_NAMED: Final = 4
 _DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
@@ -38,30 +39,38 @@ def activation_dtype(config: ModelConfig) -> DType:
     return _DTYPE_OF_WEIGHTS.get(config.cpu_weights, config.dtype)
 
 
+def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
+    """Return the format that a model's weights get on this device."""
+    dtype = device.resolve_dtype(activation_dtype(config))
+    if device.torch_device.type == "cuda":
+        return DenseFormat(dtype)
+    if runs_on_transformers(prepared, config.model_impl):
+        return _dense_format(dtype, load_kernels)
+    return choose_format(config, dtype, read_index(prepared), load_kernels)
+
+
 def choose_format(
     config: ModelConfig,
     dtype: torch.dtype,
     index: TensorIndex,
-    matrix_flags: tuple[str, ...],
-    load_kernels: Callable[[], Kernels],
+    kernels_of_cpu: Callable[[], Kernels],
 ) -> WeightFormat:
     """Return the format for a model's weights, with activations of `dtype`.
 
-    matrix_flags: features of the CPU that multiply bfloat16 matrices.
     Raises ConfigError for a format that needs kernels if there are none.
 
     bfloat16 weights use our kernels if there are any. "auto" gives dense weights if a float type
     was requested that has no block products or that promises exactness (--dtype float32, float16),
     or without kernels. Otherwise a quantised model stays `packed`, and a dense model becomes
-    bfloat16 if the CPU multiplies it, or `int8`. With "auto", blocks get a second copy of 8 bits
-    with one scale per output if the CPU has instructions that make many rows of these faster.
+    bfloat16 if the CPU multiplies it, or `int8`: a single format, so that memory holds the weights
+    once and a row has the same bits in every batch.
     """
     if config.cpu_weights == "f32" or config.dtype == "float16":
         return DenseFormat(dtype)
     if config.cpu_weights == "auto" and config.dtype == "float32":
         return DenseFormat(dtype)
     try:
-        kernels = load_kernels()
+        kernels = kernels_of_cpu()
     except KernelsUnavailableError as reason:
         if config.cpu_weights not in ("auto", "bf16"):
             raise ConfigError(
@@ -78,20 +87,19 @@ def choose_format(
             return blocks
         case "int8":
             return int8
+        case "packed+int8":
+            return MixedFormat(blocks, kernels)
     if part_in_blocks(index) >= _QUANTISED_SHARE:
-        return _with_many_rows(blocks, dense, matrix_flags, kernels)
+        return blocks
     return int8 if dtype == torch.float32 else dense
 
 
-def _with_many_rows(
-    blocks: PackedFormat, dense: DenseFormat, matrix_flags: tuple[str, ...], kernels: Kernels
-) -> WeightFormat:
-    """Return the blocks with a second format for many rows, if that is worth its memory."""
-    if kernels.variant not in ROTATED_VARIANTS:
-        return blocks
-    if "amx_bf16" in matrix_flags and dense.dtype == torch.bfloat16:
-        return AmxFormat(blocks, kernels, dense)
-    return MixedFormat(blocks, kernels)
+def _dense_format(dtype: torch.dtype, kernels_of_cpu: Callable[[], Kernels]) -> DenseFormat:
+    """Return the format of weights that keep the activations' dtype: by our kernels if they can."""
+    try:
+        return Bf16Format(kernels_of_cpu()) if dtype == torch.bfloat16 else DenseFormat(dtype)
+    except KernelsUnavailableError:
+        return DenseFormat(dtype)
 
 
 def part_in_blocks(index: TensorIndex) -> float:

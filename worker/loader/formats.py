@@ -6,22 +6,31 @@
     Int8Format     blocks of 8 bits, quantised from any format of the file
     RotatedFormat  8 bits and one scale per output, rotated
     MixedFormat    PackedFormat for few rows, and the same rotated for many
-    AmxFormat      MixedFormat with a second, dense head for many rows
 
 A format is used in two steps: its `read_…` methods run in a reader thread and take weights out of
 the files; what they return runs in the thread that computes and builds the layer. format_choice.py
-decides which format a model gets.
+decides which format a model gets. An embedding of its own, whose head is another weight, has no
+format on a CPU: lookups read the mapped file.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Protocol
 
 import torch
 
-from worker.kernels import Kernels
-from worker.layers.embedding import DenseTable, EmbeddingTable, KernelTable
+from worker.kernels import Bf16Shape, Kernels, RotatedShape, row_kernels
+from worker.layers.activation import Activation
+from worker.layers.embedding import (
+    DenseTable,
+    EmbeddingTable,
+    KernelTable,
+    MappedBlockTable,
+    MappedTable,
+)
+from worker.layers.experts import DenseExperts, Expert, Experts, LinearExperts, StackedWeights
 from worker.layers.kernel_weights import (
     GGUF_BLOCKS,
     Bf16Weight,
@@ -30,6 +39,7 @@ from worker.layers.kernel_weights import (
     RotatedWeight,
     can_rotate,
     is_packable,
+    packed_shape,
 )
 from worker.layers.linear import (
     KernelLinear,
@@ -38,7 +48,6 @@ from worker.layers.linear import (
     is_reordered_by_onednn,
     make_linear,
 )
-from worker.loader.files import join_blocks
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -55,21 +64,33 @@ bits. Of the layers of SmolLM2, milliseconds of one thread, Q4_1 and rotated:
 
 Beside blocks of 8 bits (Q8_0: on AMX 11.3 for one row, 19.6 for 16; on AVX2 18.7 and 71) they
 win for every number of rows. Two threads share the way to memory, which more bytes need longer.
-Where bytes are multiplied without an instruction for it, there is next to nothing to gain. A
-number, not a measurement at the start: tokens that change from one start to the next, or when a
-worker dies, cost more than the few milliseconds between the two."""
-ROTATED_VARIANTS: Final = frozenset({"amx", "avx512_bf16", "avx512_vnni", "avx2_vnni"})
-"""Kernels for which a second format is worth its memory."""
-DENSE_FROM: Final = 48
-"""Rows from which on a head in bfloat16 takes less time than one in blocks, with AMX."""
+Where bytes are multiplied without an instruction for it, there is next to nothing to gain. The
+times over blocks are those of vectors; the tile unit has multiplied blocks only since then."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Names of weights that are multiplied as one, one below the other, and of their biases."""
+    """Names of weights that are multiplied as one, one below the other, and of their biases.
+
+    rows_share: rows that are multiplied, of those of a step; an expert's are a part of them.
+    """
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
+    rows_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertProducts:
+    """The products of a layer's experts: gate_up and down of each.
+
+    first: the number of the first one among the experts of all ranks.
+    """
+
+    gate_up: tuple[Product, ...]
+    down: tuple[Product, ...]
+    activation: Activation
+    first: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,7 @@ class Ends:
 
 
 BuildLinear = Callable[[], Linear]
+BuildExperts = Callable[[], Experts]
 BuildEnds = Callable[[], tuple[EmbeddingTable, Linear]]
 
 
@@ -106,12 +128,29 @@ class WeightFormat(Protocol):
         """Weights that are dense although the format would quantise them."""
         ...
 
+    @property
+    def kernel_weights(self) -> list[KernelWeight]:
+        """The weights built so far that kernels of ours multiply."""
+        ...
+
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         """Read a product from the files; safe in several threads at once."""
         ...
 
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        """Read the experts of a layer from the files; safe in several threads at once."""
+        ...
+
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         """Read embedding and head from the files."""
+        ...
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        """Return what `read_product` and its build would add to `memory`, without reading."""
+        ...
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        """Return what `read_ends` and its build would add to `memory`, without reading."""
         ...
 
 
@@ -123,24 +162,49 @@ class DenseFormat:
         self.dtype = dtype
         self.memory: Counter[str] = Counter()
         self.dense_names: list[str] = []
+        self.kernel_weights: list[KernelWeight] = []
 
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         weight, bias = source.read(*product.weights), _read_bias(source, product)
         return lambda: self.build(weight, bias)
 
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        """Read the experts as stacked tensors."""
+        gate_up, gate_up_bias = _read_stack(source, experts.gate_up)
+        down, down_bias = _read_stack(source, experts.down)
+
+        def build() -> Experts:
+            self.memory[self.name] += gate_up.nbytes + down.nbytes
+            stacked = StackedWeights(gate_up, down, gate_up_bias, down_bias)
+            return DenseExperts(stacked, experts.activation, experts.first)
+
+        return build
+
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
-        table = source.read(ends.embedding)
-        head = table if ends.tied else source.read(ends.head)
-        return lambda: (self.build_table(table, head), self.build(head, None))
+        head = source.read(ends.head)
+        if not ends.tied:
+            table = read_table(source, ends.embedding, self.memory)
+            return lambda: (table, self.build(head, None))
+        return lambda: (self.build_tied_table(head), self.build(head, None))
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        rows, columns = source.joined_shape(*product.weights)
+        return Counter({self.name: rows * columns * self.dtype.itemsize})
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        size = self.product_bytes(source, Product((ends.head,)))
+        if not ends.tied:
+            return size + table_bytes(source, ends.embedding)
+        return size + size if is_reordered_by_onednn(source.device, self.dtype) else size
 
     def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Return the layer of a weight [out, in], which must not change afterwards."""
         self.memory[self.name] += weight.nbytes
         return make_linear(weight, bias)
 
-    def build_table(self, table: torch.Tensor, head: torch.Tensor) -> EmbeddingTable:
-        """Return the embedding. A tied head that oneDNN reorders leaves the table beside it."""
-        if table is not head or is_reordered_by_onednn(table.device, table.dtype):
+    def build_tied_table(self, table: torch.Tensor) -> EmbeddingTable:
+        """Return the embedding. A head that oneDNN reorders leaves the table beside it."""
+        if is_reordered_by_onednn(table.device, table.dtype):
             self.memory[self.name] += table.nbytes
         return DenseTable(table)
 
@@ -157,25 +221,37 @@ class Bf16Format(DenseFormat):
         bias = _read_bias(source, product)
         return lambda: self._build_linear(weight, bias)
 
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        return _read_each_expert(self, source, experts)
+
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         head = self._read(source, ends.head)
         if ends.tied:
             return lambda: (KernelTable(head, self.dtype), self._build_linear(head, None))
-        table = source.read(ends.embedding)
-        return lambda: (self.build_table(table, table), self._build_linear(head, None))
+        table = read_table(source, ends.embedding, self.memory)
+        return lambda: (table, self._build_linear(head, None))
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        shape = Bf16Shape(*source.joined_shape(*product.weights))
+        return Counter({self.name: self._kernels.bf16_bytes(shape)})
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        size = self.product_bytes(source, Product((ends.head,)))
+        return size if ends.tied else size + table_bytes(source, ends.embedding)
 
     def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._build_linear(Bf16Weight(self._kernels, weight), bias)
-
-    def build_table(self, table: torch.Tensor, head: torch.Tensor) -> EmbeddingTable:
-        self.memory[self.name] += table.nbytes
-        return DenseTable(table)
+        return self._build_linear(Bf16Weight.from_dense(self._kernels, weight), bias)
 
     def _read(self, source: WeightSource, *names: str) -> Bf16Weight:
-        return Bf16Weight(self._kernels, source.read(*names, dtype=self.dtype))
+        """Lay out weights one below the other, from the mapped file itself if it has bfloat16."""
+        weight, first = Bf16Weight(self._kernels, source.joined_shape(*names)), 0
+        for name in names:
+            first = weight.put_rows(first, *source.read_rows(name, self.dtype))
+        return weight
 
     def _build_linear(self, weight: KernelWeight, bias: torch.Tensor | None) -> Linear:
         self.memory[self.name] += weight.nbytes
+        self.kernel_weights.append(weight)
         return KernelLinear([weight], bias)
 
 
@@ -191,6 +267,7 @@ class PackedFormat:
     def __init__(self, kernels: Kernels, dense: DenseFormat, dtype: torch.dtype) -> None:
         self.memory = dense.memory
         self.dense_names: list[str] = []
+        self.kernel_weights = dense.kernel_weights
         self._kernels = kernels
         self._dense = dense
         self._dtype = dtype
@@ -202,17 +279,47 @@ class PackedFormat:
         bias = _read_bias(source, product)
         return lambda: self.build(weights, bias)
 
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        return _read_each_expert(self, source, experts)
+
     def read_dense(self, source: WeightSource, product: Product) -> BuildLinear:
         """Read a product whose weights cannot be in blocks."""
         return self._dense.read_product(source, product)
 
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         """Read embedding and head; a tied weight exists once and is unpacked row by row on use."""
-        table = self.read_packed(source, [ends.embedding])
-        head = table if ends.tied else self.read_packed(source, [ends.head])
-        if not table or not head:
+        head = self.read_packed(source, [ends.head])
+        if not head:
             return self._dense.read_ends(source, ends)
-        return lambda: (self.build_table(table, ends), self.build_head(head))
+        if not ends.tied:
+            table = read_table(source, ends.embedding, self.memory)
+            return lambda: (table, self.build_head(head))
+        return lambda: (KernelTable(head[0], self._dtype), self.build_head(head))
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        if num_bytes := self.packed_bytes(source, product.weights):
+            return Counter({self.name: num_bytes})
+        return self._dense.product_bytes(source, product)
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        head = self.packed_bytes(source, [ends.head])
+        if not head:
+            return self._dense.ends_bytes(source, ends)
+        size = Counter({self.name: head})
+        return size if ends.tied else size + table_bytes(source, ends.embedding)
+
+    def packed_bytes(self, source: WeightSource, names: Sequence[str]) -> int:
+        """Return the bytes of the result of `read_packed`; 0 if the weights stay dense."""
+        if not all(_is_packable(source, name) for name in names):
+            return 0
+        return sum(
+            self._bytes_in_blocks(kind, *source.joined_shape(*alike))
+            for kind, alike in groupby(names, source.type_of)
+        )
+
+    def _bytes_in_blocks(self, gguf_type: str, rows: int, columns: int) -> int:
+        num_bytes: int = self._kernels.packed_bytes(packed_shape(gguf_type, (rows, columns)))
+        return num_bytes
 
     def read_packed(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
         """Read weights in blocks, one below the other; empty, and noted, if they stay dense."""
@@ -224,38 +331,45 @@ class PackedFormat:
     def build(self, weights: list[PackedWeight], bias: torch.Tensor | None) -> Linear:
         """Return the product of weights that lie one below the other."""
         self.memory[self.name] += sum(weight.nbytes for weight in weights)
+        self.kernel_weights += weights
         return KernelLinear(weights, bias)
 
     def build_head(self, weights: list[PackedWeight]) -> Linear:
         """Return the product that computes logits, always in float32."""
         (weight,) = weights
         self.memory[self.name] += weight.nbytes
+        self.kernel_weights.append(weight)
         return KernelLinear([weight], None, torch.float32)
-
-    def build_table(self, weights: list[PackedWeight], ends: Ends) -> EmbeddingTable:
-        (table,) = weights
-        self.memory[self.name] += 0 if ends.tied else table.nbytes
-        return KernelTable(table, self._dtype)
 
     def _pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
         if not all(_is_packable(source, name) for name in names):
             return []
         return [
-            PackedWeight.from_blocks(
-                self._kernels,
-                stored.type,
-                (stored.rows, stored.columns),
-                stored.data,
-                stored.row_order,
-            )
-            for stored in join_blocks([source.read_blocks(name) for name in names])
+            self._pack_alike(source, gguf_type, tuple(alike))
+            for gguf_type, alike in groupby(names, source.type_of)
         ]
+
+    def _pack_alike(
+        self, source: WeightSource, gguf_type: str, names: tuple[str, ...]
+    ) -> PackedWeight:
+        """Pack weights of one type, one below the other, from the mapped file itself."""
+        weight, first = PackedWeight(self._kernels, gguf_type, source.joined_shape(*names)), 0
+        for name in names:
+            stored = source.read_blocks(name)
+            first = weight.put_blocks(first, stored.data, stored.row_order)
+        return weight
 
 
 class Int8Format(PackedFormat):
     """Blocks of 8 bits (GGUF's Q8_0), quantised from any format of the file."""
 
     name = "int8"
+
+    def packed_bytes(self, source: WeightSource, names: Sequence[str]) -> int:
+        if all(source.type_of(name) == "Q8_0" for name in names):
+            return super().packed_bytes(source, names)
+        rows, columns = source.joined_shape(*names)
+        return self._bytes_in_blocks("Q8_0", rows, columns) if is_packable("Q8_0", columns) else 0
 
     def _pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
         if all(source.type_of(name) == "Q8_0" for name in names):
@@ -276,7 +390,9 @@ class RotatedFormat:
         self.name = ends.name
         self.memory = dense.memory
         self.dense_names = ends.dense_names
+        self.kernel_weights = dense.kernel_weights
         self.read_ends = ends.read_ends
+        self.ends_bytes = ends.ends_bytes
         self._dense = dense
         self._kernels = kernels
 
@@ -285,14 +401,24 @@ class RotatedFormat:
         if not can_rotate(source.columns_of(names[0])):
             self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
             return self._dense.read_product(source, product)
-        weight = RotatedWeight(self._kernels, source.read(*names, dtype=torch.float32))
+        weight = RotatedWeight.from_dense(self._kernels, source.read(*names, dtype=torch.float32))
         bias = _read_bias(source, product)
 
         def build() -> Linear:
             self.memory[self.name] += weight.nbytes
+            self.kernel_weights.append(weight)
             return KernelLinear([weight], bias)
 
         return build
+
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        return _read_each_expert(self, source, experts)
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        rows, columns = source.joined_shape(*product.weights)
+        if not can_rotate(columns):
+            return self._dense.product_bytes(source, product)
+        return Counter({self.name: self._kernels.rotated_bytes(RotatedShape(rows, columns))})
 
 
 class MixedFormat:
@@ -302,9 +428,10 @@ class MixedFormat:
     """
 
     def __init__(self, blocks: PackedFormat, kernels: Kernels) -> None:
-        self.name = f"{blocks.name}+rotated"
+        self.name = f"{blocks.name}+int8"
         self.memory = blocks.memory
         self.dense_names = blocks.dense_names
+        self.kernel_weights = blocks.kernel_weights
         self._blocks = blocks
         self._kernels = kernels
 
@@ -313,45 +440,35 @@ class MixedFormat:
         if not weights:
             return self._blocks.read_dense(source, product)
         bias = _read_bias(source, product)
-        rotated = RotatedWeight(self._kernels, _numbers_of(weights, torch.float32))
+        rotated = RotatedWeight.from_dense(self._kernels, _numbers_of(weights, torch.float32))
 
         def build() -> Linear:
-            self.memory["rotated"] += rotated.nbytes
+            self.memory["int8"] += rotated.nbytes
+            self.kernel_weights.append(rotated)
             few, many = self._blocks.build(weights, bias), KernelLinear([rotated], bias)
             return MixedLinear(few, many, ROTATED_FROM)
 
         return build
 
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        return _read_each_expert(self, source, experts)
+
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         return self._blocks.read_ends(source, ends)
 
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        size = self._blocks.product_bytes(source, product)
+        if self._blocks.packed_bytes(source, product.weights):
+            shape = RotatedShape(*source.joined_shape(*product.weights))
+            size["int8"] = self._kernels.rotated_bytes(shape)
+        return size
 
-class AmxFormat(MixedFormat):
-    """MixedFormat for a CPU with AMX, with a second head: dense for DENSE_FROM rows and more.
-
-    The KV cache does not depend on the head.
-    """
-
-    def __init__(self, blocks: PackedFormat, kernels: Kernels, dense: DenseFormat) -> None:
-        super().__init__(blocks, kernels)
-        self._dense = dense
-
-    def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
-        table = self._blocks.read_packed(source, [ends.embedding])
-        head = table if ends.tied else self._blocks.read_packed(source, [ends.head])
-        if not table or not head:
-            return self._dense.read_ends(source, ends)
-        numbers = _numbers_of(head, self._dense.dtype)
-
-        def build() -> tuple[EmbeddingTable, Linear]:
-            few, many = self._blocks.build_head(head), self._dense.build(numbers, None)
-            return self._blocks.build_table(table, ends), MixedLinear(few, many, DENSE_FROM)
-
-        return build
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        return self._blocks.ends_bytes(source, ends)
 
 
 def _numbers_of(weights: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that blocks stand for, rounded to dtype: [out, in]."""
+    """Return the numbers that blocks stand for: [out, in]."""
     numbers = [weight.rows(torch.arange(weight.out_features), dtype) for weight in weights]
     return numbers[0] if len(numbers) == 1 else torch.cat(numbers)
 
@@ -364,6 +481,67 @@ def _is_packable(source: WeightSource, name: str) -> bool:
         and is_packable(stored_as, source.columns_of(name))
         and not source.splits_block(name, GGUF_BLOCKS[stored_as][0])
     )
+
+
+def read_table(source: WeightSource, name: str, memory: Counter[str]) -> EmbeddingTable:
+    """Read the embedding of a model whose head is another weight, and count its memory.
+
+    On a CPU its rows stay in the mapped file, which takes no memory of its own.
+    """
+    kernels = row_kernels()
+    if not _stays_mapped(source, name):
+        table = source.read(name)
+        memory[DENSE_NAMES[table.dtype]] += table.nbytes
+        return DenseTable(table)
+    source.prefetch(name)
+    if source.type_of(name) not in GGUF_BLOCKS:
+        rows, _ = source.read_rows(name)
+        return MappedTable(rows, source.dtype)
+    assert kernels is not None
+    blocks = source.read_blocks(name)
+    stored = blocks.data.reshape(blocks.rows, -1)
+    return MappedBlockTable(kernels, blocks.type, stored, blocks.columns, source.dtype)
+
+
+def table_bytes(source: WeightSource, name: str) -> Counter[str]:
+    """Return what `read_table` would count, without reading."""
+    if _stays_mapped(source, name):
+        return Counter()
+    rows, columns = source.joined_shape(name)
+    return Counter({DENSE_NAMES[source.dtype]: rows * columns * source.dtype.itemsize})
+
+
+def _stays_mapped(source: WeightSource, name: str) -> bool:
+    in_blocks = source.type_of(name) in GGUF_BLOCKS
+    return source.device.type == "cpu" and (not in_blocks or row_kernels() is not None)
+
+
+def _read_each_expert(
+    weight_format: WeightFormat, source: WeightSource, experts: ExpertProducts
+) -> BuildExperts:
+    """Read the products of every expert in the format of other products."""
+    pairs = [
+        (weight_format.read_product(source, gate_up), weight_format.read_product(source, down))
+        for gate_up, down in zip(experts.gate_up, experts.down, strict=True)
+    ]
+    inner_size = source.columns_of(experts.down[0].weights[0])
+    return lambda: LinearExperts(
+        [Expert(gate_up(), down()) for gate_up, down in pairs],
+        inner_size,
+        experts.activation,
+        experts.first,
+    )
+
+
+def _read_stack(
+    source: WeightSource, products: Sequence[Product]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weights [products, out, in] and biases [products, out] of equal products."""
+    weights = [name for product in products for name in product.weights]
+    biases = [name for product in products for name in product.biases]
+    stacked = source.read(*weights)
+    bias = source.read(*biases).view(len(products), -1) if biases else None
+    return stacked.view(len(products), -1, stacked.shape[1]), bias
 
 
 def _read_bias(source: WeightSource, product: Product) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ WeightSource matches the files against a ModelSpec (names, shapes, completeness)
 GGUF files do to query and key rows and to norms. It knows nothing of layers and fused products.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -15,9 +16,10 @@ import torch
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry, TensorIndex
 from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.layers.norm import NormWeight
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
-from worker.models.parts import Shard
-from worker.models.rope import DefaultRope, FactorsRope, Llama3Rope, Rope
+from worker.models.parts import Shard, StackPart, WeightSpec
+from worker.models.rope import DefaultRope, FactorsRope, Llama3Rope, NoRope, Rope
 from worker.models.spec import ModelSpec
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
@@ -33,7 +35,10 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
     types = {entry.name: entry.type for entry in index.tensors}
     columns: dict[str, int] = {}
     for name, weight in spec.weights().items():
+        stack = weight.stack_in(index.format)
         stored_as = types.get(weight.name_in(index.format))
+        if stack is not None:
+            stored_as = types.get(stack.tensor, stored_as)
         if name.startswith("layers.") and stored_as in GGUF_BLOCKS:
             local = name.split(".", 2)[2]
             columns[local] = max(columns.get(local, 1), GGUF_BLOCKS[stored_as][0])
@@ -58,8 +63,8 @@ class WeightSource:
         shards: Mapping[str, Shard] = _WHOLE,
     ) -> None:
         self._spec = spec
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._files = TensorFiles(index)
         self._weights = spec.weights()
         self._shards = {name: shards.get(name, Shard()) for name in self._weights}
@@ -67,23 +72,31 @@ class WeightSource:
             name: self._shards[name].shape_of(weight.shape)
             for name, weight in self._weights.items()
         }
+        self._format = index.format
         self._is_gguf = index.format == "gguf"
+        prefix = "blk" if self._is_gguf else "model.layers"
+        unused = tuple(
+            f"{prefix}.{spec.num_layers + number}." for number in range(spec.num_unused_layers)
+        )
         in_file = {
             name: entry
             for name, entry in entries_by_name(index).items()
-            if self._is_gguf or not _repeats_config(name)
+            if (self._is_gguf or not _repeats_config(name)) and not name.startswith(unused)
         }
         self._rope_factors: tuple[float, ...] | None = None
         if self._is_gguf and (factors := in_file.pop(ROPE_FACTORS, None)):
             self._rope_factors = self._read_rope_factors(factors)
+        stacks: dict[str, TensorEntry] = {}
         self._entries = {
-            name: _pop_entry(in_file, weight.name_in(index.format), weight.shape)
+            name: _pop_entry(in_file, stacks, weight, index.format)
             for name, weight in self._weights.items()
         }
+        self._stored_tied_head: TensorEntry | None = None
         if spec.tied_embeddings:
-            self._drop_copy_of_embedding(
-                in_file, "output.weight" if self._is_gguf else "lm_head.weight"
-            )
+            head = "output.weight" if self._is_gguf else "lm_head.weight"
+            self._stored_tied_head = in_file.pop(head, None)
+            if self._stored_tied_head is not None:
+                _check_shape(self._stored_tied_head, self._entries["embedding.weight"].shape)
         if in_file:
             raise ModelError(
                 f"tensor {next(iter(in_file))} is no part of {spec.architecture} with this "
@@ -94,21 +107,27 @@ class WeightSource:
         """Return these weights, one below the other, as one new tensor (of `dtype` if given)."""
         rows = [self._shapes[name][0] for name in names]
         shape = (sum(rows), *self._shapes[names[0]][1:])
-        result = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        result = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         for name, part in zip(names, torch.split(result, rows), strict=True):
             self._read_into(name, part)
         return result
 
-    def read_norm(self, name: str) -> torch.Tensor:
-        """Return what a norm multiplies by, as a new tensor.
+    def read_norm(self, name: str) -> NormWeight:
+        """Read the norm whose weight is `name`.weight.
 
         Float32 if the model's norms add 1 to the weight: 16 bits would round the rest away.
         """
-        if not self._spec.norms_add_one:
-            return self.read(name)
-        stored = self._files.read(self._entries[name])
-        weight = stored.to(self._device, torch.float32, copy=True)
-        return weight if self._is_gguf else weight.add_(1.0)
+        spec, bias = self._spec, f"{name}.bias"
+        adds_one = spec.norms_add_one
+        weight = self.read(f"{name}.weight", dtype=torch.float32 if adds_one else None)
+        if adds_one and not self._is_gguf:
+            weight += 1.0
+        return NormWeight(
+            weight,
+            spec.norm_eps,
+            spec.norm_kind == "layer",
+            self.read(bias) if bias in self._weights else None,
+        )
 
     def type_of(self, name: str) -> str:
         """Return how a weight is stored: one of GGUF's types, or the safetensors dtype."""
@@ -117,6 +136,10 @@ class WeightSource:
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
         return self._shapes[name][-1]
+
+    def joined_shape(self, *names: str) -> tuple[int, int]:
+        """Return rows and columns of these weights, one below the other, as this rank has them."""
+        return sum(self._shapes[name][0] for name in names), self.columns_of(names[0])
 
     def read_blocks(self, name: str) -> StoredBlocks:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
@@ -128,6 +151,22 @@ class WeightSource:
         stored = StoredBlocks(entry.type, rows, columns, data, self._row_order(name))
         return stored.with_columns(shard.columns)
 
+    def prefetch(self, name: str) -> None:
+        """Let the system read a weight, or this rank's rows of it, into the page cache."""
+        self._files.prefetch(_rows_of(self._entries[name], self._shards[name].rows))
+
+    def read_rows(
+        self, name: str, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:
+        """Return the rows [rows, columns] of a weight in the file's order, and that order.
+
+        Of the stored dtype, also without `dtype`, they are a view of the mapped file.
+        The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
+        """
+        shard = self._shards[name]
+        stored = self._files.read(_rows_of(self._entries[name], shard.rows))
+        return stored[:, shard.columns].to(dtype or stored.dtype), self._row_order(name)
+
     def splits_block(self, name: str, block_size: int) -> bool:
         """Return whether the shard's columns begin or end within a block of so many columns."""
         num_columns = self._entries[name].shape[-1]
@@ -136,36 +175,26 @@ class WeightSource:
 
     def scaled_rope(self, rope: Rope) -> Rope:
         """Return the rotary embedding with the frequency divisors of the file, if it has any."""
-        return rope if self._rope_factors is None else FactorsRope(rope.theta, self._rope_factors)
+        if self._rope_factors is None or isinstance(rope, NoRope):
+            return rope
+        return FactorsRope(rope.theta, self._rope_factors)
 
-    def _row_order(self, name: str) -> npt.NDArray[np.int64]:
-        """Int64 [rows]: row i of a weight is this row in the file; see _read_into."""
-        order = np.arange(self._shapes[name][0], dtype=np.int64)
-        heads = self._interleaved_heads(name)
-        return order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1) if heads else order
-
-    def _interleaved_heads(self, name: str) -> int:
-        """Heads whose rows the file interleaves; 0 if it keeps our order."""
-        head_dim = self._weights[name].gguf_interleaved_head_dim
-        return self._shapes[name][0] // head_dim if self._is_gguf and head_dim else 0
+    def _row_order(self, name: str) -> npt.NDArray[np.int64] | None:
+        """Return HeadRows.order for this rank's rows of a weight."""
+        heads = self._weights[name].head_rows
+        return None if heads is None else heads.order(self._shapes[name][0], self._format)
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         shard = self._shards[name]
         stored = self._files.read(_rows_of(self._entries[name], shard.rows))
         if stored.dim() > 1:
             stored = stored[:, shard.columns]
-        heads = self._interleaved_heads(name)
-        if heads:
-            # file rows of a head        0 h 1 h+1 2 h+2 …     (h = head_dim / 2)
-            # as the decoder rotates it  0 1 2 … h-1 h h+1 …
-            half = self._weights[name].gguf_interleaved_head_dim // 2
-            stored = stored.view(heads, half, 2, -1).transpose(1, 2)
-            destination = destination.view(heads, 2, half, -1)
-        destination.copy_(stored)
+        order = self._row_order(name)
+        destination.copy_(stored if order is None else stored[torch.from_numpy(order)])
 
     def _read_rope_factors(self, entry: TensorEntry) -> tuple[float, ...]:
         """Read divisors of the rotary frequencies; raises ModelError if they cannot apply."""
-        rope, *others = dict.fromkeys(self._spec.ropes)
+        rope, *others = (rope for rope in dict.fromkeys(self._spec.ropes) if rope != NoRope())
         if others:
             raise ModelError(f"tensor {entry.name} does not say which of the layers it is for")
         if not isinstance(rope, DefaultRope | Llama3Rope):
@@ -173,7 +202,8 @@ class WeightSource:
                 f"tensor {entry.name} and the configuration's {type(rope).__name__} "
                 "both scale the rotary frequencies"
             )
-        _check_shape(entry, (self._spec.attention_shape.head_dim // 2,))
+        attention = self._spec.attention_layers[0]
+        _check_shape(entry, ((attention.rotary_dim or attention.head_dim) // 2,))
         factors = self._files.read(entry)
         wrong = factors[~(factors.isfinite() & (factors > 0))].tolist()
         if wrong:
@@ -183,26 +213,58 @@ class WeightSource:
             )
         return tuple(factors.tolist())
 
-    def _drop_copy_of_embedding(self, in_file: dict[str, TensorEntry], name: str) -> None:
-        """A tied head may be stored too, if it is the same: then the embedding serves as both."""
-        copy = in_file.pop(name, None)
-        if copy is None:
-            return
-        embedding = self._entries["embedding.weight"]
-        _check_shape(copy, embedding.shape)
-        if not torch.equal(self._files.read(copy), self._files.read(embedding)):
+    def check_tied_head(self) -> None:
+        """Raise ModelError if a tied head is stored too and differs from the embedding."""
+        copy, embedding = self._stored_tied_head, self._entries["embedding.weight"]
+        if copy is not None and not torch.equal(
+            self._files.read(copy), self._files.read(embedding)
+        ):
             raise ModelError(
-                f"tensor {name} differs from {embedding.name}, "
+                f"tensor {copy.name} differs from {embedding.name}, "
                 "but the configuration has tie_word_embeddings = true"
             )
 
 
-def _pop_entry(in_file: dict[str, TensorEntry], name: str, shape: tuple[int, ...]) -> TensorEntry:
+def _pop_entry(
+    in_file: dict[str, TensorEntry],
+    stacks: dict[str, TensorEntry],
+    weight: WeightSpec,
+    file_format: str,
+) -> TensorEntry:
+    """Return where a weight is, and remove its tensor from `in_file`.
+
+    stacks: the tensors of several weights that were removed already.
+    """
+    stack = weight.stack_in(file_format)
+    if stack is not None and stack.tensor in in_file:
+        stacks[stack.tensor] = in_file.pop(stack.tensor)
+        _check_shape(stacks[stack.tensor], stack.shape)
+    if stack is not None and stack.tensor in stacks:
+        return _part_of(stacks[stack.tensor], stack, weight.shape)
+    name = weight.name_in(file_format)
     entry = in_file.pop(name, None)
     if entry is None:
-        raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
-    _check_shape(entry, shape)
+        shape = stack.shape if stack is not None and stack.tensor == name else weight.shape
+        also = f", and so is {stack.tensor}" if stack is not None and stack.tensor != name else ""
+        raise ModelError(f"tensor {name} of shape {list(shape)} is missing{also}")
+    _check_shape(entry, weight.shape)
     return entry
+
+
+def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> TensorEntry:
+    """Return the entry of a weight of this shape in a tensor of several."""
+    num_columns = len(shape) - 1
+    *experts, rows_each = entry.shape[: len(entry.shape) - num_columns]
+    rows = TensorEntry(
+        entry.name,
+        entry.type,
+        (math.prod(experts) * rows_each, *shape[1:]),
+        entry.file,
+        entry.offset,
+        entry.num_bytes,
+    )
+    first = stack.index * rows_each + stack.first_row
+    return _rows_of(rows, slice(first, first + shape[0]))
 
 
 def _check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:

@@ -6,24 +6,37 @@ held in memory is decided by a WeightFormat (formats.py); norms are always dense
 model each read their own shards.
 """
 
+import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
 from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
+from worker.layers.activation import Activation
 from worker.layers.embedding import Embedding, VocabParallelTable
+from worker.layers.experts import Experts
 from worker.layers.linear import Linear, PartOutput, ResidualLinear, VocabParallelHead
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import Norm
 from worker.layers.rotary import RotaryEmbedding
 from worker.loader.files import read_index
-from worker.loader.formats import DenseFormat, Ends, Product, WeightFormat
+from worker.loader.formats import (
+    DENSE_NAMES,
+    DenseFormat,
+    Ends,
+    ExpertProducts,
+    PackedFormat,
+    Product,
+    WeightFormat,
+)
+from worker.loader.product_choice import ProductChoice, choose_products
 from worker.loader.source import WeightSource, block_columns
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import make_stacks
@@ -33,8 +46,9 @@ from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import ModelShard, shard_model
 
-_READER_THREADS: Final = 2
-_LAYERS_AHEAD: Final = 4
+_READER_THREADS: Final = min(max(2, len(ALLOWED_CPUS)), 8)
+"""Reading rearranges the weights for the kernels, which takes a core per thread."""
+_LAYERS_AHEAD: Final = _READER_THREADS + 2
 """Layers read ahead of the one that is built; bounds the memory beside the finished ones."""
 _ALONE: Final = RankGroup()
 
@@ -58,10 +72,9 @@ def load_model(
     tensor of the files is used once; raises ModelError naming the first that is
     missing, unknown, of another shape or of a type that cannot be read.
     """
-    index = read_index(prepared)
-    shards = shard_model(spec, group.size, block_columns(spec, index))
-    source = WeightSource(index, spec, dtype, device, shards[group.rank].weights)
-    builder = DecoderBuilder(source, shards, weight_format or DenseFormat(dtype), device, group)
+    builder = create_builder(
+        prepared, spec, dtype, device, weight_format or DenseFormat(dtype), group
+    )
     steps = spec.num_layers + 1
     layers: list[DecoderLayer] = []
     with _readers() as pool:
@@ -75,11 +88,26 @@ def load_model(
     return decoder
 
 
+def create_builder(
+    prepared: PreparedModel,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat,
+    group: RankGroup = _ALONE,
+) -> "DecoderBuilder":
+    """Return the builder of a rank's decoder; so far only the headers of the files were read."""
+    index = read_index(prepared)
+    shards = shard_model(spec, group.size, block_columns(spec, index))
+    source = WeightSource(index, spec, dtype, device, shards[group.rank].weights)
+    return DecoderBuilder(source, shards, weight_format, device, group, prepared.folder)
+
+
 class DecoderBuilder:
     """Reads and builds the layers and the ends of one rank's decoder.
 
     Each `read_…` method runs in any thread and returns a function that builds; the builds run in
-    the thread that computes.
+    the thread that computes. folder: where times of products are kept.
     """
 
     def __init__(
@@ -89,32 +117,38 @@ class DecoderBuilder:
         weight_format: WeightFormat,
         device: torch.device,
         group: RankGroup = _ALONE,
+        folder: str = "",
     ) -> None:
         self.source = source
         self.spec = shards[group.rank].spec
         self.weight_format = weight_format
         self.device = device
         self.group = group
+        self._folder = folder
         self._vocab = [shard.vocab for shard in shards]
         self._rotaries: dict[Rope, RotaryEmbedding] = {}
 
     def read_layer(self, layer: int) -> Callable[[], DecoderLayer]:
-        """Read one layer: a norm before each part, and the parts."""
-        spec, mixer, mlp = (
-            self.spec.layers[layer],
-            LayerReader(self, layer, "attention_post_norm"),
-            LayerReader(self, layer, "mlp_post_norm"),
-        )
-        mixer_norm, mlp_norm = mixer.norm("attention_norm"), mlp.norm("mlp_norm")
+        """Read one layer: the norms before its parts, and the parts."""
+        spec, norms = self.spec.layers[layer], self.spec.norms
+        mixer = LayerReader(self, layer, "attention_post_norm" if norms.attention_post else "")
+        mlp = LayerReader(self, layer, "mlp_post_norm" if norms.mlp_post else "")
+        mixer_norm = mixer.norm("attention_norm") if norms.attention else None
+        mlp_norm = mlp.norm("mlp_norm") if norms.mlp else None
         build_mixer, build_mlp = spec.mixer.read(mixer), spec.mlp.read(mlp)
-        return lambda: DecoderLayer(mixer_norm(), build_mixer(), mlp_norm(), build_mlp())
+        return lambda: DecoderLayer(
+            mixer_norm and mixer_norm(),
+            build_mixer(),
+            mlp_norm and mlp_norm(),
+            build_mlp(),
+            self.spec.parallel_blocks,
+        )
 
     def read_ends(self) -> Callable[[Sequence[DecoderLayer]], Decoder]:
         """Read embedding, last norm and head; the returned function puts layers between them."""
-        embedding = "embedding.weight"
-        names = Ends(embedding, embedding if self.spec.tied_embeddings else "head.weight")
-        norm = self.source.read_norm("norm.weight")
-        build_ends = self.weight_format.read_ends(self.source, names)
+        self.source.check_tied_head()
+        norm = self.source.read_norm("norm")
+        build_ends = self.weight_format.read_ends(self.source, self._ends)
 
         def build(layers: Sequence[DecoderLayer]) -> Decoder:
             table, head = build_ends()
@@ -122,28 +156,69 @@ class DecoderBuilder:
                 own, num_tokens = self._vocab[self.group.rank], self._vocab[-1].stop
                 table = VocabParallelTable(table, self.group, own, num_tokens)
                 head = VocabParallelHead(head, self.group, self._vocab)
+            self.choose_products()
             return Decoder(
                 self.spec,
                 Embedding(table, self.spec.embedding_scale),
-                make_stacks(layers, self.spec.hidden_size),
-                RMSNorm(norm, self.spec.norm_eps),
+                make_stacks(layers, self.spec.hidden_size, self.device),
+                Norm(norm),
                 head,
             )
 
         return build
 
-    def rotary(self, rope: Rope, head_dim: int) -> RotaryEmbedding:
+    def choose_products(self) -> list[ProductChoice]:
+        """Let the fastest kernels multiply with the weights that were built so far."""
+        return choose_products(self.weight_format.kernel_weights, self.source.dtype, self._folder)
+
+    def build_ends(self) -> None:
+        """Build embedding and head without the layers, for measurements."""
+        self.weight_format.read_ends(self.source, self._ends)()
+
+    @property
+    def _ends(self) -> Ends:
+        embedding = "embedding.weight"
+        return Ends(embedding, embedding if self.spec.tied_embeddings else "head.weight")
+
+    def products(self, layer: int) -> list[Product]:
+        """Return the products of a layer without reading their weights."""
+        listed, spec = ProductList(self, layer), self.spec.layers[layer]
+        spec.mixer.read(listed)
+        spec.mlp.read(listed)
+        return listed.products
+
+    def weight_sizes(self) -> "WeightSizes":
+        """Return what the weights will take in memory, without reading them.
+
+        Norms and biases do not count: they are less than a thousandth of the products.
+        """
+        source, weight_format = self.source, self.weight_format
+        by_format = Counter(weight_format.ends_bytes(source, self._ends))
+        table = source.joined_shape(self._ends.embedding)
+        ends = conversion_bytes(by_format, table, source.dtype)
+        layers = 0
+        for layer in range(self.spec.num_layers):
+            for product in self.products(layer):
+                size = weight_format.product_bytes(source, product)
+                by_format += size
+                shape = source.joined_shape(*product.weights)
+                layers = max(layers, conversion_bytes(size, shape, source.dtype))
+        return WeightSizes(by_format, ends + layers)
+
+    def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
         """Return the rotary embedding, one for all layers with the same rope."""
         scaled = self.source.scaled_rope(rope)
         if scaled not in self._rotaries:
             self._rotaries[scaled] = RotaryEmbedding(
-                scaled, head_dim, self.spec.max_position, self.device
+                scaled, head_dim, self.spec.max_position, self.device, rotary_dim
             )
         return self._rotaries[scaled]
 
 
 class LayerReader:
     """Reads the weights of one part of a layer, by their names in the layer.
+
+    post_norm: the norm of what the part adds to the residual; "" if there is none.
 
     The methods that read run in a reader thread; the functions that they return build modules in
     the thread that computes.
@@ -162,42 +237,122 @@ class LayerReader:
         """Read `NAME.weight`, one below the other, as one product, with their biases if any."""
         return self._read_product(names, with_bias=True)
 
+    def summed_linear(self, name: str) -> Callable[[], Linear]:
+        """Read a product that ranks add up; of several ranks only the first adds the bias."""
+        return self._read_product((name,), with_bias=self._builder.group.rank == 0)
+
+    def experts(
+        self, numbers: range, activation: Activation, *, rows_share: float, are_whole: bool
+    ) -> Callable[[], Experts]:
+        """Read gate, up and down projections of the experts with these numbers.
+
+        rows_share: of a step's rows, those that one expert computes on average.
+        are_whole: ranks have whole experts. Else they add up the down projections, and only the
+            first adds their biases.
+        """
+        adds_bias = are_whole or self._builder.group.rank == 0
+
+        def products(*names: str, with_bias: bool) -> tuple[Product, ...]:
+            of_experts = ([f"experts.{number}.{name}" for name in names] for number in numbers)
+            return tuple(self._product(each, with_bias, rows_share) for each in of_experts)
+
+        gate_up = products("gate", "up", with_bias=True)
+        down = products("down", with_bias=adds_bias)
+        return self._read_experts(ExpertProducts(gate_up, down, activation, numbers.start))
+
     def output_linear(self, name: str) -> Callable[[], ResidualLinear]:
-        """Read the product that ends the part; of several ranks only the first adds the bias."""
-        build = self._read_product((name,), with_bias=self._builder.group.rank == 0)
-        build_output = self.output()
+        """Read the product that ends the part, as `summed_linear` does."""
+        build, build_output = self.summed_linear(name), self.output()
         return lambda: ResidualLinear(build(), build_output())
 
     def output(self) -> Callable[[], PartOutput]:
         """Read what follows a part that does not end with a single product."""
-        norm = self.norm(self._post_norm) if self._builder.spec.post_norms else None
+        norm = self.norm(self._post_norm) if self._post_norm else None
         group = self._builder.group
         return lambda: PartOutput(group, norm and norm())
 
-    def norm(self, name: str) -> Callable[[], RMSNorm]:
-        """Read the weight of a norm."""
-        weight = self._builder.source.read_norm(self._full_name(f"{name}.weight"))
-        eps = self._builder.spec.norm_eps
-        return lambda: RMSNorm(weight, eps)
+    def norm(self, name: str) -> Callable[[], Norm]:
+        """Read the weight of a norm, and its bias if it has one."""
+        weight = self._builder.source.read_norm(self._full_name(name))
+        return lambda: Norm(weight)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read this rank's shard of a weight as a dense tensor, for example a router's."""
-        return self._builder.source.read(self._full_name(name))
+        return self._builder.source.read(self._full_name(name), dtype=dtype)
 
-    def rotary(self, rope: Rope, head_dim: int) -> RotaryEmbedding:
+    def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
         """Return the rotary embedding; call it while building, not while reading."""
-        return self._builder.rotary(rope, head_dim)
+        return self._builder.rotary(rope, head_dim, rotary_dim)
 
     def _read_product(self, names: Sequence[str], with_bias: bool) -> Callable[[], Linear]:
+        product = self._product(names, with_bias)
+        return self._builder.weight_format.read_product(self._builder.source, product)
+
+    def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:
+        return self._builder.weight_format.read_experts(self._builder.source, experts)
+
+    def _product(self, names: Sequence[str], with_bias: bool, rows_share: float = 1.0) -> Product:
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in self._names]
-        product = Product(
+        return Product(
             tuple(self._full_name(f"{name}.weight") for name in names),
             tuple(map(self._full_name, biases)) if with_bias else (),
+            rows_share,
         )
-        return self._builder.weight_format.read_product(self._builder.source, product)
 
     def _full_name(self, name: str) -> str:
         return f"layers.{self.layer}.{name}"
+
+
+class ProductList(LayerReader):
+    """Lists the products that a part of a layer would read; the results must not be called."""
+
+    def __init__(self, builder: DecoderBuilder, layer: int) -> None:
+        super().__init__(builder, layer, "")
+        self.products: list[Product] = []
+
+    def norm(self, name: str) -> Callable[[], Norm]:
+        return _build_nothing
+
+    def _read_product(self, names: Sequence[str], with_bias: bool) -> Callable[[], Linear]:
+        self.products.append(self._product(names, with_bias))
+        return _build_nothing
+
+    def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:
+        self.products += (*experts.gate_up, *experts.down)
+        return _build_nothing
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(0)
+
+
+def _build_nothing() -> NoReturn:
+    raise AssertionError("this part of a layer was not read")
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """Memory of a rank's weights in bytes.
+
+    conversion: beside the weights while they are read: one reader converts the embedding, the other
+    a product of a layer.
+    """
+
+    by_format: Counter[str]
+    conversion: int
+
+
+def conversion_bytes(size: Counter[str], shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the memory that loading a product takes besides the product, in bytes.
+
+    Loading reads the numbers of a product and then builds it: in `dtype` for a dense one, in
+    float32 for one that is quantised here. Blocks of a file are used as they are and take none.
+
+    size: bytes of the product, by format.
+    """
+    if size.keys() <= {PackedFormat.name}:
+        return 0
+    is_dense = size.keys() <= set(DENSE_NAMES.values())
+    return math.prod(shape) * (dtype if is_dense else torch.float32).itemsize
 
 
 @contextmanager

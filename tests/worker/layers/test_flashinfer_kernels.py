@@ -12,7 +12,7 @@ from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import ContractError
 from worker.layers.activation import TorchGate
 from worker.layers.flashinfer_kernels import FlashInferGate, FlashInferNorm, FlashInferRotary
-from worker.layers.norm import TorchNorm
+from worker.layers.norm import NormWeight, TorchNorm
 from worker.layers.rotary import rotate
 from worker.layers.scratch import Scratch
 
@@ -36,7 +36,7 @@ class Device:
         return Scratch(tensor, 0, shape[0])
 
     def norm(self, weight: torch.Tensor) -> FlashInferNorm:
-        return FlashInferNorm(self.library, weight, EPS, TorchNorm(weight, EPS))
+        return FlashInferNorm(self.library, weight, EPS, TorchNorm(NormWeight(weight, EPS)))
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> bool:

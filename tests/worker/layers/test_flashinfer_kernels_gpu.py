@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from worker.attention.flashinfer import load_library
 from worker.device.accelerator import Accelerator
 from worker.layers.flashinfer_kernels import FlashInferGate, FlashInferNorm, FlashInferRotary
+from worker.layers.norm import NormWeight
 from worker.layers.rotary import rotate
 from worker.layers.scratch import RowBuffer
 from worker.layers.triton_kernels import TritonGate, TritonNorm
@@ -28,7 +29,7 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", [64, 576, 4096])
 def test_norms(size: int) -> None:
     weight, x = random(size) * 0.1 + 1, random(7, size)
-    norm = FlashInferNorm(load_library(), weight, 1e-5, TritonNorm(weight, 1e-5))
+    norm = FlashInferNorm(load_library(), weight, 1e-5, TritonNorm(NormWeight(weight, 1e-5)))
     space = RowBuffer(size).rows(x)
     wide = x.double()
     exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()

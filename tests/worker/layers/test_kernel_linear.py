@@ -18,7 +18,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 def stored(kernels: Kernels, kind: str, rows: int) -> tuple[PackedWeight, torch.Tensor]:
     """A random packed weight and its dequantised values."""
     data = random_rows(kind, rows, COLUMNS, seed=rows)
-    weight = PackedWeight.from_blocks(kernels, kind, (rows, COLUMNS), data.reshape(-1))
+    weight = PackedWeight(kernels, kind, (rows, COLUMNS))
+    weight.put_blocks(0, data.reshape(-1))
     return weight, torch.from_numpy(numbers(kind, data))
 
 

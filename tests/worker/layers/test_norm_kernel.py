@@ -1,12 +1,12 @@
-"""RMSNorm by the kernels and by torch against float64, on random shapes."""
+"""RMSNorm and LayerNorm by the kernels and by torch against float64, on random shapes."""
 
 import random
 
 import pytest
 import torch
 
-from tests.worker.kernel_variants import each_variant, load_variant
-from worker.layers.norm import KernelNorm, NormArithmetic, TorchNorm
+from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
+from worker.layers.norm import KernelNorm, NormArithmetic, NormWeight, TorchNorm
 from worker.layers.scratch import RowBuffer
 
 # Largest error relative to the value: float32 sums, then one rounding to the dtype.
@@ -15,12 +15,20 @@ EPS = 1e-5
 
 
 def arithmetic(variant, weight: torch.Tensor) -> NormArithmetic:
-    return KernelNorm(load_variant(variant), weight, EPS)
+    return KernelNorm(load_variant(variant), NormWeight(weight, EPS))
 
 
-def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def expected(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    is_centered: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     wide = x.double()
-    return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    if is_centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    return normed if bias is None else normed + bias.double()
 
 
 def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -42,17 +50,16 @@ def cases() -> list[tuple[torch.dtype, torch.Generator, int, int]]:
     ]
 
 
-def assert_rows_do_not_depend_on_the_batch(
-    norm: NormArithmetic, weight: torch.Tensor, case
-) -> None:
+def assert_matches_float64(norm: NormArithmetic, weight: NormWeight, case) -> None:
     dtype, generator, rows, size = case
-    x = (torch.randn(rows, size, generator=generator) * 9).to(dtype)
-    check(norm.norm(x), expected(x, weight))
+    x = (torch.randn(rows, size, generator=generator) * 9 + 1).to(dtype)
+    exact = expected(x, weight.weight, weight.is_centered, weight.bias)
+    check(norm.norm(x), exact)
     into = RowBuffer(size).rows(x)
     assert norm.norm_into(x, into).data_ptr() == into.address
     assert torch.equal(into.tensor, norm.norm(x))
     residual = torch.randn(rows, size, generator=generator).to(dtype)
-    wanted = residual.double() + expected(x, weight)
+    wanted = residual.double() + exact
     added = norm.add_norm(residual, x)
     assert added.data_ptr() == residual.data_ptr()
     # Torch rounds the norm before it is added.
@@ -60,19 +67,28 @@ def assert_rows_do_not_depend_on_the_batch(
     torch.testing.assert_close(added.double(), wanted, rtol=tolerance, atol=4 * tolerance)
 
 
+def weights_of(case) -> list[NormWeight]:
+    """The weights of an RMSNorm and of LayerNorms, one of them with a bias."""
+    dtype, generator, _, size = case
+    weight, bias = torch.randn(2, size, generator=generator).to(dtype).unbind()
+    return [
+        NormWeight(weight, EPS),
+        NormWeight(weight, EPS, is_centered=True),
+        NormWeight(weight, EPS, is_centered=True, bias=bias),
+    ]
+
+
 @each_variant
 def test_kernels_match_float64(variant) -> None:
     for case in cases():
-        dtype, generator, _, size = case
-        weight = torch.randn(size, generator=generator).to(dtype)
-        assert_rows_do_not_depend_on_the_batch(arithmetic(variant, weight), weight, case)
+        for weight in weights_of(case):
+            assert_matches_float64(KernelNorm(load_variant(variant), weight), weight, case)
 
 
 def test_torch_matches_float64() -> None:
     for case in cases():
-        dtype, generator, _, size = case
-        weight = torch.randn(size, generator=generator).to(dtype)
-        assert_rows_do_not_depend_on_the_batch(TorchNorm(weight, EPS), weight, case)
+        for weight in weights_of(case):
+            assert_matches_float64(TorchNorm(weight), weight, case)
 
 
 @each_variant
@@ -111,15 +127,11 @@ def test_nan_and_infinity_affect_only_their_row(variant, value: float) -> None:
 def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
     x = torch.randn(100, 577, generator=torch.Generator().manual_seed(0))
     norm = arithmetic(variant, torch.rand(577))
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    found = []
+    for threads in THREADS:
+        with threads_of_torch(threads):
             found.append(norm.norm(x))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*found)
+    assert all(torch.equal(rows, found[0]) for rows in found)
 
 
 def test_a_row_buffer_is_reused() -> None:

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.kernel_variants import each_variant, load_variant
+from tests.worker.kernel_variants import (
+    THREADS,
+    each_variant,
+    load_variant,
+    threads_of_torch,
+)
 from tests.worker.layers.packed_cases import TYPES, error_of, numbers_of, random_blocks
 from tests.worker.reference import packed as packed_reference
 from worker.layers.kernel_weights import GGUF_BLOCKS, PackedWeight, is_packable
@@ -23,10 +28,16 @@ def rng_of(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def weight_of(variant, gguf_type: str, shape: tuple[int, int], raw: np.ndarray) -> PackedWeight:
+    weight = PackedWeight(load_variant(variant), gguf_type, shape)
+    assert weight.put_blocks(0, raw) == shape[0]
+    return weight
+
+
 def packed_of(variant, gguf_type: str, shape: tuple[int, int], seed: int = 0):
     """A random packed weight and its dequantised values."""
     raw = random_blocks(gguf_type, shape, rng_of(seed))
-    weight = PackedWeight.from_blocks(load_variant(variant), gguf_type, shape, raw)
+    weight = weight_of(variant, gguf_type, shape, raw)
     return weight, numbers_of(gguf_type, shape, raw)
 
 
@@ -88,9 +99,7 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
         if gguf_type in ("Q4_0", "Q5_0"):
             blocks[:, 2:4] = code
         numbers = numbers_of(gguf_type, shape, blocks.reshape(-1))
-        weight = PackedWeight.from_blocks(
-            load_variant(variant), gguf_type, shape, blocks.reshape(-1)
-        )
+        weight = weight_of(variant, gguf_type, shape, blocks.reshape(-1))
         for sign in (1.0, -1.0):
             x = torch.full((9, shape[1]), 3.0 * sign)
             assert error_of(weight.multiply(x), numbers, x) < EXACT
@@ -109,18 +118,17 @@ def test_a_row_does_not_depend_on_its_batch(variant, gguf_type: str) -> None:
 
 
 @each_variant
-def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
-    weight, _ = packed_of(variant, "Q4_1", (515, 512))
-    x = rows_of(40, 512)
-    before = torch.get_num_threads()
-    try:
+@each_type
+def test_results_do_not_depend_on_the_number_of_threads(variant, gguf_type: str) -> None:
+    shape = shape_of(gguf_type, 515, 2)
+    weight, _ = packed_of(variant, gguf_type, shape)
+    for num_rows in (1, 40):
+        x = rows_of(num_rows, shape[1])
         outputs = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            outputs.append(weight.multiply(x))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*outputs)
+        for threads in THREADS:
+            with threads_of_torch(threads):
+                outputs.append(weight.multiply(x))
+        assert all(torch.equal(found, outputs[0]) for found in outputs)
 
 
 @each_variant
@@ -173,13 +181,17 @@ def test_bias_residual_and_strided_outputs(
 
 
 @each_variant
-def test_rows_are_permuted_by_the_given_order(variant) -> None:
-    shape = (64, 256)
+def test_pieces_are_permuted_and_lie_one_below_the_other(variant) -> None:
+    """The second piece begins within a panel of 32 outputs."""
+    shape = (75, 256)
     raw = random_blocks("Q4_K", shape, rng_of(3))
-    order = rng_of(4).permutation(64)
-    weight = PackedWeight.from_blocks(load_variant(variant), "Q4_K", shape, raw, order)
-    numbers = numbers_of("Q4_K", shape, raw)[torch.from_numpy(order)]
-    assert torch.equal(weight.rows(torch.arange(64), torch.float32), numbers)
+    weight = PackedWeight(load_variant(variant), "Q4_K", shape)
+    pieces, order = np.split(raw, [50 * raw.size // 75]), rng_of(4).permutation(25)
+    assert weight.put_blocks(0, pieces[0]) == 50
+    assert weight.put_blocks(50, pieces[1], order) == 75
+    numbers = numbers_of("Q4_K", shape, raw)
+    numbers[50:] = numbers[50:][torch.from_numpy(order)]
+    assert torch.equal(weight.rows(torch.arange(75), torch.float32), numbers)
 
 
 @each_variant

@@ -5,7 +5,7 @@ import torch
 
 from worker.layers.embedding import DenseTable, VocabParallelTable
 from worker.layers.linear import DenseLinear, PartOutput, ResidualLinear, VocabParallelHead
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import Norm, NormWeight
 
 
 class FixedGroup:
@@ -47,7 +47,7 @@ def test_sums_over_ranks_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_an_output_norm_is_applied_to_the_sum_of_all_ranks() -> None:
-    norm = RMSNorm(torch.tensor([1.0, 2.0]), 1e-6)
+    norm = Norm(NormWeight(torch.tensor([1.0, 2.0]), 1e-6))
     linear = ResidualLinear(product(1.0, torch.float32), PartOutput(FixedGroup(1.0, 0.0), norm))
     found = linear.add_to(torch.full((1, 2), 4.0), torch.ones(1, 1))
     torch.testing.assert_close(found, torch.tensor([[5.0, 6.0]]))

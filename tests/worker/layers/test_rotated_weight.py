@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.kernel_variants import each_variant, load_variant
+from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
 from tests.worker.reference import rotated as rotated_reference
 from worker.kernels import DTYPE_CODES, Product
 from worker.layers.kernel_weights import RotatedWeight, can_rotate
@@ -50,7 +50,7 @@ def test_products_are_exact_integer_sums(variant) -> None:
     kernels = load_variant(variant)
     for seed, (out_features, in_features) in enumerate(SHAPES):
         weight_codes = codes_of(out_features, in_features, seed)
-        weight = RotatedWeight(kernels, with_codes(weight_codes))
+        weight = RotatedWeight.from_dense(kernels, with_codes(weight_codes))
         x_codes = codes_of(70, in_features, seed + 100)
         sums = torch.from_numpy(x_codes.numpy() @ weight_codes.numpy().T)
         expected = sums.float() / rotated_reference.block_of(in_features)
@@ -64,7 +64,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(variant) -> None:
     signs = torch.tensor([1, -1]).repeat(16)[:, None]
     weight_codes = 127 * signs * torch.ones(32, 2048, dtype=torch.int64)
     weight_codes[:, 1::3] *= -1
-    weight = RotatedWeight(load_variant(variant), with_codes(weight_codes))
+    weight = RotatedWeight.from_dense(load_variant(variant), with_codes(weight_codes))
     x_codes = torch.cat((weight_codes[:2], torch.full((1, 2048), 127), torch.full((1, 2048), -127)))
     expected = (x_codes @ weight_codes.T).float() / 64
     assert torch.equal(weight.multiply(with_codes(x_codes)), expected)
@@ -77,7 +77,7 @@ def test_products_match_float64(variant, dtype: torch.dtype) -> None:
     for seed, (out_features, in_features) in enumerate(SHAPES):
         wide = rows_of(out_features, in_features + 7, seed).to(dtype)
         dense = wide[:, 7:]
-        weight = RotatedWeight(kernels, dense)
+        weight = RotatedWeight.from_dense(kernels, dense)
         x = rows_of(19, in_features, seed + 50)
         found = weight.multiply(x)
         # Another order of float32 sums may change a code by one.
@@ -87,18 +87,14 @@ def test_products_match_float64(variant, dtype: torch.dtype) -> None:
 
 @each_variant
 def test_a_row_does_not_depend_on_its_batch_or_on_threads(variant) -> None:
-    weight = RotatedWeight(load_variant(variant), rows_of(515, 576, 1))
+    weight = RotatedWeight.from_dense(load_variant(variant), rows_of(515, 576, 1))
     x = rows_of(130, 576)
     alone = torch.cat([weight.multiply(row[None]) for row in x])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3, 40):
-            torch.set_num_threads(threads)
+    for threads in THREADS:
+        with threads_of_torch(threads):
             for num_rows in (2, 15, 16, 17, 31, 32, 33, 64, 97, 130):
                 assert torch.equal(weight.multiply(x[:num_rows]), alone[:num_rows]), num_rows
                 assert torch.equal(weight.multiply(x[-num_rows:]), alone[-num_rows:]), num_rows
-    finally:
-        torch.set_num_threads(before)
 
 
 @each_variant
@@ -107,7 +103,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(variant) -> None:
 def test_a_row_with_nan_or_infinity_affects_only_its_output(
     variant, dtype: torch.dtype, value: float
 ) -> None:
-    weight = RotatedWeight(load_variant(variant), rows_of(40, 96, 1))
+    weight = RotatedWeight.from_dense(load_variant(variant), rows_of(40, 96, 1))
     for num_rows in (1, 3, 20, 40):
         x = rows_of(num_rows, 96).to(dtype)
         clean = weight.multiply(x)
@@ -123,7 +119,7 @@ def test_a_row_with_nan_or_infinity_affects_only_its_output(
 def test_a_nan_or_infinity_in_a_weight_gives_nan(variant, value: float) -> None:
     dense = rows_of(33, 64)
     dense[7, 40] = value
-    output = RotatedWeight(load_variant(variant), dense).multiply(rows_of(6, 64))
+    output = RotatedWeight.from_dense(load_variant(variant), dense).multiply(rows_of(6, 64))
     assert output[:, 7].isnan().all()
     assert output.isnan().sum() == 6
 
@@ -136,7 +132,7 @@ def test_bias_residual_and_strided_outputs(
     variant, x_dtype: torch.dtype, out_dtype: torch.dtype, num_rows: int
 ) -> None:
     """The sum is rounded once to the output's type; memory beside the output is untouched."""
-    weight = RotatedWeight(load_variant(variant), rows_of(70, 96, 1))
+    weight = RotatedWeight.from_dense(load_variant(variant), rows_of(70, 96, 1))
     wide = rows_of(num_rows, 200).to(x_dtype)
     x, bias = wide[:, 50:146], rows_of(1, 70)[0].to(x_dtype)
     exact = weight.multiply(x.float())
@@ -162,12 +158,14 @@ def test_bias_residual_and_strided_outputs(
 
 @each_variant
 def test_rows_near_zero_and_zero_weights_give_zeros(variant) -> None:
-    weight = RotatedWeight(load_variant(variant), rows_of(40, 64))
+    weight = RotatedWeight.from_dense(load_variant(variant), rows_of(40, 64))
     x = torch.stack((torch.zeros(64), torch.full((64,), 1e-38), torch.ones(64)))
     output = weight.multiply(x)
     assert (output[:2] == 0).all()
     assert (output[2] != 0).any()
-    assert (RotatedWeight(load_variant(variant), torch.zeros(40, 64)).multiply(x) == 0).all()
+    assert (
+        RotatedWeight.from_dense(load_variant(variant), torch.zeros(40, 64)).multiply(x) == 0
+    ).all()
 
 
 @each_variant
@@ -175,7 +173,7 @@ def test_rows_near_zero_and_zero_weights_give_zeros(variant) -> None:
 def test_a_product_of_quantised_rows_equals_that_of_the_rows(variant, in_features: int) -> None:
     kernels = load_variant(variant)
     num_rows = 21
-    weight = RotatedWeight(kernels, rows_of(65, in_features, 1))
+    weight = RotatedWeight.from_dense(kernels, rows_of(65, in_features, 1))
     memory = torch.empty(kernels.code_bytes(num_rows, in_features), dtype=torch.uint8)
 
     def multiply_codes() -> torch.Tensor:
@@ -193,7 +191,7 @@ def test_a_product_of_quantised_rows_equals_that_of_the_rows(variant, in_feature
 
 @each_variant
 def test_nbytes_and_supported_lengths(variant) -> None:
-    weight = RotatedWeight(load_variant(variant), rows_of(64, 576))
+    weight = RotatedWeight.from_dense(load_variant(variant), rows_of(64, 576))
     assert weight.nbytes == 64 * 576 + 64 * 4
     assert can_rotate(96)
     assert not can_rotate(48)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker.layers.embedding import DenseTable, Embedding
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import Norm, NormWeight
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     weight = torch.randn(48, generator=generator).to(dtype)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight.double()
-    result = RMSNorm(weight, 0.1)(x[:, :2])
+    result = Norm(NormWeight(weight, 0.1))(x[:, :2])
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected[:, :2], rtol=tolerance, atol=tolerance)
 
@@ -24,9 +24,9 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
 def test_rms_norm_with_a_float32_weight() -> None:
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = 1 + torch.arange(48) * 1e-5
-    result = RMSNorm(weight, 1e-6)(x)
+    result = Norm(NormWeight(weight, 1e-6))(x)
     assert result.dtype == torch.bfloat16
-    assert torch.equal(result, RMSNorm(weight, 1e-6)(x.float()).bfloat16())
+    assert torch.equal(result, Norm(NormWeight(weight, 1e-6))(x.float()).bfloat16())
 
 
 def test_an_embedding_copies_its_rows() -> None:

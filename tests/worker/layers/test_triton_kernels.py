@@ -1,4 +1,4 @@
-"""RMSNorm and gate by Triton, in its interpreter, against float64."""
+"""Norms and activation by Triton, in its interpreter, against float64."""
 
 import importlib.util
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from worker.layers.norm import NormWeight
 from worker.layers.scratch import RowBuffer
 from worker.layers.triton_kernels import TritonGate, TritonNorm
 
@@ -32,16 +33,23 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(((found.double() - exact).abs() <= limit).all())
 
 
-def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def exact_norm(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
     wide = x.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    if weight.is_centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scale = (wide.square().mean(-1, keepdim=True) + weight.eps).rsqrt()
+    normed = wide * scale * weight.weight.double()
+    return normed if weight.bias is None else normed + weight.bias.double()
 
 
 @pytest.mark.parametrize("size", [64, 96, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm(dtype: torch.dtype, size: int) -> None:
-    x, weight = random(5, size, dtype=dtype), random(size, dtype=torch.float32)
-    norm, exact = TritonNorm(weight, 1e-5), exact_norm(x, weight, 1e-5)
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer with bias"])
+def test_norm(kind: str, dtype: torch.dtype, size: int) -> None:
+    x, factor = random(5, size, dtype=dtype), random(size, dtype=torch.float32)
+    bias = random(size, dtype=torch.float32).flip(0) if kind == "layer with bias" else None
+    weight = NormWeight(factor, 1e-5, kind != "rms", bias)
+    norm, exact = TritonNorm(weight), exact_norm(x, weight)
     assert close(norm.norm(x), exact)
     space = RowBuffer(size).rows(x)
     assert norm.norm_into(x, space) is space.tensor
@@ -54,24 +62,30 @@ def test_norm(dtype: torch.dtype, size: int) -> None:
 
 def test_layers_share_compiled_kernels() -> None:
     weights = torch.ones(8), torch.ones(16)
-    first, second = (TritonNorm(weight, 1e-5) for weight in weights)
+    first, second = (TritonNorm(NormWeight(weight, 1e-5)) for weight in weights)
     assert first.kernel is second.kernel
 
 
 def test_norm_of_heads_inside_a_fused_product() -> None:
     fused = random(3, 6 * 64, dtype=torch.bfloat16)
-    heads, weight = fused.view(3, 6, 64)[:, 2:4], random(64, dtype=torch.bfloat16)
-    found = TritonNorm(weight, 1e-6).norm(heads)
+    heads, factor = fused.view(3, 6, 64)[:, 2:4], random(64, dtype=torch.bfloat16)
+    weight = NormWeight(factor, 1e-6)
+    found = TritonNorm(weight).norm(heads)
     assert found.is_contiguous()
-    assert close(found, exact_norm(heads, weight, 1e-6))
+    assert close(found, exact_norm(heads, weight))
 
 
 @pytest.mark.parametrize("size", [48, 1500])
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(dtype: torch.dtype, name: Any, size: int) -> None:
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_gate(is_gated: bool, dtype: torch.dtype, name: Any, size: int) -> None:
     gate_up = random(4, 2 * size, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
     out = RowBuffer(size).rows(gate_up)
-    assert close(TritonGate(name)(gate_up, out), inner * up)
+    if is_gated:
+        assert close(TritonGate(name)(gate_up, out), inner * up)
+    else:
+        up = gate_up[:, :size].contiguous()
+        assert close(TritonGate(name, is_gated=False)(up, out), inner)

@@ -4,6 +4,7 @@ Packed weights are compared with a dense model of the dequantised values whose p
 activations like reference/packed.py, so that only the order of sums differs.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from worker.layers.linear import Linear
 from worker.loader import formats
 from worker.loader.format_choice import describe_dense_weights
 from worker.loader.formats import (
-    AmxFormat,
     Bf16Format,
     DenseFormat,
     Int8Format,
@@ -34,7 +34,8 @@ from worker.loader.formats import (
     RotatedFormat,
     WeightFormat,
 )
-from worker.loader.weights import load_model
+from worker.loader.weights import create_builder, load_model
+from worker.parallel.group import RankGroup
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 TIE = 0.1
@@ -68,7 +69,7 @@ class RoundedFormat(DenseFormat):
     def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return RoundedLinear(self._held(weight), bias)
 
-    def build_table(self, table: torch.Tensor, head: torch.Tensor) -> DenseTable:
+    def build_tied_table(self, table: torch.Tensor) -> DenseTable:
         return DenseTable(self._held(table))
 
     def _held(self, weight: torch.Tensor) -> torch.Tensor:
@@ -168,13 +169,30 @@ def test_rows_of_partial_blocks_stay_dense(kernels: Kernels, tmp_path: Path) -> 
     assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
 
 
-def test_a_tied_weight_is_stored_once(kernels: Kernels, tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES)
-    tied, untied = packed(kernels), packed(kernels)
-    logits(prepared_gguf(tmp_path / "tied", "Q8_0", config), tied)
-    own_head = LlamaConfig(**SIZES | {"tie_word_embeddings": False})
-    logits(prepared_gguf(tmp_path / "untied", "Q8_0", own_head), untied)
-    assert untied.memory["packed"] - tied.memory["packed"] >= 64 * 256
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_takes_no_memory_beside_the_head(
+    kind: str, tied: bool, kernels: Kernels, tmp_path: Path
+) -> None:
+    """A tied weight is stored once; an embedding of its own stays in the mapped file."""
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied})
+    prepared, form = prepared_gguf(tmp_path, kind, config), packed(kernels)
+    found = logits(prepared, form)
+    if kind != "F16":
+        assert_same_tokens(found, logits(prepared, RoundedFormat()))
+    builder = create_builder(
+        prepared, spec_of(prepared), torch.float32, torch.device("cpu"), form, RankGroup()
+    )
+    assert form.memory == builder.weight_sizes().by_format
+    memory: Counter[str] = Counter()
+    table = formats.read_table(builder.source, "embedding.weight", memory)
+    assert not memory
+    ids = torch.tensor([3, 0, 3, 63])
+    assert torch.equal(table.rows(ids), builder.source.read("embedding.weight")[ids])
+    assert table.rows(ids[:0]).shape == (0, 256)
+    for wrong in (-1, 64):
+        with pytest.raises(IndexError):
+            table.rows(torch.tensor([0, wrong]))
 
 
 def mixed(kernels: Kernels) -> MixedFormat:
@@ -200,8 +218,8 @@ def test_the_number_of_rows_selects_packed_or_rotated(
     exact = logits(prepared)
     assert torch.equal(found, few) == (len(TOKENS) < least)
     assert relative(found, exact) < INT8_ERROR
-    assert form.name == "packed+rotated"
-    assert sorted(form.memory) == ["packed", "rotated"]
+    assert form.name == "packed+int8"
+    assert sorted(form.memory) == ["int8", "packed"]
 
 
 def rotated(kernels: Kernels) -> RotatedFormat:
@@ -230,22 +248,6 @@ def test_rows_that_cannot_be_rotated_stay_dense(kernels: Kernels, tmp_path: Path
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("least", [4, 64])
-def test_a_head_is_packed_for_few_rows_and_dense_for_many(
-    least: int, tied: bool, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(formats, "DENSE_FROM", least)
-    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied})
-    prepared, dense = prepared_gguf(tmp_path, "Q8_0", config), DenseFormat(torch.bfloat16)
-    blocks = PackedFormat(kernels, dense, torch.bfloat16)
-    form = AmxFormat(blocks, kernels, dense)
-    found, other = (logits(prepared, each, torch.bfloat16) for each in (form, mixed(kernels)))
-    assert torch.equal(found, other) == (len(TOKENS) < least)
-    assert relative(found, other) < 0.05
-    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
-
-
-@pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16_weights_are_stored_in_panels(
     tied: bool, kernels: Kernels, tmp_path: Path
 ) -> None:
@@ -269,5 +271,5 @@ def test_weights_that_cannot_be_packed_are_dense_in_both_formats(
     prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
     form = mixed(kernels)
     logits(prepared, form, torch.bfloat16)
-    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+    assert sorted(form.memory) == ["bf16", "int8", "packed"]
     assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F16)" for layer in range(2)]

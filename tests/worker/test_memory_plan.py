@@ -1,0 +1,239 @@
+"""The memory plan: equal to what a loaded model takes, and refusals with figures and flags."""
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from deploy import flags
+from proto.config import GIB, ServeConfig, memory_size
+from proto.errors import ConfigError
+from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from tests.e2e.reference import packaged_model
+from tests.fakes.prepared_models import prepare, prepare_checkpoint
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from tests.worker.loader.test_formats import prepared_gguf
+from tests.worker.test_cuda_device import device_of
+from tests.worker.test_device import machine
+from worker import loaded_model
+from worker.device.devices import CpuDevice
+from worker.kernels import Kernels
+from worker.loaded_model import load
+from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
+from worker.models.registry import spec_from_config
+from worker.parallel.group import RankGroup
+
+MIB = 1 << 20
+FAMILIES = ("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma3")
+
+
+def config_of(*words: str) -> ServeConfig:
+    """The configuration of a command line."""
+    return flags.build(flags.parse(words))
+
+
+def cpu_of(config: ServeConfig, root: Path = Path("/")) -> CpuDevice:
+    return CpuDevice(config.device, root, num_workers=config.parallel.tensor_parallel_size)
+
+
+def assert_planned(
+    prepared: PreparedModel, config: ServeConfig, root: Path = Path("/")
+) -> MemoryPlan:
+    """Check that weights and KV of all ranks take the bytes that the plan has for them."""
+    size = config.parallel.tensor_parallel_size
+    plan = plan_memory(config, prepared, cpu_of(config, root))
+    ranks = [
+        load(config, prepared, cpu_of(config, root), RankGroup(rank, size), lambda message: None)
+        for rank in range(size)
+    ]
+    assert plan.weights == sum((rank.weight_format.memory for rank in ranks), Counter())
+    token_bytes = sum(rank.geometry.bytes_per_token for rank in ranks)
+    assert plan.block_bytes == token_bytes * config.cache.block_size
+    return plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["int8", "bf16", "f32"])
+def test_a_folder_takes_what_was_planned(
+    family: str, weights: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    save_tiny(family, tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    assert_planned(prepared, config_of("--cpu-weights", weights))
+
+
+@pytest.mark.parametrize("kinds", [{}, {"v_proj": "Q8_0", "down_proj": "F16"}])
+@pytest.mark.parametrize("weights", ["auto", "packed", "int8", "f32"])
+@pytest.mark.parametrize("cpu", ["avx2", "avx512_bf16", "amx_bf16"])
+def test_a_gguf_takes_what_was_planned(
+    kinds: dict[str, str], weights: str, cpu: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    prepared = prepared_gguf(tmp_path / "model", "Q4_0", kinds=kinds)
+    assert_planned(prepared, config_of("--cpu-weights", weights), machine(tmp_path, flags=cpu))
+
+
+@pytest.mark.parametrize("weights", ["int8", "f32"])
+def test_ranks_together_take_what_was_planned(
+    weights: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    assert_planned(prepared, config_of("--cpu-weights", weights, "--tensor-parallel-size", "2"))
+
+
+def test_the_packaged_model_takes_what_was_planned(kernels: Kernels) -> None:
+    plan = assert_planned(packaged_model(), config_of("--kv-cache-memory", "64M"))
+    assert 64 * MIB - plan.block_bytes < plan.pool_bytes <= 64 * MIB
+
+
+LIMITS = {
+    "version 1": (
+        "3:memory:/a\n",
+        "memory/a/memory.limit_in_bytes",
+        "memory/a/memory.usage_in_bytes",
+    ),
+    "version 2": ("0::/a\n", "a/memory.max", "a/memory.current"),
+}
+
+
+@pytest.mark.parametrize("version", LIMITS)
+def test_the_default_pool_respects_the_container(version: str, tmp_path: Path) -> None:
+    """It takes three quarters of what weights and work space leave of the container's limit."""
+    own, limit, used = LIMITS[version]
+    root = machine(tmp_path / "root", free=16 * GIB)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(own)
+    for name, size in ((limit, 5 * GIB), (used, GIB)):
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{size}\n")
+    prepared = tiny_model(tmp_path)
+    config = config_of()
+    plan = plan_memory(config, prepared, cpu_of(config, root))
+    assert (plan.free, plan.device) == (4 * GIB, "memory of this container")
+    assert 0 <= plan.left * 3 // 4 - plan.pool_bytes < plan.block_bytes
+    (root / "sys/fs/cgroup" / limit).write_text("max\n")
+    plan = plan_memory(config, prepared, cpu_of(config, root))
+    assert (plan.free, plan.device) == (16 * GIB, "memory of this machine")
+
+
+def tiny_model(folder: Path) -> PreparedModel:
+    save_tiny("llama", folder)
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
+def huge_model(folder: Path) -> PreparedModel:
+    """An 8B shape whose weights are a hole in a file: only the sizes exist."""
+    config = CONFIGS["llama"].to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    entries, offset = [], 0
+    for weight in spec_from_config(config).weights().values():
+        num_bytes = 2
+        for size in weight.shape:
+            num_bytes *= size
+        entries.append(TensorEntry(weight.hugging_face, "BF16", weight.shape, 0, offset, num_bytes))
+        offset += num_bytes
+    file = folder / "model.safetensors"
+    folder.mkdir(exist_ok=True)
+    with file.open("wb") as stream:
+        stream.truncate(offset)
+    index = TensorIndex("safetensors", (str(file),), tuple(entries))
+    return prepare(folder / "prepared", config, index, name="huge")
+
+
+@pytest.mark.parametrize(
+    ("words", "free", "names"),
+    [
+        (["--cpu-weights", "bf16"], 12, "--cpu-weights int8"),
+        (["--cpu-weights", "bf16", "--kv-cache-memory", "9G"], 20, "--kv-cache-memory"),
+        (["--cpu-weights", "bf16", "--max-model-len", "8192"], 15.5, "--max-model-len"),
+        (["--cpu-weights", "int8", "--max-num-seqs", "100000"], 10, "--max-num-seqs"),
+        (["--cpu-weights", "int8", "--num-gpu-blocks-override", "9999"], 13, "--num-gpu-blocks"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_sum_and_flags_that_fit(
+    words: list[str],
+    free: float,
+    names: str,
+    kernels: Kernels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = huge_model(tmp_path / "model")
+    root = machine(tmp_path / "root", free=int(free * GIB))
+    config = config_of(*words)
+    monkeypatch.setattr(loaded_model, "load_model", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(ConfigError) as raised:
+        load(config, prepared, cpu_of(config, root), RankGroup(), lambda message: None)
+    first, *table, last = str(raised.value).splitlines()
+    assert first == "huge does not fit into the memory of this machine"
+    figures = {line[:12].strip(): line[12:].split()[:2] for line in table}
+    assert list(figures) == ["weights", "KV cache", "work space", "needed", "free"]
+    assert figures["free"] == [f"{free:.2f}", "GiB"]
+    assert float(figures["needed"][0]) > free
+    parts = sum(float(figures[name][0]) for name in ("weights", "KV cache", "work space"))
+    assert abs(parts - float(figures["needed"][0])) < 0.03
+    assert names in last
+    ways = last.removeprefix("it fits with ").split(" or ")
+    for way in ways:
+        smaller = config_of(*words, *shlex.split(way))
+        assert plan_memory(smaller, prepared, cpu_of(smaller, root)).fits, way
+
+
+def test_a_worker_that_replaces_another_loads_although_memory_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared, root = tiny_model(tmp_path), machine(tmp_path / "root", free=MIB)
+    config = config_of("--device", "cpu")
+    model = load(
+        config, prepared, cpu_of(config, root), RankGroup(), lambda message: None, must_fit=False
+    )
+    assert not model.plan.fits
+    assert "does not fit into the memory of this machine" in caplog.text
+
+
+def test_a_model_that_no_flag_makes_fit_names_the_missing_bytes(
+    kernels: Kernels, tmp_path: Path
+) -> None:
+    prepared, root = huge_model(tmp_path / "model"), machine(tmp_path / "root", free=2 * GIB)
+    config = config_of()
+    plan = plan_memory(config, prepared, cpu_of(config, root))
+    assert not plan.fits
+    last = str(refusal(plan, config, prepared, cpu_of(config, root))).splitlines()[-1]
+    assert last == f"no flag makes it fit: {memory_size(plan.shortfall)} more must be free"
+
+
+def test_a_pool_that_is_too_small_for_the_longest_request_is_refused(tmp_path: Path) -> None:
+    prepared, config = (
+        tiny_model(tmp_path),
+        config_of("--num-gpu-blocks-override", "3", "--max-model-len", "100"),
+    )
+    plan = plan_memory(config, prepared, cpu_of(config))
+    message = str(refusal(plan, config, prepared, cpu_of(config)))
+    assert message.startswith("the KV pool of 3 blocks of 16 tokens is too small: 8 are needed")
+    assert message.endswith("it fits with --num-gpu-blocks-override 8 or --max-model-len 32")
+
+
+@pytest.mark.parametrize(("utilization", "fits"), [("0.9", True), ("0.05", False)])
+def test_the_plan_of_a_gpu_follows_its_utilization(
+    utilization: str, fits: bool, tmp_path: Path
+) -> None:
+    prepared, device = huge_model(tmp_path), device_of(free=78 * GIB)
+    config = config_of("--gpu-memory-utilization", utilization)
+    plan = plan_memory(config, prepared, device)
+    assert plan.fits is fits
+    assert plan.device == "memory of the GPU"
+    if fits:
+        assert 0 <= plan.left - plan.pool_bytes < plan.block_bytes
+    else:
+        assert "--gpu-memory-utilization 0.95" in fitting_flags(plan, config, prepared, device)

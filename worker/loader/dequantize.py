@@ -1,0 +1,119 @@
+"""The numbers of a GGUF file's quantisation blocks, in torch; the layouts are those of ggml.
+
+    Q4_0, Q5_0, Q8_0   scale * (code - zero)        a scale for each 32 numbers
+    Q4_1, Q5_1         scale * code + minimum       a scale and a minimum for each 32
+    Q4_K, Q5_K         scale * code - minimum       6-bit scales and minima for each 32, themselves
+                                                    scaled by two numbers for 256
+    Q6_K               scale * (code - 32)          8-bit scales for each 16, scaled for 256
+
+Kernels multiply with blocks directly; this is for weights that are held in another format.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+_CHUNK_NUMBERS: Final = 1 << 18
+"""Numbers that are converted together: what a step of it writes stays in the cache."""
+
+
+def dequantize(gguf_type: str, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return float32 [blocks, block_size] of uint8 [blocks, bytes of a block]."""
+    numbers = torch.empty(len(blocks), block_size, dtype=torch.float32)
+    convert, chunk = _CONVERSIONS[gguf_type], max(1, _CHUNK_NUMBERS // block_size)
+    for first in range(0, len(blocks), chunk):
+        part = blocks[first : first + chunk]
+        numbers[first : first + chunk] = convert(part).view(len(part), block_size)
+    return numbers
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    return _half(blocks, 0) * (codes.float() - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    return scales * _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32).float() - minima
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    # bit i of these 32 bytes belongs to the i-th 32 numbers
+    high = _shifted(blocks[:, None, 16:48], range(8)) & 1
+    codes = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | high << 4
+    return scales * codes.float() - minima
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _nibbles(blocks[:, :128].view(-1, 2, 64))
+    high = _shifted(blocks[:, 128:192].view(-1, 2, 1, 32), range(0, 8, 2)) & 3
+    codes = low.view(-1, 16, 16) | high.view(-1, 16, 16) << 4
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return scales[:, :, None] * (codes.float() - 32)
+
+
+_CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 number at this byte of each block, as float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Return the low halves of these bytes, then the high ones, along the last dimension."""
+    return torch.cat((codes & 15, codes >> 4), dim=-1)
+
+
+def _shifted(codes: torch.Tensor, shifts: range) -> torch.Tensor:
+    """Return the bytes shifted right by each of `shifts`, along the last but one dimension."""
+    return codes >> torch.tensor(list(shifts), dtype=torch.uint8)[:, None]
+
+
+def _bits(fields: torch.Tensor) -> torch.Tensor:
+    """Return the 32 bits of 4 bytes, lowest first: [blocks, 32] of 0 and 1."""
+    return (fields[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 [blocks, 8, 1] each.
+
+    Bytes 4 … 15 hold 8 scales and 8 minima of 6 bits: the first four of each in the low bits of
+    bytes 4 … 7 and 8 … 11; of the other four the low halves in bytes 12 … 15, and the two highest
+    bits in what is free of the first eight bytes.
+    """
+    first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, low & 15 | first >> 6 << 4), dim=1)
+    minima = torch.cat((second & 63, low >> 4 | second >> 6 << 4), dim=1)
+    return (
+        (_half(blocks, 0) * scales.float())[:, :, None],
+        (_half(blocks, 2) * minima.float())[:, :, None],
+    )

@@ -1,0 +1,85 @@
+"""Reads the weights of a model that runs on transformers' code.
+
+The tensors are views of the mapped files; transformers gives them the names of its modules, and
+joins those that it keeps joined, such as experts. Then every linear layer is built in the model's
+weight format, as for families of tokend's own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from proto.errors import ModelError
+from proto.prepared_model import PreparedModel
+from worker.loader.files import TensorFiles, entries_by_name, read_index
+from worker.loader.formats import DenseFormat
+from worker.loader.product_choice import choose_products
+from worker.models.registry import read_config
+from worker.models.transformers_model import (
+    ATTENTION_NAME,
+    LinearModule,
+    TransformersDecoder,
+    TransformersSpec,
+    model_class,
+    transformers_config,
+)
+
+
+def load_transformers(
+    prepared: PreparedModel,
+    spec: TransformersSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+    weight_format: DenseFormat,
+) -> TransformersDecoder:
+    """Load a model with activations of `dtype` onto `device`.
+
+    progress: called with the finished part, 0 to 1. Raises ModelError naming the first tensor that
+    is missing, unknown or of another shape.
+    """
+    config, index = read_config(prepared), read_index(prepared)
+    files = TensorFiles(index)
+    tensors = {name: files.read(entry) for name, entry in entries_by_name(index).items()}
+    try:
+        model, report = model_class(config).from_pretrained(
+            None,
+            config=transformers_config(config),
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{spec.architecture}: transformers cannot read its weights: {error}"
+        ) from error
+    for problem, names in (
+        ("is missing", report["missing_keys"]),
+        ("has another shape than the configuration asks for", report["mismatched_keys"]),
+        ("is no part of the model with this configuration", report["unexpected_keys"]),
+    ):
+        for name in sorted(map(str, names)):
+            raise ModelError(f"tensor {name} {problem} ({len(names)} such tensors)")
+    progress(0.5)
+    model.eval().to(device)
+    linears = [
+        (name, module) for name, module in model.named_modules() if type(module) is nn.Linear
+    ]
+    for number, (name, linear) in enumerate(linears):
+        bias = None if linear.bias is None else linear.bias.detach()
+        built = weight_format.build(linear.weight.detach(), bias)
+        parent, _, child = name.rpartition(".")
+        setattr(
+            model.get_submodule(parent),
+            child,
+            LinearModule(built, linear.in_features, linear.out_features),
+        )
+        progress(0.5 + 0.5 * (number + 1) / len(linears))
+    weight_format.memory[weight_format.name] += sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
+    choose_products(weight_format.kernel_weights, dtype, prepared.folder)
+    return TransformersDecoder(spec, model)

@@ -1,0 +1,344 @@
+"""The memory of a model before it is loaded: whether it fits, and how large the KV pool is.
+
+    free   [ weights | work space | KV pool ................ | left to the machine ]
+                                  <-------- Device.default_pool_bytes -------------->
+
+Sizes come from the headers of the model's files, its configuration and the settings; no weight is
+read. Start at plan_memory. `refusal` says what does not fit, and which flags would make it fit.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from proto.codec import changed
+from proto.config import GIB, ServeConfig, flag_name, memory_size
+from proto.config_checks import validate
+from proto.errors import ConfigError, TokendError
+from proto.host_resources import available_memory
+from proto.lifecycle import KVCacheGeometry, WeightFormatMemory, describe_weights
+from proto.prepared_model import PreparedModel
+from worker.device.devices import Device
+from worker.input_batch import InputBatch
+from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
+from worker.loader.format_choice import activation_dtype, weight_format_for
+from worker.loader.formats import WeightFormat
+from worker.loader.weights import create_builder
+from worker.models.registry import model_spec
+from worker.models.spec import ModelSpec
+from worker.models.transformers_model import TransformersSpec
+from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
+
+LEAST_TOKENS: Final = 1024
+"""Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
+PROCESS_BYTES: Final = 300 << 20
+"""Memory of supervisor, engine and the first API server, and of a worker beyond its imports."""
+API_SERVER_BYTES: Final = 130 << 20
+"""Memory of every further API server."""
+_MIB: Final = 1 << 20
+_FLOAT32: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
+
+    weights: by format. work: by purpose.
+    block_bytes: of a KV block; each of `num_groups` KV groups takes one for the same tokens.
+    num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
+    free: what the model may take of the device now.
+    """
+
+    model: str
+    device: str
+    weights: Counter[str]
+    work: Counter[str]
+    block_size: int
+    block_bytes: int
+    num_groups: int
+    num_blocks: int
+    least_blocks: int
+    free: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool holds, as the daemon reports them."""
+        return self._tokens_of(self.num_blocks)
+
+    @property
+    def kv_bytes_per_1k(self) -> int:
+        """Bytes of 1,000 tokens in all groups; those that left a sliding window take none."""
+        return 1000 * self.block_bytes * self.num_groups // self.block_size
+
+    @property
+    def left(self) -> int:
+        """Bytes that weights and work space leave; may be negative."""
+        return self.free - self.weights.total() - self.work.total()
+
+    @property
+    def fits(self) -> bool:
+        return self.least_blocks <= self.num_blocks and self.pool_bytes <= self.left
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes that are missing for the pool, or for the smallest useful one; negative if none."""
+        return max(self.num_blocks, self.least_blocks) * self.block_bytes - self.left
+
+    def table(self) -> list[str]:
+        """Return the sum, a line for each summand."""
+        num_blocks = max(self.num_blocks, self.least_blocks)
+        formats = (WeightFormatMemory(*item) for item in self.weights.items())
+        pool = (
+            f"{self._tokens_of(num_blocks):,} tokens, {memory_size(self.kv_bytes_per_1k)} per 1,000"
+        )
+        work = ", ".join(
+            f"{what} {memory_size(size)}"
+            for what, size in self.work.most_common()
+            if size * 20 > self.work.total()
+        )
+        needed = self.free - self.left + num_blocks * self.block_bytes
+        rows = (
+            ("weights", self.weights.total(), describe_weights(formats)),
+            ("KV cache", num_blocks * self.block_bytes, pool),
+            ("work space", self.work.total(), work),
+            ("needed", needed, ""),
+            ("free", self.free, self.device),
+        )
+        return [f"  {name:<11}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures for JSON."""
+        return {
+            "fits": self.fits,
+            "weights_bytes": dict(self.weights),
+            "kv_cache_bytes": self.pool_bytes,
+            "kv_cache_tokens": self.pool_tokens,
+            "kv_bytes_per_1k_tokens": self.kv_bytes_per_1k,
+            "work_space_bytes": dict(self.work),
+            "free_bytes": self.free,
+        }
+
+    def _tokens_of(self, num_blocks: int) -> int:
+        return max(0, num_blocks - 1) // self.num_groups * self.block_size
+
+
+def plan_memory(
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    rank: int = 0,
+    weight_format: WeightFormat | None = None,
+) -> MemoryPlan:
+    """Return what a model takes of this device's memory, and the size of its KV pool.
+
+    rank: of the worker; on a CPU the plan is that of all workers, which share its memory.
+    weight_format: None for the one that settings and device choose.
+    Raises ConfigError for a setting that is impossible for this model.
+    """
+    cache, size = config.cache, config.parallel.tensor_parallel_size
+    dtype = device.resolve_dtype(activation_dtype(config.model))
+    spec = model_spec(prepared, config)
+    weight_format = weight_format or weight_format_for(config.model, prepared, device)
+    kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, spec.attention_shape.head_dim)
+    weights: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    conversion = 0
+    ranks = range(size) if device.shares_memory else [rank]
+    for number in ranks:
+        if isinstance(spec, TransformersSpec):
+            weights[weight_format.name] += spec.num_weights * dtype.itemsize
+            work += _step_memory(config, device, spec, dtype)
+            continue
+        builder = create_builder(
+            prepared, spec, dtype, device.torch_device, weight_format, RankGroup(number, size)
+        )
+        sizes = builder.weight_sizes()
+        weights += sizes.by_format
+        conversion += sizes.conversion
+        work += _step_memory(config, device, builder.spec, dtype)
+    token_bytes = [
+        layer_cache(shard.spec, kv_dtype)[1].bytes_per_token for shard in shard_model(spec, size)
+    ]
+    block_bytes = cache.block_size * sum(token_bytes[number] for number in ranks)
+    layout, _ = layer_cache(spec, kv_dtype)
+    free = device.free_bytes(cache)
+    longest = config.model.max_model_len or spec.max_position
+    # A row cannot become longer than what a pool in this memory holds.
+    most_tokens = (free // block_bytes + 1) * cache.block_size
+    num_rows = config.scheduler.max_num_seqs
+    rows = InputBatch.bytes_needed(
+        num_rows, min(longest, most_tokens), cache.block_size, layout.num_groups
+    )
+    if device.shares_memory:
+        work[f"{num_rows:,} sequences"] = rows * size
+        others = config.frontend.api_server_count - 1
+        work["processes"] = PROCESS_BYTES + others * API_SERVER_BYTES
+    else:
+        _check_host_memory(num_rows, rows)
+    least_blocks = _least_blocks(config, layout, longest)
+    # Steps and KV take no memory yet while weights are converted, and then it is free for them.
+    more = conversion - least_blocks * block_bytes - (work.total() - work["processes"])
+    if device.shares_memory and more > 0:
+        work["conversion of weights"] = more
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory is not None:
+        num_blocks = cache.kv_cache_memory // (cache.block_size * sum(token_bytes))
+    else:
+        left = max(0, free - weights.total() - work.total())
+        pool = max(device.default_pool_bytes(left), min(left, least_blocks * block_bytes))
+        num_blocks = pool // block_bytes
+    return MemoryPlan(
+        model=prepared.name,
+        device=device.memory_name,
+        weights=weights,
+        work=work,
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        num_groups=layout.num_groups,
+        num_blocks=num_blocks,
+        least_blocks=least_blocks,
+        free=free,
+    )
+
+
+def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
+    """Return how the layers of a worker share its KV cache, and the shape of that."""
+    heads, layout = spec.attention_shape, kv_layout(spec.windows)
+    return layout, kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
+
+
+def _step_memory(
+    config: ServeConfig, device: Device, spec: ModelSpec, dtype: torch.dtype
+) -> Counter[str]:
+    """Return the memory of a worker's steps, at most on a CPU, at least on a GPU."""
+    num_tokens, shape = device.step_tokens(config.scheduler), spec.attention_shape
+    outputs = spec.outputs_per_layer
+    # Results of all products of one layer, and as much again while they are rounded.
+    layer_results = num_tokens * dtype.itemsize * 2 * (outputs + 3 * spec.hidden_size)
+    num_sampled = min(num_tokens, config.scheduler.max_num_seqs)
+    logits = num_sampled * spec.vocab_size * 2 * _FLOAT32
+    tables = len(set(spec.ropes)) * spec.max_position * shape.head_dim * _FLOAT32
+    return Counter(
+        {f"steps of {num_tokens:,} tokens": layer_results + logits, "rotary tables": tables}
+    )
+
+
+def _least_blocks(config: ServeConfig, layout: KVLayout, longest: int) -> int:
+    """Return the fewest blocks of a useful pool, with the null block.
+
+    A lower bound for windows: the engine knows what a request holds of them at once.
+    """
+    cache, tokens = config.cache, longest
+    if config.model.max_model_len is None:
+        tokens = min(longest, LEAST_TOKENS) if cache.pool_setting is None else 1
+    held = (min(tokens, window or tokens) for window in layout.windows)
+    return 1 + sum(-(-count // cache.block_size) for count in held)
+
+
+def _check_host_memory(num_rows: int, num_bytes: int) -> None:
+    """Raise ConfigError if the rows of a GPU's batch do not fit the host."""
+    free = available_memory()
+    if num_bytes > free:
+        raise ConfigError(
+            f"--max-num-seqs {num_rows}: {num_bytes} bytes ({memory_size(num_bytes)}) of rows is "
+            f"more than the {free} bytes ({memory_size(free)}) of memory that are free",
+            "max_num_seqs",
+        )
+
+
+# ---- The refusal ----
+
+
+def refusal(
+    plan: MemoryPlan, config: ServeConfig, prepared: PreparedModel, device: Device, rank: int = 0
+) -> ConfigError:
+    """Return the error about a model that does not fit: the sum, and flags that make it fit."""
+    if plan.shortfall > 0:
+        what = f"{plan.model} does not fit into the {plan.device}"
+    else:
+        what = (
+            f"the KV pool of {plan.num_blocks} blocks of {plan.block_size} tokens is too small: "
+            f"{plan.least_blocks} are needed"
+        )
+    flags = fitting_flags(plan, config, prepared, device, rank)
+    if flags:
+        way = f"it fits with {' or '.join(flags)}"
+    else:
+        way = f"no flag makes it fit: {memory_size(plan.shortfall)} more must be free"
+    return ConfigError("\n".join((what, *plan.table(), way)), config.cache.pool_setting)
+
+
+def fitting_flags(
+    plan: MemoryPlan, config: ServeConfig, prepared: PreparedModel, device: Device, rank: int = 0
+) -> list[str]:
+    """Return flags each of which alone makes the model fit; else those that do so together."""
+
+    def attempt(settings: ServeConfig) -> MemoryPlan | None:
+        try:
+            validate(settings)
+            return plan_memory(settings, prepared, device, rank)
+        except TokendError:
+            return None
+
+    found = _pool_flags(plan, config, device)
+    best, together, words = plan, config, []
+    for section, field, values in _smaller_settings(device):
+        for value in values:
+            tried = attempt(_with_setting(config, section, field, value))
+            if tried is not None and tried.fits:
+                found.append(f"{flag_name(field)} {value}")
+                break
+        smaller = _with_setting(together, section, field, values[-1])
+        tried = attempt(smaller)
+        if tried is not None and tried.shortfall < best.shortfall:
+            best, together = tried, smaller
+            words.append(f"{flag_name(field)} {values[-1]}")
+    if not found and best.fits:
+        return [" ".join(words)]
+    return found
+
+
+def _pool_flags(plan: MemoryPlan, config: ServeConfig, device: Device) -> list[str]:
+    """Return sizes of the pool, and lengths of requests, for which the rest leaves memory."""
+    found: list[str] = []
+    least = plan.least_blocks * plan.block_bytes
+    if least <= plan.left:
+        pool = max(least, min(plan.pool_bytes, device.default_pool_bytes(plan.left)))
+        if config.cache.kv_cache_memory is not None:
+            found.append(f"--kv-cache-memory {-(-pool // _MIB)}M")
+        if config.cache.num_gpu_blocks_override is not None:
+            found.append(f"--num-gpu-blocks-override {pool // plan.block_bytes}")
+    most_blocks = min(plan.num_blocks, plan.left // plan.block_bytes)
+    tokens = (most_blocks - 1) // plan.num_groups * plan.block_size
+    if most_blocks < plan.least_blocks and tokens > 0:
+        found.append(f"--max-model-len {tokens}")
+    return found
+
+
+def _smaller_settings(device: Device) -> list[tuple[str, str, tuple[str | int | float, ...]]]:
+    """Section, field and values, the mildest first, of settings that take less memory."""
+    if not device.shares_memory:
+        return [
+            ("cache", "gpu_memory_utilization", (0.95, 0.98)),
+            ("cache", "kv_cache_dtype", ("fp8",)),
+            ("scheduler", "max_num_batched_tokens", (4096, 2048, 1024, 512)),
+            ("scheduler", "max_num_seqs", (128, 64, 32, 16)),
+        ]
+    return [
+        ("cache", "kv_cache_dtype", ("int8",)),
+        ("model", "cpu_weights", ("packed", "int8")),
+        ("scheduler", "max_num_seqs", (256, 128, 64, 32, 16, 8, 4, 1)),
+        ("scheduler", "max_num_batched_tokens", (128, 64, 32)),
+    ]
+
+
+def _with_setting(config: ServeConfig, section: str, field: str, value: object) -> ServeConfig:
+    return changed(config, **{section: changed(getattr(config, section), **{field: value})})

@@ -1,0 +1,230 @@
+"""The process of `tokend plan`: prints the memory that a model takes, and the times to expect.
+
+It reads a PlanBoot from its standard input. It has a worker's threads, so it measures what a worker
+will reach. Exit status 0: the model fits; 2: it does not, or cannot be used.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+
+from proto.codec import MessageDecoder
+from proto.config import ServeConfig
+from proto.errors import TokendError
+from proto.lifecycle import PlanBoot
+from proto.prepared_model import PreparedModel
+from worker.device.devices import Device, create_device
+from worker.layers.linear import Linear
+from worker.loader.format_choice import activation_dtype, weight_format_for
+from worker.loader.formats import PackedFormat
+from worker.loader.product_choice import ProductChoice, describe_choices
+from worker.loader.weights import DecoderBuilder, create_builder
+from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
+from worker.models.registry import model_spec, runs_on_transformers
+from worker.parallel.group import RankGroup
+
+PROMPT_TOKENS: Final = 512
+"""Length of the prompt whose first token is estimated."""
+_SAMPLE_BYTES: Final = 256 << 20
+"""Weights for steps of one token: more than a processor's caches hold."""
+_SAMPLE_SECONDS: Final = 0.7
+"""Longest time for reading them, after the first product."""
+_PROMPT_NUMBERS: Final = 1 << 25
+"""Numbers of the weights for steps of many tokens, which no cache makes faster."""
+_MEASURE_SECONDS: Final = 0.4
+
+
+@dataclass(frozen=True)
+class SampledProduct:
+    """A product of the model. num_bytes: of its weights in the form for a step of one token.
+
+    rows_share: as in worker.loader.formats.Product.
+    """
+
+    rows: int
+    columns: int
+    num_bytes: int
+    rows_share: float
+    linear: Linear
+
+    def rows_of_step(self, num_tokens: int) -> int:
+        """Return the rows that a step of `num_tokens` tokens multiplies; at least one."""
+        return max(1, round(num_tokens * self.rows_share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeEstimate:
+    """Times of a request that is alone, from products of the model's own weights.
+
+    bytes_per_second: at which steps of one token read weights. flops_prompt: FLOP/s of products in
+    steps of `step_tokens`.
+    """
+
+    seconds_per_token: float
+    seconds_per_1k_context: float
+    first_token_seconds: float
+    bytes_per_second: float
+    flops_prompt: float
+    step_tokens: int
+    products: Sequence[ProductChoice]
+
+    def lines(self) -> list[str]:
+        return [
+            f"  time per token   {self.seconds_per_token * 1e3:,.1f} ms, "
+            f"and {self.seconds_per_1k_context * 1e3:,.2f} ms for 1,000 tokens of context",
+            f"  first token      {self.first_token_seconds * 1e3:,.0f} ms "
+            f"after a prompt of {PROMPT_TOKENS} tokens",
+            f"  measured         {self.bytes_per_second / 1e9:,.1f} GB/s of weights in steps of "
+            f"one token, {self.flops_prompt / 1e9:,.0f} GFLOP/s in steps of {self.step_tokens}",
+            f"  products         {describe_choices(self.products) or 'no choice of kernels'}",
+            "  assumed          one request on an idle machine; layers and head alone take time; "
+            "attention at these rates",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_per_token": self.seconds_per_token,
+            "seconds_per_1k_tokens_of_context": self.seconds_per_1k_context,
+            "prompt_tokens": PROMPT_TOKENS,
+            "first_token_seconds": self.first_token_seconds,
+            "weight_bytes_per_second": self.bytes_per_second,
+            "flops_per_second": self.flops_prompt,
+            "product_kernels": {choice.product: choice.variant for choice in self.products},
+        }
+
+
+def estimate_times(
+    config: ServeConfig, prepared: PreparedModel, device: Device, plan: MemoryPlan
+) -> TimeEstimate:
+    """Measure products of this model for about two seconds; return what follows for requests.
+
+    One rank is measured: ranks compute at the same time.
+    """
+    dtype = device.resolve_dtype(activation_dtype(config.model))
+    builder = create_builder(
+        prepared,
+        model_spec(prepared, config),
+        dtype,
+        device.torch_device,
+        weight_format_for(config.model, prepared, device),
+        RankGroup(0, config.parallel.tensor_parallel_size),
+    )
+    step_tokens = min(device.step_tokens(config.scheduler), PROMPT_TOKENS)
+    with torch.inference_mode():
+        products = _sample_products(builder)
+        choices = builder.choose_products()
+        alone = _seconds(products, 1, dtype, device.torch_device)
+        few = products[: _count_for_prompts(products)]
+        many = _seconds(few, step_tokens, dtype, device.torch_device)
+    flops_alone, flops_prompt = _flops(products, 1) / alone, _flops(few, step_tokens) / many
+    bytes_per_second = sum(product.num_bytes for product in products) / alone
+    shape = builder.spec.compute_shape
+    # A token sees half of the prompt on average, or its window.
+    attention = sum(
+        flops * PROMPT_TOKENS * min(window or PROMPT_TOKENS, PROMPT_TOKENS / 2)
+        for window, flops in shape.attention_flops
+    )
+    prompt = shape.linear_flops * PROMPT_TOKENS + shape.head_flops + attention
+    return TimeEstimate(
+        seconds_per_token=(shape.linear_flops + shape.head_flops) / flops_alone,
+        seconds_per_1k_context=plan.kv_bytes_per_1k / bytes_per_second,
+        first_token_seconds=prompt / flops_prompt,
+        bytes_per_second=bytes_per_second,
+        flops_prompt=flops_prompt,
+        step_tokens=step_tokens,
+        products=choices,
+    )
+
+
+def _sample_products(builder: DecoderBuilder) -> list[SampledProduct]:
+    """Read products from the bottom until they are more than caches hold, or time is up."""
+    source, weight_format = builder.source, builder.weight_format
+    found: list[SampledProduct] = []
+    num_bytes, end = 0, time.perf_counter() + _SAMPLE_SECONDS
+    for layer in range(builder.spec.num_layers):
+        for product in builder.products(layer):
+            size = weight_format.product_bytes(source, product)
+            rows, columns = source.joined_shape(*product.weights)
+            linear = weight_format.read_product(source, product)()
+            # A second form beside the blocks is for steps of many tokens.
+            one_row = size[PackedFormat.name] or size.total()
+            found.append(SampledProduct(rows, columns, one_row, product.rows_share, linear))
+            num_bytes += found[-1].num_bytes
+            if num_bytes > _SAMPLE_BYTES or time.perf_counter() > end:
+                return found
+    return found
+
+
+def _count_for_prompts(products: Sequence[SampledProduct]) -> int:
+    """Return how many of the products are enough to measure steps of many tokens."""
+    numbers = accumulate(product.rows * product.columns for product in products)
+    return 1 + sum(number < _PROMPT_NUMBERS for number in numbers)
+
+
+def _flops(products: Sequence[SampledProduct], num_tokens: int) -> int:
+    return sum(
+        2 * product.rows_of_step(num_tokens) * product.rows * product.columns
+        for product in products
+    )
+
+
+def _seconds(
+    products: Sequence[SampledProduct], num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Return the median seconds of one pass through all products in a step of `num_tokens`."""
+    shapes = [(product.rows_of_step(num_tokens), product.columns) for product in products]
+    inputs = {shape: torch.ones(shape, dtype=dtype, device=device) for shape in shapes}
+
+    def run() -> float:
+        start = time.perf_counter()
+        for product, shape in zip(products, shapes, strict=True):
+            product.linear(inputs[shape])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    run()  # memory is allocated, threads are started
+    times = [run()]
+    end = time.perf_counter() + _MEASURE_SECONDS
+    while time.perf_counter() < end:
+        times.append(run())
+    return statistics.median(times)
+
+
+def main() -> int:
+    """Print the plan; return the exit status."""
+    boot = MessageDecoder[PlanBoot](PlanBoot).decode(sys.stdin.buffer.read())
+    config, prepared = boot.config, boot.model
+    try:
+        device = create_device(config, 0)
+        device.check_kv_dtype(config.cache.kv_cache_dtype)
+        plan = plan_memory(config, prepared, device)
+        times = None
+        if plan.fits and not runs_on_transformers(prepared, config.model.model_impl):
+            times = estimate_times(config, prepared, device, plan)
+        if boot.as_json:
+            flags = [] if plan.fits else fitting_flags(plan, config, prepared, device)
+            figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
+            figures |= {"flags_that_fit": flags} if times is None else times.to_dict()
+            print(json.dumps(figures, indent=1))
+        elif not plan.fits:
+            print(refusal(plan, config, prepared, device))
+        else:
+            print("\n".join((f"{prepared.name} on {device.name}", *plan.table(), "")))
+            not_estimated = ["  times            not estimated for transformers' code"]
+            print("\n".join(not_estimated if times is None else times.lines()))
+    except TokendError as error:
+        print(f"tokend: {error}", file=sys.stderr)
+        return 2
+    return 0 if plan.fits else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
