@@ -25,7 +25,7 @@ SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCES: Final = ("few_rows_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
-    *("many_rows_amx.cpp", "few_rows_bf16.cpp", "few_rows_amx.cpp"),
+    *("many_rows_bf16.cpp", "few_rows_bf16.cpp", "packed_product.cpp"),
     *("rotated_product.cpp", "bf16_product.cpp"),
 )
 """Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
@@ -129,11 +129,6 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def best_variant() -> KernelVariant:
-    """Return the variant that this machine will load."""
-    return usable_variants(machine_variants(), cpu_flags())[0]
-
-
 def source_digest(flags: tuple[str, ...]) -> str:
     """Return eight hex digits over all sources and the flags."""
     digest = hashlib.sha256(" ".join((*_COMPILE_FLAGS, *flags)).encode())
@@ -143,14 +138,8 @@ def source_digest(flags: tuple[str, ...]) -> str:
 
 
 def build_here(output_dir: Path) -> list[Path]:
-    """Compile only what this machine will load, or everything if the compiler is too old for that.
-
-    Raises KernelBuildError.
-    """
-    try:
-        return build(output_dir, [best_variant()])
-    except KernelBuildError:
-        return build(output_dir)
+    """Compile what this machine can run; raises KernelBuildError."""
+    return build(output_dir, usable_variants(machine_variants(), cpu_flags()))
 
 
 def build(output_dir: Path, variants: Sequence[KernelVariant] | None = None) -> list[Path]:

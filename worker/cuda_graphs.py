@@ -18,10 +18,10 @@ from typing import Final
 
 import torch
 
+from proto.config import memory_size
 from worker.attention.base import AttentionBackend
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Accelerator
-from worker.device.devices import gib
 from worker.input_batch import BlockTable, dummy_inputs
 from worker.models.decoder import Decoder
 from worker.step_inputs import StepInputs
@@ -83,7 +83,7 @@ class DecodeGraphs:
             len(self._graphs),
             self._sizes[-1],
             time.monotonic() - started,
-            gib(self._accelerator.memory_taken() - before),
+            memory_size(self._accelerator.memory_taken() - before),
         )
 
     def fits(self, inputs: StepInputs) -> bool:

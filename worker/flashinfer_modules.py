@@ -24,7 +24,8 @@ from worker.layers.flashinfer_kernels import (
     import_flashinfer,
     installed_version,
 )
-from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.mlp import MlpSpec
+from worker.models.moe import MoeSpec
 from worker.models.spec import ModelSpec
 
 logger = logging.getLogger("tokend.worker")
@@ -89,6 +90,8 @@ def build_command(
     )
     if any(spec.windows):
         words.append("--windows")
+    if spec.attention_shape.soft_cap:
+        words.append("--soft-cap")
     if kv_dtype == EIGHT_BITS:
         words.append("--fp8")
     if config.cascade_attention_from:
@@ -121,7 +124,7 @@ def _modules(
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     yield norm.gen_norm_module()
-    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, GatedMlpSpec)]
+    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec | MoeSpec)]
     for name in sorted({mlp.activation for mlp in mlps}):
         yield activation.gen_act_and_mul_module(name)
     if kv_dtype is None:
@@ -130,7 +133,7 @@ def _modules(
     if config.cascade_attention_from:
         yield cascade.gen_cascade_module()
     for has_window in sorted({window is not None for window in spec.windows}):
-        # Of prefills, and of decodes on tensor cores; no rotation, no soft cap, sums in float32.
+        # Of prefills, and of decodes on tensor cores; no rotation, sums in float32.
         yield gen_batch_prefill_module(
             "fa2",
             dtype,
@@ -141,7 +144,7 @@ def _modules(
             spec.attention_shape.head_dim,
             0,
             has_window,
-            False,
+            bool(spec.attention_shape.soft_cap),
             False,
         )
 

@@ -1,7 +1,8 @@
 """Loads the C++ kernels and gives their functions and structures Python signatures.
 
-load_kernels picks the library for this CPU. torch is imported first, because the libraries use its
-OpenMP runtime.
+load_kernels picks the library for this CPU, product_kernels those that can compute products beside
+it. limit_kernels holds both to an instruction set. torch is imported first, because the libraries
+use its OpenMP runtime.
 """
 
 import ctypes
@@ -13,6 +14,8 @@ from typing import Any, Final
 
 import torch  # its OpenMP runtime must be in the process first
 
+from proto.config import CpuKernels
+from proto.errors import ConfigError
 from worker.build_kernels import (
     SOURCE_DIR,
     KernelVariant,
@@ -21,6 +24,7 @@ from worker.build_kernels import (
     usable_variants,
 )
 from worker.large_pages import WeightArena
+from worker.memory_nodes import memory_placement
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -65,16 +69,22 @@ AttentionLayer = _structure(
         **dict.fromkeys(("query_stride", "key_stride", "value_stride"), c_int64),
         **dict.fromkeys(("rotation", "key_pages", "value_pages"), c_void_p),
         **dict.fromkeys(("block_stride", "head_stride"), c_int64),
-        "output": c_void_p,
+        **dict.fromkeys(("sinks", "output"), c_void_p),
     },
 )
 """TokendAttentionLayer of csrc/attention/attention.h."""
 
 
+RowNorm = _structure(
+    "RowNorm",
+    {**dict.fromkeys(("weight", "bias"), c_void_p), "eps": c_double, "is_centered": c_int64},
+)
+"""TokendRowNorm of csrc/layers/rows.h."""
+
 NormCall = _structure(
     "NormCall",
     {
-        **{"size": c_int64, "weight": c_void_p, "eps": c_double},
+        **{"size": c_int64, "norm": RowNorm},
         **dict.fromkeys(("dtype", "num_groups", "group_size", "group_stride"), c_int64),
         **dict.fromkeys(("x", "out"), c_void_p),
     },
@@ -84,7 +94,7 @@ NormCall = _structure(
 GateCall = _structure(
     "GateCall",
     {
-        **dict.fromkeys(("kind", "dtype", "num_rows", "size"), c_int64),
+        **dict.fromkeys(("kind", "is_gated", "dtype", "num_rows", "size"), c_int64),
         **dict.fromkeys(("x", "out"), c_void_p),
     },
 )
@@ -146,7 +156,7 @@ Product = _structure(
 LinearPart = _structure(
     "LinearPart",
     {
-        **{"format": c_int64, "weight": c_void_p, "out_features": c_int64},
+        **{"format": c_int64, "weight": c_void_p, "kernels": c_void_p, "out_features": c_int64},
         **{"bias_dtype": c_int64, "bias": c_void_p},
     },
 )
@@ -161,9 +171,6 @@ StackLinear = _structure(
 )
 """TokendStackLinear of csrc/layers/stack.h."""
 
-RowNorm = _structure("RowNorm", {"weight": c_void_p, "eps": c_double})
-"""TokendRowNorm of csrc/layers/stack.h."""
-
 StackLayer = _structure(
     "StackLayer",
     {
@@ -172,10 +179,45 @@ StackLayer = _structure(
         **{"output": StackLinear, "attention_post_norm": RowNorm},
         **{"mlp_norm": RowNorm, "gate_up": StackLinear},
         **{"down": StackLinear, "mlp_post_norm": RowNorm},
-        "rope_table": c_int64,
+        **{"moe": c_void_p, "rope_table": c_int64, "sinks": c_void_p},
     },
 )
 """TokendStackLayer of csrc/layers/stack.h."""
+
+RouterStructure = _structure(
+    "RouterStructure",
+    {
+        **dict.fromkeys(("num_experts", "top_k", "scoring", "normalises"), c_int64),
+        **{"num_groups": c_int64, "top_groups": c_int64, "scale": c_double},
+        **dict.fromkeys(("weight", "bias", "selection_bias"), c_void_p),
+    },
+)
+"""TokendRouter of csrc/layers/moe.h."""
+
+ExpertStructure = _structure("ExpertStructure", {"gate_up": StackLinear, "down": StackLinear})
+"""TokendExpert of csrc/layers/moe.h."""
+
+MoeStructure = _structure(
+    "MoeStructure",
+    {
+        **dict.fromkeys(("hidden_size", "inner_size", "gate"), c_int64),
+        **{"router": RouterStructure, "first_expert": c_int64, "end_expert": c_int64},
+        **{"experts": c_void_p, "shared_size": c_int64},
+        **{"shared": ExpertStructure, "shared_gate": c_void_p},
+    },
+)
+"""TokendMoe of csrc/layers/moe.h."""
+
+MoeRun = _structure(
+    "MoeRun",
+    {
+        **{"dtype": c_int64, "num_rows": c_int64},
+        **{"input_stride": c_int64, "input": c_void_p},
+        **{"output_stride": c_int64, "output": c_void_p},
+        **{"adds": c_int64, "scratch": c_void_p, "chosen": c_void_p},
+    },
+)
+"""TokendMoeRun of csrc/layers/moe.h."""
 
 RopeTable = _structure("RopeTable", {"num_positions": c_int64, "table": c_void_p})
 """TokendRopeTable of csrc/layers/stack.h."""
@@ -185,6 +227,7 @@ Stack = _structure(
     {
         **dict.fromkeys(("num_layers", "hidden_size", "inner_size"), c_int64),
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "gate"), c_int64),
+        **dict.fromkeys(("is_gated", "is_parallel", "norms_heads_jointly"), c_int64),
         **{"num_rope_tables": c_int64, "rope_tables": c_void_p, "layers": c_void_p},
     },
 )
@@ -207,12 +250,13 @@ StackRun = _structure(
 class Kernels:
     """The functions of one library. `variant` names its instruction set.
 
-    memory: where the functions that lay out weights put them.
+    memory: where the functions that lay out weights put them. digest: of sources and flags.
     """
 
-    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+    def __init__(self, library: ctypes.CDLL, variant: str, digest: str = "") -> None:
         self.variant = variant
-        self.memory = WeightArena()
+        self.digest = digest
+        self.memory = WeightArena(memory_placement())
         self.attention_plan = library.tokend_attention_plan
         self.attention_plan.argtypes = [POINTER(AttentionStep), POINTER(AttentionSchedule)]
         self.attention_plan.restype = None
@@ -233,8 +277,8 @@ class Kernels:
         self.filter.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 2]
         self.filter.restype = None
         # These take a reference that is made once: no argtypes, which cost a check at each call.
-        self.rms_norm = library.tokend_rms_norm
-        self.add_rms_norm = library.tokend_add_rms_norm
+        self.norm = library.tokend_norm
+        self.add_norm = library.tokend_add_norm
         self.gate = library.tokend_gate
         self.find_nonfinite = library.tokend_find_nonfinite
         self.find_nonfinite.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
@@ -244,7 +288,7 @@ class Kernels:
         self.edit.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
         self.edit.restype = None
         for function in (
-            *(self.rms_norm, self.add_rms_norm),
+            *(self.norm, self.add_norm),
             *(self.gate, self.find_nonfinite, self.find_best),
         ):
             function.restype = None
@@ -252,7 +296,7 @@ class Kernels:
         self.packed_bytes.argtypes = [POINTER(PackedShape)]
         self.packed_bytes.restype = c_int64
         self.pack_blocks = library.tokend_pack_blocks
-        self.pack_blocks.argtypes = [POINTER(PackedShape), c_void_p, c_void_p]
+        self.pack_blocks.argtypes = [POINTER(PackedShape), c_int64, c_int64, c_void_p, c_void_p]
         self.pack_blocks.restype = None
         self.pack_dense = library.tokend_pack_dense
         self.pack_dense.argtypes = [POINTER(PackedShape), c_int64, c_int64, c_void_p]
@@ -275,6 +319,15 @@ class Kernels:
         self.stack_run = library.tokend_stack_run
         self.stack_run.argtypes = [POINTER(Stack), POINTER(StackRun)]
         self.stack_run.restype = c_int64
+        self.moe_bytes = library.tokend_moe_bytes
+        self.moe_bytes.argtypes = [POINTER(MoeStructure), c_int64, c_int64]
+        self.moe_bytes.restype = c_int64
+        self.moe_run = library.tokend_moe_run
+        self.moe_run.argtypes = [POINTER(MoeStructure), POINTER(MoeRun)]
+        self.moe_run.restype = None
+        library.tokend_product_kernels.restype = c_void_p
+        self.products: int = library.tokend_product_kernels()
+        """Address of TokendProductKernels of csrc/products/weight_formats.h."""
         self._bind_rotated(library)
         self._bind_bf16(library)
 
@@ -309,7 +362,7 @@ class Kernels:
         for function in (self.bf16_bytes, self.bf16_rows):
             function.restype = c_int64
         self.bf16_pack = library.tokend_bf16_pack
-        self.bf16_pack.argtypes = [POINTER(Bf16Shape), c_int64, c_void_p]
+        self.bf16_pack.argtypes = [POINTER(Bf16Shape), *[c_int64] * 3, c_void_p, c_void_p]
         self.bf16_product = library.tokend_bf16_product
         self.bf16_product.argtypes = [POINTER(Bf16Shape), POINTER(Product)]
         for function in (self.bf16_pack, self.bf16_product):
@@ -331,9 +384,11 @@ def row_kernels() -> Kernels | None:
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
-    """Return the best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
-    runnable = usable_variants(machine_variants(), cpu_flags())
-    built = [variant for variant in runnable if variant.library(folder).exists()]
+    """Return the best library in `folder` that this process may run.
+
+    Raises KernelsUnavailableError if there is none.
+    """
+    built = runnable_variants(folder)
     if not built:
         raise KernelsUnavailableError(
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
@@ -342,9 +397,52 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
     return load_variant(built[0], folder)
 
 
+@functools.cache
+def product_kernels() -> tuple[Kernels, ...]:
+    """Return the libraries whose products are worth comparing, the default one first.
+
+    Those for any CPU of this kind are left out: the same loops over shorter vectors. Packed weights
+    have the same bits in all others.
+    """
+    best, *others = runnable_variants()
+    return (load_variant(best), *(load_variant(each) for each in others if each.cpu_flags))
+
+
+_allowed: KernelVariant | None = None
+"""The best variant that this process may run; None: any that the CPU runs."""
+
+
+def limit_kernels(setting: CpuKernels) -> None:
+    """Hold the kernels of this process to those of a variant and lesser ones; once, at its start.
+
+    Raises ConfigError for a variant that cannot run here.
+    """
+    global _allowed
+    if setting == "auto":
+        return
+    found = {variant.name: variant for variant in runnable_variants()}
+    if setting not in found:
+        raise ConfigError(
+            f"--cpu-kernels {setting} cannot run here; possible: {', '.join(('auto', *found))}",
+            "cpu_kernels",
+        )
+    _allowed = found[setting]
+
+
+def runnable_variants(folder: Path = SOURCE_DIR) -> list[KernelVariant]:
+    """Return the variants that are compiled and that this process may run, best first."""
+    flags = cpu_flags() if _allowed is None else _allowed.cpu_flags
+    return [
+        variant
+        for variant in usable_variants(machine_variants(), flags)
+        if variant.library(folder).exists()
+    ]
+
+
 def load_variant(variant: KernelVariant, folder: Path = SOURCE_DIR) -> Kernels:
     """Return the library of one variant; raises KernelsUnavailableError if it does not load."""
+    path = variant.library(folder)
     try:
-        return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
+        return Kernels(ctypes.CDLL(str(path)), variant.name, path.stem.rpartition("_")[2])
     except (OSError, AttributeError) as error:
         raise KernelsUnavailableError(f"the kernels do not load: {error}") from error

@@ -12,41 +12,52 @@ from typing import Final
 
 import torch
 
-_LARGE_PAGE: Final = 2 << 20
+from worker.memory_nodes import LARGE_PAGE, MemoryPlacement
+
 _MAP_BYTES: Final = 64 << 20
 _ALIGNMENT: Final = 64
 """A cache line, which the kernels rely on."""
 
 
 def large_pages(num_bytes: int) -> torch.Tensor:
-    """Return uint8 [num_bytes] of zeros, memory of its own that begins with a large page.
+    """Return uint8 [num_bytes] of zeros, memory of its own in whole large pages.
 
     Without large pages in the system the memory has normal ones.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=flags)
+    whole_bytes = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
+    memory = mmap.mmap(-1, whole_bytes + LARGE_PAGE, flags=flags)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -whole.data_ptr() % _LARGE_PAGE
+    begin = -whole.data_ptr() % LARGE_PAGE
     return whole[begin : begin + num_bytes]
 
 
 class WeightArena:
-    """Allocates memory for weights; a map is freed when nothing in it is in use."""
+    """Allocates memory for weights; a map is freed when nothing in it is in use.
 
-    def __init__(self) -> None:
+    placement: puts weights on the memory nodes of the threads that read them.
+    """
+
+    def __init__(self, placement: MemoryPlacement | None = None) -> None:
+        self._placement = placement
         self._lock = Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] with arbitrary contents, aligned to cache lines; thread-safe."""
+        """Return uint8 [num_bytes] of zeros, aligned to cache lines; thread-safe."""
         # map  | taken | taken | gap | taken | free …
         needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if needed > _MAP_BYTES:
-            return large_pages(needed)[:num_bytes]
         with self._lock:
-            if needed > len(self._free):
-                self._free = large_pages(_MAP_BYTES)
-            part, self._free = self._free[:num_bytes], self._free[needed:]
+            if needed > _MAP_BYTES:
+                part = large_pages(needed)[:num_bytes]
+            else:
+                if needed > len(self._free):
+                    self._free = large_pages(_MAP_BYTES)
+                part, self._free = self._free[:num_bytes], self._free[needed:]
+            if (
+                self._placement is not None
+            ):  # before another thread writes to a page that they share
+                self._placement.place_weight(part)
         return part

@@ -7,15 +7,16 @@ kv_fingerprint says whose KV blocks are interchangeable.
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from proto.codec import changed
-from proto.config import ModelConfig, ServeConfig
+from proto.config import ServeConfig
+from proto.kv_media_checks import kv_outlives_process
 from proto.lifecycle import (
     KVCacheGeometry,
     Notice,
@@ -26,16 +27,23 @@ from proto.lifecycle import (
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
-from worker.kernels import load_kernels
-from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
-from worker.loader.files import read_index
-from worker.loader.format_choice import activation_dtype, choose_format, describe_dense_weights
+from worker.kernels import row_kernels
+from worker.kv_cache import KVLayout, resolve_kv_dtype
+from worker.loader.digest import hashing
+from worker.loader.format_choice import (
+    activation_dtype,
+    describe_dense_weights,
+    weight_format_for,
+)
 from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
+from worker.memory_nodes import memory_placement
+from worker.memory_plan import MemoryPlan, layer_cache, plan_memory, refusal
 from worker.models.decoder import Decoder
-from worker.models.registry import read_config, spec_from_config
+from worker.models.registry import model_spec, read_config
+from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
-from worker.parallel.sharding import shard_model
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -47,7 +55,8 @@ class LoadedModel:
     """A model on its device.
 
     dtype: of the activations. config: the model's own config.json. group: the ranks that compute
-    the model together with this worker.
+    the model together with this worker. plan: the memory, before the weights were read.
+    weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     """
 
     prepared: PreparedModel
@@ -59,20 +68,12 @@ class LoadedModel:
     group: RankGroup
     layout: KVLayout
     geometry: KVCacheGeometry
+    plan: MemoryPlan
+    weights_hash: str
 
     @property
     def on_cuda(self) -> bool:
         return is_cuda(self.device)
-
-    @property
-    def part_of_kv(self) -> Fraction:
-        """The share of the KV heads of all workers together that this worker holds."""
-        if self.group.size == 1:
-            return Fraction(1)
-        spec = spec_from_config(self.config)
-        shards = shard_model(spec, self.group.size)
-        held = [shard.spec.attention_shape.num_kv_heads for shard in shards]
-        return Fraction(held[self.group.rank], sum(held))
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
@@ -80,23 +81,30 @@ class LoadedModel:
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
-        return self._fingerprint(block_size, self.geometry, self.group.rank)
+        products = {weight.arithmetic for weight in self.weight_format.kernel_weights}
+        return self._fingerprint(block_size, self.geometry, self.group.rank, sorted(products))
 
     def model_fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint without what tells the ranks of one model apart."""
         geometry = changed(self.geometry, num_kv_heads=0)
         return self._fingerprint(block_size, geometry, rank=0)
 
-    def _fingerprint(self, block_size: int, geometry: KVCacheGeometry, rank: int) -> bytes:
+    def _fingerprint(
+        self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str] = ()
+    ) -> bytes:
+        kernels = None if self.on_cuda else row_kernels()
         return kv_fingerprint(
-            self.prepared.weights_sha256,
+            self.weights_hash,
             self.config,
             geometry,
             block_size,
             str(self.dtype),
             # Another device sums in another order.
             f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
-            (rank, self.group.size),
+            (rank, self.group.size, self.model.spec.is_expert_parallel),
+            ("" if kernels is None else kernels.variant, *products),
+            self.model.implementation,
+            sorted({repr(rope) for rope in self.model.spec.ropes}),
         )
 
 
@@ -107,17 +115,27 @@ def load(
     group: RankGroup,
     report: Callable[[Progress | Notice], None],
     weight_format: WeightFormat | None = None,
+    *,
+    must_fit: bool = True,
 ) -> LoadedModel:
     """Load this rank's part of a model.
 
     report: sends progress and notices to the supervisor.
     weight_format: None for the one that settings and device choose.
+    must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
     """
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
+    plan = plan_memory(config, prepared, device, group.rank, weight_format)
+    if not plan.fits:
+        error = refusal(plan, config, prepared, device, group.rank)
+        if must_fit:
+            raise error
+        logger.warning("%s", error)
     logger.info("loading %s as %s", prepared.name, str(dtype).removeprefix("torch."))
-    model_config = read_config(prepared)
-    whole = spec_from_config(model_config)
+    if not is_cuda(device) and (placement := memory_placement()) is not None:
+        logger.info("%s", placement)
+    whole = model_spec(prepared, config)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
     if is_cuda(device):
         load_modules(
@@ -127,32 +145,61 @@ def load(
             kv_dtype,
             lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
         )
-    model = load_model(
-        prepared,
-        whole,
-        dtype,
-        device.torch_device,
-        lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
-        weight_format,
-        group,
-    )
+
+    def show_progress(fraction: float) -> None:
+        report(Progress("worker", group.rank, "loading weights", fraction))
+
+    load_weights: Callable[[], Decoder]
+    if isinstance(whole, TransformersSpec):
+        assert isinstance(weight_format, DenseFormat)
+        logger.warning(
+            "%s runs on transformers' code, which is slower than a family of tokend's own",
+            whole.architecture,
+        )
+        load_weights = partial(
+            load_transformers,
+            prepared,
+            whole,
+            dtype,
+            device.torch_device,
+            show_progress,
+            weight_format,
+        )
+    else:
+        load_weights = partial(
+            load_model,
+            prepared,
+            whole,
+            dtype,
+            device.torch_device,
+            show_progress,
+            weight_format,
+            group,
+        )
+    if kv_outlives_process(config):
+        with hashing(prepared) as digest:
+            model = load_weights()
+        weights_hash = digest.result()
+    else:
+        model, weights_hash = load_weights(), prepared.weights_sample
     memory = (WeightFormatMemory(*item) for item in weight_format.memory.items())
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
-    heads, layout = model.spec.attention_shape, kv_layout(model.spec.windows)
-    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    layout, geometry = layer_cache(model.spec, kv_dtype)
     return LoadedModel(
-        prepared, model_config, model, dtype, weight_format, device, group, layout, geometry
+        prepared,
+        read_config(prepared),
+        model,
+        dtype,
+        weight_format,
+        device,
+        group,
+        layout,
+        geometry,
+        plan,
+        weights_hash,
     )
-
-
-def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
-    """Return the format that a model's weights get on this device."""
-    dtype = device.resolve_dtype(activation_dtype(config))
-    if is_cuda(device):
-        return DenseFormat(dtype)
-    return choose_format(config, dtype, read_index(prepared), device.matrix_flags, load_kernels)
 
 
 def is_cuda(device: Device) -> bool:
@@ -160,25 +207,33 @@ def is_cuda(device: Device) -> bool:
 
 
 def kv_fingerprint(
-    weights_sha256: str,
+    weights_hash: str,
     model_config: dict[str, Any],
     geometry: KVCacheGeometry,
     block_size: int,
     compute_dtype: str,
     weight_format: str,
-    rank_of: tuple[int, int] = (0, 1),
+    rank_of: tuple[int, int, bool] = (0, 1, False),
+    kernels: Sequence[str] = (),
+    implementation: str = "",
+    ropes: Sequence[str] = (),
 ) -> bytes:
     """Return 32 bytes over everything that changes the values in the KV cache.
 
     Equal in two processes only if their KV blocks are interchangeable. It is the root of the block
     hashes, so KV of different arithmetic never mixes, also if caches outlive a process.
 
+    weights_hash: of all weights where KV outlives the process, else of a sample of them.
     weight_format: the name of a WeightFormat; other products give other KV.
-    rank_of: this worker's rank and the number of ranks; other heads give other sums.
+    rank_of: this worker's rank, the number of ranks, and whether they have whole experts; other
+        heads and experts give other sums.
+    kernels: variants of the kernels on a CPU, as far as bits depend on them.
+    implementation: whose code computes the model, with its version; "" for tokend's own.
+    ropes: the rotary embeddings; that of LongRoPE depends on the longest request.
     """
     facts = [
         LAYOUT_VERSION,
-        weights_sha256,
+        weights_hash,
         model_config,
         geometry.num_slots,
         geometry.num_kv_heads,
@@ -189,6 +244,9 @@ def kv_fingerprint(
         compute_dtype,
         weight_format,
         rank_of,
+        kernels,
+        implementation,
+        ropes,
     ]
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()

@@ -35,6 +35,7 @@ from worker.kv_connector.base import (
 )
 from worker.kv_connector.steps import with_hooks
 from worker.loaded_model import LoadedModel
+from worker.memory_nodes import memory_placement
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
@@ -64,18 +65,18 @@ class RunnerBuilder:
         self._fault_injector = fault_injector
         self._report = report
         self._device = loaded.device
-        self._has_checked_rows = False
         self.step_tokens = self._device.step_tokens(config.scheduler)
-        self._device.check_blocks(config.cache, loaded.geometry.bytes_per_token)
         peak = self._device.peak_bytes(self._run_largest_step)
-        self.kv_cache_bytes = self._device.kv_cache_bytes(config.cache, loaded.part_of_kv, peak)
+        tokens = loaded.plan.num_blocks * config.cache.block_size
+        self.kv_cache_bytes = self._device.kv_cache_bytes(
+            config.cache, tokens * loaded.geometry.bytes_per_token, peak
+        )
 
     def build_model_runner(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
         """Return the runner and the KV connector for an engine.
 
         Raises ConfigError if memory is missing, or for an impossible connector.
         """
-        self._check_rows(message)
         cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
@@ -116,6 +117,8 @@ class RunnerBuilder:
 
     def _create_pool(self, message: InitializeCache) -> KVCache:
         cache = self._create_cache(message.num_blocks, message.block_size)
+        if not self._loaded.on_cuda and (placement := memory_placement()) is not None:
+            placement.interleave(cache.buffer)
         if self._config.cache.kv_cache_populate:
             cache.populate()
         return cache
@@ -159,20 +162,6 @@ class RunnerBuilder:
         model = self._loaded.model
         return model if self._fault_injector.idle else FaultyModel(model, self._fault_injector)
 
-    def _check_rows(self, message: InitializeCache) -> None:
-        """Raise ConfigError if the batch has no memory; only before the first pool is allocated."""
-        if self._has_checked_rows:
-            return
-        num_rows, loaded = self._config.scheduler.max_num_seqs, self._loaded
-        self._device.check_rows(
-            num_rows,
-            InputBatch.bytes_needed(
-                num_rows, message.max_model_len, message.block_size, loaded.layout.num_groups
-            ),
-            message.num_blocks * message.block_size * loaded.geometry.bytes_per_token,
-        )
-        self._has_checked_rows = True
-
 
 class FaultyModel(Decoder):
     """A model whose hidden states are NaN in steps with an injected fault; weights are shared.
@@ -185,6 +174,9 @@ class FaultyModel(Decoder):
         vars(self).update(vars(model))
         self._model = model
         self._fault_injector = fault_injector
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
@@ -303,8 +295,13 @@ class CudaRunnerBuilder:
         )
 
     def _graph_sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Return the graphs to capture; none for cascade attention, planned by the host."""
-        if self._config.enforce_eager or self._config.cascade_attention_from:
+        """Return the graphs to capture.
+
+        None for cascade attention, planned by the host, nor for transformers' code, which may ask
+        the device for numbers.
+        """
+        eager = self._config.enforce_eager or not self._model.can_be_captured
+        if eager or self._config.cascade_attention_from:
             return ()
         return graph_sizes(num_rows)
 

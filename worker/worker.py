@@ -185,9 +185,11 @@ class Worker:
             lambda: bool(Poller([supervisor]).wait(0.0)),
         )
         self._rank_wait = RankWaitTimer()
-        # Loading takes long, and a pool that does not fit now will not fit beside the weights.
-        device.kv_cache_bytes(config.cache)
-        self._loaded = load(config, boot.model, device, self._group, supervisor.send)
+        # A worker that replaces a dead one tries to load: requests wait, and memory may return.
+        is_first = boot.worker_epoch == boot.generation
+        self._loaded = load(
+            config, boot.model, device, self._group, supervisor.send, must_fit=is_first
+        )
         if self._loaded.on_cuda:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks
         self._runner_builder = RunnerBuilder(

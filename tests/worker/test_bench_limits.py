@@ -12,7 +12,7 @@ from tests.benchmarks.messages import LimitsWorkload
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.kernels import row_kernels
-from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.mlp import MlpSpec
 
 
 def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
@@ -38,7 +38,7 @@ def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
     worker = LimitsWorker(asked.config, asked.model)
     spec = worker.loaded.model.spec
     attention, mlp = spec.attention_layers[0], spec.layers[0].mlp
-    assert isinstance(mlp, GatedMlpSpec)
+    assert isinstance(mlp, MlpSpec)
     layer = [spec.hidden_size, attention.query_size, spec.hidden_size, mlp.intermediate_size]
     columns = [each for each, _ in worker.products.layers]
     assert columns == layer * spec.num_layers

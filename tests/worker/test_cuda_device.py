@@ -50,13 +50,13 @@ class SimulatedGpu:
         return self._peak
 
 
-def device_of(free: int, utilization: float = 0.9, **gpu: object) -> CudaDevice:
-    return CudaDevice(torch.device("cuda", 0), SimulatedGpu(free, **gpu), utilization)  # type: ignore[arg-type]
+def device_of(free: int, **gpu: object) -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 0), SimulatedGpu(free, **gpu))  # type: ignore[arg-type]
 
 
 def test_the_name_and_dtypes_of_a_gpu() -> None:
     device = device_of(80 * GIB)
-    assert device.name == "Some GPU (80.0 GiB)"
+    assert device.name == "Some GPU (80.00 GiB)"
     assert device.resolve_dtype("auto") == torch.bfloat16
     assert device.resolve_dtype("float32") == torch.float32
     assert device_of(GIB, capability=(7, 5)).resolve_dtype("auto") == torch.float16
@@ -75,43 +75,32 @@ def test_the_pool_takes_the_memory_left_by_weights_and_the_largest_step() -> Non
     peak = device.peak_bytes(lambda: ran.append(True))
     assert (peak, ran) == (GIB, [True])
     # 72 of 80 GiB may be used; 20 are in use, and a step takes one more.
-    assert device.kv_cache_bytes(CacheConfig(), reserved=peak) == 72 * GIB - 20 * GIB - GIB
+    assert device.free_bytes(CacheConfig()) == 72 * GIB - 20 * GIB
+    assert device.kv_cache_bytes(CacheConfig(), 0, peak) == 72 * GIB - 20 * GIB - GIB
 
 
 def test_a_pool_without_memory_is_an_error_with_all_sizes() -> None:
+    cache = CacheConfig(gpu_memory_utilization=0.25)
     with pytest.raises(ConfigError) as raised:
-        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), reserved=2 * GIB)
+        device_of(free=60 * GIB).kv_cache_bytes(cache, 0, 2 * GIB)
     assert raised.value.parameter == "gpu_memory_utilization"
-    for number in ("0.25", "20.0 GiB", "2.0 GiB", str(80 * GIB)):
+    for number in ("0.25", "20.00 GiB", "2.00 GiB", str(80 * GIB)):
         assert number in str(raised.value)
 
 
 def test_a_step_that_runs_out_of_memory_is_an_error_with_both_sizes() -> None:
-    with pytest.raises(ConfigError, match=r"\(2\.0 GiB\) of .* \(80\.0 GiB\)") as raised:
+    with pytest.raises(ConfigError, match=r"\(2\.00 GiB\) of .* \(80\.00 GiB\)") as raised:
         device_of(free=2 * GIB, peak=3 * GIB).peak_bytes(lambda: None)
     assert raised.value.parameter == "max_num_batched_tokens"
 
 
-@pytest.mark.parametrize(
-    ("check", "parameter"),
-    [
-        (
-            lambda device: device.kv_cache_bytes(CacheConfig(kv_cache_memory=5 * GIB)),
-            "kv_cache_memory",
-        ),
-        (
-            lambda device: device.check_blocks(
-                CacheConfig(num_gpu_blocks_override=5 << 10), 1 << 16
-            ),
-            "num_gpu_blocks_override",
-        ),
-    ],
-)
-def test_a_pool_beyond_the_free_memory_is_refused(
-    check: Callable[[CudaDevice], object], parameter: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"{5 * GIB}.*{4 * GIB} bytes \(4\.0 GiB\)") as raised:
-        check(device_of(free=4 * GIB))
+@pytest.mark.parametrize("parameter", ["kv_cache_memory", "num_gpu_blocks_override"])
+def test_a_pool_beyond_the_free_memory_is_refused(parameter: str) -> None:
+    """A pool with a size of its own may take all that the largest step leaves."""
+    cache, device = CacheConfig(**{parameter: 1}), device_of(free=4 * GIB)
+    assert device.kv_cache_bytes(cache, 3 * GIB, GIB) == 3 * GIB
+    with pytest.raises(ConfigError, match=rf"{3 * GIB + 1} .*{3 * GIB} bytes") as raised:
+        device.kv_cache_bytes(cache, 3 * GIB + 1, GIB)
     assert raised.value.parameter == parameter
 
 

@@ -45,7 +45,7 @@ from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
-HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
+HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
 
 
 class SyncRunner:

@@ -77,7 +77,7 @@ class Running:
                 return load(*args)
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
-        monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu, 0.9))
+        monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu))
         monkeypatch.setattr(runner_builder, "Accelerator", lambda device: cuda.device)
         monkeypatch.setattr(runner_builder, "load_library", lambda: FakeFlashInfer(cuda.device))
         monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
@@ -152,7 +152,7 @@ def test_a_cuda_worker_runs_steps_before_their_tokens_are_known(
 ) -> None:
     ready = running.expect(WorkerReady)
     assert ready.computes_ahead
-    assert ready.device_name == "Some GPU (80.0 GiB)"
+    assert ready.device_name == "Some GPU (80.00 GiB)"
     assert ready.geometry.dtype == "bfloat16"
     # Of 72 GiB 10 are in use, and the largest step takes one.
     assert ready.kv_cache_bytes == 72 * GIB - 10 * GIB - GIB

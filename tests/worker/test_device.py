@@ -1,13 +1,11 @@
 """The CPU device on simulated machines: files replace /proc and /sys."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
-from proto.config import GIB, CacheConfig, DeviceConfig
-from proto.errors import ConfigError
+from proto.config import GIB, DeviceConfig
 from proto.host_resources import usable_cores
 from worker.device.devices import CpuDevice
 
@@ -53,49 +51,9 @@ def test_threads_equal_the_physical_cores(tmp_path: Path) -> None:
     assert CpuDevice(DeviceConfig(), machine(tmp_path)).num_threads == usable_cores(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("free", "setting", "expected"),
-    [(16 * GIB, None, 4 * GIB), (6 * GIB, None, 3 * GIB), (6 * GIB, 5 * GIB, 5 * GIB)],
-)
-def test_kv_cache_memory(free: int, setting: int | None, expected: int, tmp_path: Path) -> None:
-    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=free))
-    assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=setting)) == expected
-
-
-def test_workers_of_a_machine_share_its_cores_and_memory(tmp_path: Path) -> None:
+def test_workers_of_a_machine_share_its_cores(tmp_path: Path) -> None:
     root = machine(tmp_path, free=16 * GIB)
     assert CpuDevice(DeviceConfig(), root, num_workers=1000).num_threads == 1
     assert CpuDevice(DeviceConfig(cpu_threads=3), root, num_workers=2).num_threads == 3
     device = CpuDevice(DeviceConfig(), root, num_workers=2)
     assert device.num_threads == max(1, usable_cores(tmp_path) // 2)
-    assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=300), Fraction(2, 3)) == 200
-    assert device.kv_cache_bytes(CacheConfig(), Fraction(1, 4)) == GIB
-
-
-def test_rows_that_do_not_fit_beside_the_pool_are_refused(tmp_path: Path) -> None:
-    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
-    device.check_rows(1000, 2 * GIB, 4 * GIB)
-    with pytest.raises(
-        ConfigError,
-        match=rf"--max-num-seqs 1000: {3 * GIB} bytes \(3\.0 GiB\).*"
-        rf"{2 * GIB} bytes \(2\.0 GiB\).*beside the KV pool",
-    ) as caught:
-        device.check_rows(1000, 3 * GIB, 4 * GIB)
-    assert caught.value.parameter == "max_num_seqs"
-    with pytest.raises(ConfigError, match="the 0 bytes"):
-        device.check_rows(1, 1, 7 * GIB)
-
-
-def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
-    with pytest.raises(ConfigError, match=rf"{7 * GIB} \(7\.0 GiB\).*{6 * GIB} bytes \(6\.0 GiB\)"):
-        device.kv_cache_bytes(CacheConfig(kv_cache_memory=7 * GIB))
-
-
-def test_blocks_beyond_the_free_memory_are_refused_with_both_sizes(tmp_path: Path) -> None:
-    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
-    device.check_blocks(CacheConfig(), GIB)
-    device.check_blocks(CacheConfig(block_size=16, num_gpu_blocks_override=6 << 10), 1 << 16)
-    beyond = CacheConfig(block_size=16, num_gpu_blocks_override=7 << 10)
-    with pytest.raises(ConfigError, match=rf"override 7168: {7 * GIB} bytes .*{6 * GIB} bytes"):
-        device.check_blocks(beyond, 1 << 16)

@@ -1,17 +1,25 @@
 """The KV fingerprint covers all facts that change the values of KV blocks."""
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from proto.config import CacheConfig, DeviceConfig, ModelConfig, ServeConfig
 from proto.lifecycle import KVCacheGeometry, KVGroup
+from tests.fakes.edits import edit_middle
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.device.devices import create_device
 from worker.kv_cache import kv_cache_geometry, kv_layout
-from worker.loaded_model import kv_fingerprint
+from worker.loaded_model import kv_fingerprint, load
+from worker.parallel.group import RankGroup
 
 GEOMETRY = KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(),))
 FACTS: dict[str, Any] = {
-    "weights_sha256": "ab",
+    "weights_hash": "ab",
     "model_config": {"a": 1, "b": 2},
     "geometry": GEOMETRY,
     "block_size": 16,
@@ -23,15 +31,19 @@ FACTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("weights_sha256", "cd"),
+        ("weights_hash", "cd"),
         ("model_config", {"a": 1, "b": 3}),
         ("geometry", KVCacheGeometry(30, 3, 64, "float32", 23040, (KVGroup(),))),
         ("geometry", KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(512),))),
         ("block_size", 32),
         ("compute_dtype", "torch.float32"),
         ("weight_format", "bf16"),
-        ("weight_format", "packed+rotated"),
+        ("weight_format", "packed+int8"),
         ("rank_of", (0, 2)),
+        ("kernels", ("avx2",)),
+        ("ropes", ("LongRoPE",)),
+        ("kernels", ("avx2", "bf16 64x64 avx2")),
+        ("implementation", "transformers 5.23.0"),
     ],
 )
 def test_the_fingerprint_depends_on_every_fact(fact: str, other: Any) -> None:
@@ -53,3 +65,35 @@ def test_every_cache_dtype_has_its_own_fingerprint() -> None:
     }
     assert len(fingerprints) == 8
     assert {len(each) for each in fingerprints} == {32}
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_kv_that_outlives_the_process_is_not_found_after_an_edit(
+    tmp_path: Path, outlives: bool
+) -> None:
+    """Of a model whose weights were edited in place, with size and times restored.
+
+    KV in memory ends with the process; its fingerprint has the sample of the manifest.
+    """
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    connector = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": "/kv"},
+    }
+    text = msgspec.json.encode(connector).decode() if outlives else None
+    config = ServeConfig(
+        model=ModelConfig(cpu_weights="f32"),
+        cache=CacheConfig(kv_transfer_config=text),
+        device=DeviceConfig(device="cpu", cpu_threads=1),
+    )
+    device = create_device(config, 0)
+
+    def fingerprint() -> bytes:
+        loaded = load(config, prepared, device, RankGroup(), lambda message: None)
+        return loaded.fingerprint(block_size=16)
+
+    before = fingerprint()
+    assert fingerprint() == before
+    edit_middle(next(tmp_path.glob("*.safetensors")))
+    assert (fingerprint() != before) is outlives

@@ -1,21 +1,34 @@
 """Building and loading the kernels."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from proto.config import CpuKernels
+from proto.errors import ConfigError
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker import build_kernels
+from worker import kernels as kernels_module
 from worker.build_kernels import (
+    X86_VARIANTS,
     KernelBuildError,
+    KernelVariant,
     build,
     build_here,
     cpu_flags,
     machine_variants,
     usable_variants,
 )
-from worker.kernels import KernelsUnavailableError, load_kernels
+from worker.kernels import (
+    KernelsUnavailableError,
+    limit_kernels,
+    load_kernels,
+    product_kernels,
+    runnable_variants,
+)
 
 FAKE_COMPILER = """#!/bin/sh
 case "$*" in *{refused}*) echo "unknown flag {refused}" >&2; exit 1 ;; esac
@@ -48,13 +61,13 @@ def test_every_variant_is_built_once(tmp_path: Path, compiler) -> None:
     assert built[0].read_text() == "kept"
 
 
-def test_building_for_this_machine_builds_the_variant_it_loads(tmp_path: Path, compiler) -> None:
+def test_building_for_this_machine_builds_the_variants_it_runs(tmp_path: Path, compiler) -> None:
     compiler(refused="nothing-at-all")
     stale = tmp_path / "libtokend_amx_00000000.so"
     stale.touch()
     built = build_here(tmp_path)
     usable = usable_variants(machine_variants(), cpu_flags())
-    assert built == [each.library(tmp_path) for each in usable[:1]]
+    assert built == [each.library(tmp_path) for each in usable]
     assert set(tmp_path.glob("*.so")) == set(built)
     assert set(build(tmp_path)) >= set(built)
     assert build_here(tmp_path) == built
@@ -132,6 +145,47 @@ def test_a_broken_library_is_reported(tmp_path: Path) -> None:
         variant.library(tmp_path).write_text("not a library")
     with pytest.raises(KernelsUnavailableError, match="do not load"):
         load_kernels(tmp_path)
+
+
+@pytest.fixture
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the limit that a test sets."""
+    monkeypatch.setattr(kernels_module, "_allowed", None)
+    product_kernels.cache_clear()
+    yield
+    product_kernels.cache_clear()
+
+
+def test_kernels_are_held_to_a_variant_and_lesser_ones(no_limit: None) -> None:
+    found = [variant.name for variant in runnable_variants()]
+    if not found:
+        pytest.skip("no compiled kernels on this machine")
+    limit_kernels("auto")
+    assert load_kernels().variant == found[0]
+    for name in found:
+        kernels_module._allowed = None
+        limit_kernels(name)
+        product_kernels.cache_clear()
+        assert load_kernels().variant == name
+        candidates = [kernels.variant for kernels in product_kernels()]
+        assert candidates[0] == name
+        assert set(candidates) <= set(found[found.index(name) :])
+
+
+def test_a_variant_that_cannot_run_here_is_refused_with_those_that_can(
+    no_limit: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = frozenset({"avx2", "fma", "f16c", "bmi2"})
+    monkeypatch.setattr(kernels_module, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(kernels_module, "machine_variants", lambda: X86_VARIANTS)
+    monkeypatch.setattr(KernelVariant, "library", lambda variant, folder: Path(__file__))
+    with pytest.raises(ConfigError, match=r"possible: auto, avx2, baseline$") as raised:
+        limit_kernels("avx512")
+    assert raised.value.parameter == "cpu_kernels"
+
+
+def test_every_variant_is_a_value_of_the_setting() -> None:
+    assert get_args(CpuKernels) == ("auto", *(variant.name for variant in X86_VARIANTS))
 
 
 @each_variant

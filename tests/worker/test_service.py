@@ -4,22 +4,20 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
+from proto.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
 from proto.errors import ConfigError, TokendError
 from proto.lifecycle import (
     CacheReady,
-    ComputeShape,
     InitializeCache,
     NewEngine,
     Notice,
+    ProcessBoot,
     ProtocolViolation,
     Shutdown,
     ToSupervisor,
@@ -35,41 +33,31 @@ from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
 from worker.kv_connector.base import NO_CONNECTOR
-from worker.loader.formats import DenseFormat
 from worker.model_runner import FinishedStep, GrammarMaskSource
 from worker.runner_builder import RunnerBuilder
 
 LIMIT_SECONDS = 20.0
 
 
+def boot_of_tiny_model(folder: Path, cache: CacheConfig) -> ProcessBoot:
+    save_tiny("llama", folder)
+    model = prepare_checkpoint(folder, folder / "prepared")
+    return lifecycle_messages.boot("worker", config=ServeConfig(cache=cache), model=model)
+
+
+@pytest.mark.parametrize(
+    "cache", [CacheConfig(kv_cache_memory=1 << 60), CacheConfig(num_gpu_blocks_override=1 << 50)]
+)
 def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
+    cache: CacheConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_model = Mock()
     monkeypatch.setattr(loaded_model, "load_model", load_model)
-    config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 60))
-    with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        service.Worker(lifecycle_messages.boot("worker", config=config), Mock(), Mock())
+    with pytest.raises(ConfigError, match="does not fit into the memory") as raised:
+        service.Worker(boot_of_tiny_model(tmp_path, cache), Mock(), Mock())
+    assert raised.value.parameter is not None
+    assert getattr(cache, raised.value.parameter) is not None
     load_model.assert_not_called()
-
-
-def replace_model_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = SimpleNamespace(num_kv_heads=1, head_dim=8)
-    spec = SimpleNamespace(
-        windows=(None,), attention_shape=heads, vocab_size=10, compute_shape=ComputeShape()
-    )
-    monkeypatch.setattr(loaded_model, "load_model", lambda *_: SimpleNamespace(spec=spec))
-    monkeypatch.setattr(loaded_model, "spec_from_config", Mock())
-    monkeypatch.setattr(loaded_model, "read_index", Mock())
-    monkeypatch.setattr(loaded_model, "choose_format", lambda *_: DenseFormat(torch.float32))
-    monkeypatch.setattr(loaded_model, "read_config", lambda _: {})
-
-
-def test_more_blocks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_model_loading(monkeypatch)
-    config = ServeConfig(cache=CacheConfig(num_gpu_blocks_override=1 << 50))
-    with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
-        service.Worker(lifecycle_messages.boot("worker", config=config), Mock(), Mock())
 
 
 class Running:
@@ -80,7 +68,6 @@ class Running:
         folder: Path,
         run_dir: str,
         weights: CpuWeights = "auto",
-        max_num_seqs: int = 256,
     ) -> None:
         save_tiny("llama", folder)
         model = prepare_checkpoint(folder, folder / "prepared")
@@ -91,7 +78,6 @@ class Running:
         config = ServeConfig(
             model=ModelConfig(cpu_weights=weights),
             cache=CacheConfig(kv_cache_memory=1 << 20),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         )
         boot = lifecycle_messages.boot("worker", config=config, model=model)
         worker = service.Worker(boot, self._connect_engine, link)
@@ -158,7 +144,7 @@ def test_messages_of_another_epoch_are_dropped(running: Running) -> None:
 
 def ready_and_notices(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[str]]:
     """The ready message and the notices of a worker with this weight format."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         worker = Running(folder, run_dir, weights)
         (ready,) = receive(worker.engine(1))
@@ -185,22 +171,8 @@ def test_the_weight_format_is_reported_and_changes_the_kv_fingerprint(tmp_path: 
     assert blocks.fingerprint != dense.fingerprint
     assert [each.what for each in blocks.phases] == ["imports", "weights"]
     assert all(each.seconds > 0 for each in blocks.phases)
-    again, _ = ready_and_notices(tmp_path / "again", "int8")
+    again, _ = ready_and_notices(tmp_path / "blocks", "int8")
     assert again.fingerprint == blocks.fingerprint
-
-
-def test_more_rows_than_memory_are_refused_before_allocation(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
-        running = Running(tmp_path, run_dir, max_num_seqs=1 << 40)
-        engine = running.engine(1)
-        running.expect(engine, WorkerReady)
-        engine.send(InitializeCache(PROTOCOL_VERSION, 1, 4, 16, 32))
-        running.thread.join(LIMIT_SECONDS)
-        (error,) = running.errors
-        assert isinstance(error, ConfigError)
-        assert str(error).startswith(f"--max-num-seqs {1 << 40}: ")
-        for link in running.links:
-            link.close()
 
 
 def receive(link: Link, count: int = 1) -> list[Any]:
@@ -212,10 +184,18 @@ def receive(link: Link, count: int = 1) -> list[Any]:
     return messages
 
 
+def receive_violations(supervisor: Link) -> list[ProtocolViolation]:
+    """Wait for reports of invalid messages, among those of progress."""
+    found: list[ProtocolViolation] = []
+    while not found:
+        found = [each for each in receive(supervisor) if isinstance(each, ProtocolViolation)]
+    return found
+
+
 def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    replace_model_loading(monkeypatch)
+    boot = boot_of_tiny_model(tmp_path, CacheConfig(kv_cache_memory=1 << 20))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
         def connect(epoch: int) -> Link:
@@ -225,12 +205,12 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(lifecycle_messages.boot("worker"), connect, own)
+        worker = service.Worker(boot, connect, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert receive(engine)[0].epoch == 1
         engine.zmq_socket.send(b"\xc1")
-        assert receive(supervisor) == [
+        assert receive_violations(supervisor) == [
             ProtocolViolation("engine_core", 0, 1, "it sent what is no message")
         ]
         engine.zmq_socket.send(b"\xc1")
@@ -240,7 +220,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         assert receive(following)[0].epoch == 8
         assert engine.receive() == [], "messages after the undecodable one are ignored"
         following.zmq_socket.send(b"\xc1")
-        assert [each.epoch for each in receive(supervisor)] == [7]
+        assert [each.epoch for each in receive_violations(supervisor)] == [7]
         supervisor.send(Shutdown())
         thread.join(20.0)
         assert not thread.is_alive()
@@ -249,7 +229,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
 
 
 def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if both steps arrive together: the engine schedules a third one meanwhile."""
     first_received = threading.Event()
@@ -259,7 +239,7 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
             assert step.step == 1 or first_received.wait(LIMIT_SECONDS)
             return FinishedStep(ModelRunnerOutput(step.epoch, step.step, [], []))
 
-    replace_model_loading(monkeypatch)
+    boot = boot_of_tiny_model(tmp_path, CacheConfig(kv_cache_memory=1 << 20))
     monkeypatch.setattr(RunnerBuilder, "build_model_runner", lambda *_: (Runner(), NO_CONNECTOR))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
@@ -269,7 +249,7 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(lifecycle_messages.boot("worker"), connect, own)
+        worker = service.Worker(boot, connect, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])

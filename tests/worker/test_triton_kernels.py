@@ -22,19 +22,17 @@ def store(head_dim: int, dtype: str, kv_dtype: str, largest: float) -> Kernel:
     )
 
 
-def norm(adds: bool) -> Kernel:
-    signature = {"x": "*bf16", "weight": "*bf16", "residual": "*bf16", "out": "*bf16"}
+def norm(adds: bool, centered: bool = False, biased: bool = False) -> Kernel:
+    signature = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
     signature |= {"x_stride": "i64", "heads": "i32", "size": "i32", "eps": "fp32"}
-    return Kernel(
-        "worker.layers.triton_kernels:_norm_kernel", signature, {"adds": adds, "block": 4096}
-    )
+    constants = {"adds": adds, "centered": centered, "biased": biased, "block": 4096}
+    return Kernel("worker.layers.triton_kernels:_norm_kernel", signature, constants)
 
 
-def gate(gelu: bool) -> Kernel:
+def gate(gelu: bool, gated: bool = True) -> Kernel:
     signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
-    return Kernel(
-        "worker.layers.triton_kernels:_gate_kernel", signature, {"gelu": gelu, "block": 1024}
-    )
+    constants = {"gelu": gelu, "gated": gated, "block": 1024}
+    return Kernel("worker.layers.triton_kernels:_gate_kernel", signature, constants)
 
 
 EDITED_ROWS = Kernel(
@@ -57,7 +55,9 @@ LISTED_EDITS = Kernel(
 def test_the_kernels_compile_for_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     stores = [store(size, *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
-    others = [norm(False), norm(True), gate(False), gate(True), EDITED_ROWS, LISTED_EDITS]
+    norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
+    gates = [gate(False), gate(True), gate(True, gated=False)]
+    others = [*norms, *gates, EDITED_ROWS, LISTED_EDITS]
     found = compiled([*stores, *others])
     assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3
     *_, edited_rows, listed_edits = found

@@ -8,16 +8,20 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionShape
-from worker.layers.linear import Linear, ResidualLinear
-from worker.layers.norm import RMSNorm
+from worker.layers.linear import Linear, ResidualLinear, sum_in_float32
+from worker.layers.norm import Norm
 from worker.layers.rotary import RotaryEmbedding
 from worker.models.parts import (
     ForwardContext,
+    HeadRows,
     Shard,
     WeightSpec,
     divide_evenly,
-    norm_weight,
+    norm_weights,
+    product_flops,
+    product_outputs,
     projection,
+    stacked,
 )
 from worker.models.rope import Rope
 
@@ -31,10 +35,15 @@ class AttentionSpec:
 
     head_dim: need not be hidden_size / num_heads.
     scale: factor of query times key before the softmax.
+    soft_cap: see AttentionShape.
+    rotary_dim: first dimensions of a head, which are rotated; 0: all of them.
+    interleaved_in: see HeadRows.
     window: sliding window in tokens, the query's own included; None for full attention.
     qkv_bias, output_bias: biases of the projections.
+    stacked_qkv: files have the three projections of the input as one tensor.
+    sinks: each head has a logit without a value in its softmax.
     qk_norm: RMSNorm over each query and key head before the rotary embedding.
-    gguf_permutes_qk: a GGUF file of this family interleaves the rows of query and key heads.
+    joint_qk_norm: the same over all query heads together, and over all key heads.
     """
 
     hidden_size: int
@@ -43,11 +52,16 @@ class AttentionSpec:
     head_dim: int
     scale: float
     rope: Rope
+    soft_cap: float = 0.0
+    rotary_dim: int = 0
+    interleaved_in: tuple[str, ...] = ()
     window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    stacked_qkv: bool = False
     qk_norm: bool = False
-    gguf_permutes_qk: bool = False
+    joint_qk_norm: bool = False
+    sinks: bool = False
 
     @property
     def query_size(self) -> int:
@@ -62,33 +76,71 @@ class AttentionSpec:
     @property
     def shape(self) -> AttentionShape:
         """Heads and scale, as attention backends take them."""
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
+        return AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.soft_cap
+        )
 
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
-        hidden, query, kv = self.hidden_size, self.query_size, self.kv_size
-        rotated = (
-            *projection("q", "self_attn.q_proj", "attn_q", (query, hidden), self.qkv_bias),
-            *projection("k", "self_attn.k_proj", "attn_k", (kv, hidden), self.qkv_bias),
-        )
-        if self.gguf_permutes_qk:
-            rotated = tuple(
-                replace(weight, gguf_interleaved_head_dim=self.head_dim) for weight in rotated
+        hidden, head = self.hidden_size, self.head_dim
+        rows = {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
+        inputs = [
+            projection(
+                name,
+                "self_attn.qkv_proj" if self.stacked_qkv else f"self_attn.{name}_proj",
+                "attn_qkv" if self.stacked_qkv else f"attn_{name}",
+                (size, hidden),
+                self.qkv_bias,
             )
-        norms = (
-            norm_weight("q_norm", "self_attn.q_norm", "attn_q_norm", self.head_dim),
-            norm_weight("k_norm", "self_attn.k_norm", "attn_k_norm", self.head_dim),
+            for name, size in rows.items()
+        ]
+        if self.stacked_qkv:
+            inputs = [stacked(*weights) for weights in zip(*inputs, strict=True)]
+        norms = [
+            norm_weights(
+                f"{name}_norm",
+                f"self_attn.{name}_norm",
+                f"attn_{name}_norm",
+                rows[name] if self.joint_qk_norm else head,
+            )
+            for name in ("q", "k")
+            if self.has_qk_norm
+        ]
+        head_rows = HeadRows(head, self.rotary_dim or head, self.interleaved_in)
+        sinks = WeightSpec(
+            name="sinks",
+            shape=(self.num_heads,),
+            hugging_face="self_attn.sinks",
+            gguf="attn_sinks.weight",
         )
         return (
-            *rotated,
-            *projection("v", "self_attn.v_proj", "attn_v", (kv, hidden), self.qkv_bias),
-            *(norms if self.qk_norm else ()),
-            *projection("o", "self_attn.o_proj", "attn_output", (hidden, query), self.output_bias),
+            *(
+                replace(weight, head_rows=head_rows) if weight.name[0] in "qk" else weight
+                for weights in (*inputs, *norms)
+                for weight in weights
+            ),
+            *((sinks,) if self.sinks else ()),
+            *projection(
+                "o", "self_attn.o_proj", "attn_output", (hidden, self.query_size), self.output_bias
+            ),
         )
 
     @property
+    def has_qk_norm(self) -> bool:
+        return self.qk_norm or self.joint_qk_norm
+
+    @property
+    def flops_per_token(self) -> int:
+        return product_flops(self.weights)
+
+    @property
+    def outputs_per_token(self) -> int:
+        return product_outputs(self.weights)
+
+    @property
     def max_ranks(self) -> int:
-        return self.num_heads
+        """With a joint norm, whose sum is one over ranks, no rank shares a KV head."""
+        return self.num_kv_heads if self.joint_qk_norm else self.num_heads
 
     def shard(
         self, rank: int, size: int, block_columns: Mapping[str, int]
@@ -105,22 +157,29 @@ class AttentionSpec:
             slice(part.start * self.head_dim, part.stop * self.head_dim)
             for part in (heads, kv_heads)
         )
-        shards = {"o.weight": Shard(columns=query)}
+        shards = {
+            "o.weight": Shard(columns=query),
+            "sinks": Shard(rows=slice(heads.start, heads.stop)),
+        }
         for name, rows in (("q", query), ("k", kv), ("v", kv)):
             shards |= dict.fromkeys((f"{name}.weight", f"{name}.bias"), Shard(rows=rows))
+        if self.joint_qk_norm:
+            shards |= {"q_norm.weight": Shard(rows=query), "k_norm.weight": Shard(rows=kv)}
         return replace(self, num_heads=len(heads), num_kv_heads=len(kv_heads)), shards
 
     def read(self, reader: "LayerReader") -> Callable[[], "Attention"]:
         """Read query, key and value projections as one product."""
         qkv, output = reader.linear("q", "k", "v"), reader.output_linear("o")
-        norms = [reader.norm(name) for name in ("q_norm", "k_norm") if self.qk_norm]
+        norms = [reader.norm(name) for name in ("q_norm", "k_norm") if self.has_qk_norm]
+        sinks = reader.tensor("sinks", torch.float32) if self.sinks else None
         return lambda: Attention(
             self,
             reader.layer,
             qkv(),
             tuple(build() for build in norms),
-            reader.rotary(self.rope, self.head_dim),
+            reader.rotary(self.rope, self.head_dim, self.rotary_dim),
             output(),
+            sinks,
         )
 
     def _heads_of_ranks(self, size: int) -> list[tuple[range, range]]:
@@ -151,7 +210,8 @@ class AttentionSpec:
 class Attention:
     """Attention of one layer with its weights.
 
-    qkv: hidden to query ‖ key ‖ value heads. head_norms: norms of query and key heads, or empty.
+    qkv: hidden to query ‖ key ‖ value heads. head_norms: norms of queries and keys, or empty.
+    sinks: float32 [num_heads], or None.
     """
 
     def __init__(
@@ -159,15 +219,17 @@ class Attention:
         spec: AttentionSpec,
         layer: int,
         qkv: Linear,
-        head_norms: tuple[RMSNorm, ...],
+        head_norms: tuple[Norm, ...],
         rotary: RotaryEmbedding,
         output: ResidualLinear,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.qkv = qkv
         self.head_norms = head_norms
         self.rotary = rotary
         self.output = output
+        self.sinks = sinks
         self._layer = layer
         self._parts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self._heads = (sum(self._parts), spec.head_dim)
@@ -179,8 +241,30 @@ class Attention:
         heads = self.qkv(x).view(-1, *self._heads)
         query, key, value = heads.split_with_sizes(self._parts, 1)
         if self.head_norms:
-            query_norm, key_norm = self.head_norms
-            query, key = query_norm(query), key_norm(key)
+            query, key = self._normed(query, key)
         rotation = context.rotation(self.rotary)
-        attended = context.attention.run(self._layer, query, key, value, rotation)
+        attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
         return self.output.add_to(residual, attended.flatten(1))
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query_norm, key_norm = self.head_norms
+        if not self.spec.joint_qk_norm:
+            return query_norm(query), key_norm(key)
+        num_rows, spec = len(query), self.spec
+        rows = [query.view(num_rows, 1, spec.query_size), key.view(num_rows, 1, spec.kv_size)]
+        group = self.output.output.group
+        if group.size == 1:
+            normed = [norm(row) for norm, row in zip(self.head_norms, rows, strict=True)]
+        else:
+            # of each row   | sum of squares of queries, how many, the same of keys |
+            own = torch.empty(num_rows, 2, 2, device=query.device)
+            for index, row in enumerate(rows):
+                own[:, index, 0] = row.float().square().sum((1, 2))
+                own[:, index, 1] = row.shape[2]
+            sums, counts = sum_in_float32(group.gather(own)).unbind(2)
+            means = (sums / counts)[:, :, None, None].unbind(1)
+            normed = [
+                norm.with_mean_square(row, mean)
+                for norm, row, mean in zip(self.head_norms, rows, means, strict=True)
+            ]
+        return normed[0].view(query.shape), normed[1].view(key.shape)

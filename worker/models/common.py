@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from worker.layers.activation import Activation
+from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
-from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.mlp import MlpSpec
 from worker.models.parts import PartSpec
-from worker.models.rope import Rope, rope_from_config
+from worker.models.rope import FactorsRope, Rope, rope_from_config, rotary_dim_from_config
 from worker.models.spec import LayerSpec, ModelSpec
 
 FULL: Final = "full_attention"
@@ -21,6 +22,11 @@ WINDOWED: Final = "sliding_attention"
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _MAX_LAYERS: Final = 4096
+_MAX_EXPERTS: Final = 4096
+_MAX_GROUPS: Final = 64
+"""The kernel has a bit for each."""
+_EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts: one name each, some a new one since then."""
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
@@ -30,19 +36,23 @@ def llama_like(
     *,
     architecture: str,
     head_dim: int | None = None,
+    partial_rotary_factor: float | None = None,
     ropes: Sequence[Rope] | None = None,
     windows: Sequence[int | None] | None = None,
     attention: Mapping[str, Any] = _NOTHING,
     activation: Activation | None = None,
+    stacked_gate_up: bool = False,
     mlps: Sequence[PartSpec] | None = None,
     **model: Any,
 ) -> ModelSpec:
     """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.
 
-    A family passes what is different from Llama: head_dim, ropes and windows of each layer, other
-    fields of AttentionSpec, the activation, the MLP of each layer if these are not gated MLPs of
-    one size, and fields of ModelSpec. The keys of the configuration behind ropes, windows,
-    activation and MLPs are read here only if the family does not pass them.
+    A family passes what is different from Llama: head_dim, the default of partial_rotary_factor if
+    it may rotate a part of each head, ropes and windows of each layer, other fields of
+    AttentionSpec, the activation, whether files stack gate and up projections, the MLP of each
+    layer if these are not gated MLPs of one size, and fields of ModelSpec. The keys of the
+    configuration behind ropes, windows, activation and MLPs are read here only if the family does
+    not pass them.
     Raises ModelError naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
@@ -63,11 +73,16 @@ def llama_like(
             max_position,
             f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
         )
-    config.must_be("mlp_bias", False)
     if activation is None and mlps is None:
         config.must_be("hidden_act", "silu", "swish")
+    rotary_dim = rotary_dim_from_config(config, head_dim, partial_rotary_factor)
     if ropes is None:
         ropes = (rope_from_config(config, max_position),) * num_layers
+    for rope in ropes:
+        if isinstance(rope, FactorsRope) and 2 * len(rope.factors) != rotary_dim:
+            raise config.refusal(
+                "rope_parameters", list(rope.factors), f"{rotary_dim // 2} factors are needed"
+            )
     if windows is None:
         kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
         windows = layer_windows(config, kinds, {FULL: None})
@@ -76,15 +91,19 @@ def llama_like(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
         "scale": head_dim**-0.5,
     }
+    mlp_bias = config.flag("mlp_bias", False)
     if mlps is None:
-        gated_mlp = GatedMlpSpec(
+        mlp = MlpSpec(
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
             activation=activation or "silu",
+            bias=mlp_bias,
+            stacked_gate_up=stacked_gate_up,
         )
-        mlps = (gated_mlp,) * num_layers
+        mlps = (mlp,) * num_layers
     fields: dict[str, Any] = {
         "vocab_size": config.integer("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
@@ -104,6 +123,61 @@ def llama_like(
     )
     config.refuse_leftovers()
     return spec
+
+
+def router_from_config(config: ConfigReader, **fields: Any) -> RouterSpec:
+    """Return the router of a mixture; fields: others of RouterSpec.
+
+    Raises ModelError for more experts per token than there are, and for groups that do not fit.
+    """
+    given = [key for key in _EXPERTS_KEYS if config.get(key) is not None]
+    key = given[0] if given else _EXPERTS_KEYS[0]
+    num_experts = config.integer(key, most=_MAX_EXPERTS)
+    top_k = config.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.refusal("num_experts_per_tok", top_k, f"{key} is {num_experts}")
+    num_groups = config.integer("n_group", 1, most=_MAX_GROUPS)
+    top_groups = config.integer("topk_group", 1)
+    if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+        reason = f"{num_experts} experts cannot be divided into groups of two or more"
+        raise config.refusal("n_group", num_groups, reason)
+    if top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
+        reason = f"{num_groups} groups, {top_k} experts of a token"
+        raise config.refusal("topk_group", top_groups, reason)
+    return RouterSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        **fields,
+    )
+
+
+def dense_and_sparse(
+    config: ConfigReader, mixture: PartSpec, is_sparse: Callable[[int], bool]
+) -> tuple[PartSpec, ...]:
+    """Return the MLP of each layer: the mixture, or a gated MLP of `intermediate_size`."""
+    numbers = range(config.integer("num_hidden_layers", most=_MAX_LAYERS))
+    if all(map(is_sparse, numbers)):
+        config.get("intermediate_size")
+        return (mixture,) * len(numbers)
+    dense = MlpSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+    )
+    return tuple(mixture if is_sparse(number) else dense for number in numbers)
+
+
+def qwen_sparse_layers(config: ConfigReader) -> Callable[[int], bool]:
+    """Return which layers of Qwen's mixtures have experts: every `decoder_sparse_step`th one.
+
+    Those in `mlp_only_layers` have none.
+    """
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise config.refusal("mlp_only_layers", dense, "a list of layers is needed")
+    return lambda layer: layer not in dense and (layer + 1) % step == 0
 
 
 def layer_kinds(
@@ -138,6 +212,12 @@ def layer_windows(
         for kind, window in windows.items()
     }
     return tuple(narrow[kind] for kind in kinds)
+
+
+def windows_of_all_layers(config: ConfigReader, window: int | None) -> tuple[int | None, ...]:
+    """Return the same window for each layer; None for full attention."""
+    kind = FULL if window is None else WINDOWED
+    return layer_windows(config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window})
 
 
 def window_from_config(config: ConfigReader) -> int | None:

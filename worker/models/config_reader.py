@@ -25,7 +25,10 @@ _HARMLESS: Final = frozenset(
         "attn_implementation",
         "is_llama_config",
         "layerdrop",
+        "output_router_logits",
         "pretraining_tp",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "use_sliding_window",
     }
 )
@@ -48,9 +51,14 @@ class ConfigReader:
 
     Values are checked for their type: a string instead of a number raises ModelError naming key
     and value.
+
+    max_model_len: tokens of the longest request that will be served; None for the model's length.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str = "config") -> None:
+    def __init__(
+        self, config: Mapping[str, Any], where: str = "config", max_model_len: int | None = None
+    ) -> None:
+        self.max_model_len = max_model_len
         self._config = config
         self._where = where
         self._read: set[str] = set()
@@ -78,13 +86,22 @@ class ConfigReader:
         value = self.get(key)
         if value is None:
             value = default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= _LARGEST
-        ):
+        if not _is_positive(value):
             raise self.refusal(key, value, "a number above 0 is needed")
         return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers above 0 that fit float32."""
+        values = self.get(key)
+        if not isinstance(values, list) or not values or not all(map(_is_positive, values)):
+            raise self.refusal(key, values, "a list of numbers above 0 is needed")
+        return tuple(map(float, values))
+
+    def soft_cap(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0 that fits float32, or 0 if the key is null, and so by default."""
+        if self.get(key) is None and (key in self._config or default is None):
+            return 0.0
+        return self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
@@ -129,3 +146,8 @@ class ConfigReader:
     def refusal(self, key: str, value: Any, reason: str) -> ModelError:
         """Return the error that names a key, its value and the reason."""
         return ModelError(f"{self._where}: {shown(key)} = {shown(repr(value))}: {reason}")
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value <= _LARGEST  # type: ignore[operator]

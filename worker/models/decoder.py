@@ -11,7 +11,7 @@ import torch
 from worker.attention.base import AttentionBackend
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import Norm
 from worker.layers.scratch import RowBuffer
 from worker.models.layer_stack import LayerStack
 from worker.models.spec import ModelSpec
@@ -24,12 +24,17 @@ class Decoder:
     any.
     """
 
+    can_be_captured = True
+    """Whether a CUDA graph can replay a step."""
+    implementation = ""
+    """Whose code computes the model, with its version; "" for tokend's own."""
+
     def __init__(
         self,
         spec: ModelSpec,
         embedding: Embedding,
         stacks: Sequence[LayerStack],
-        norm: RMSNorm,
+        norm: Norm,
         head: Linear,
     ) -> None:
         self.spec = spec
@@ -59,7 +64,11 @@ class Decoder:
 
         Their dtype is that of the head.
         """
-        return self._head(self._norm.into(hidden, self._normed.rows(hidden)))
+        logits = self._head(self._norm.into(hidden, self._normed.rows(hidden)))
+        scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
+        if soft_cap:
+            return logits.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+        return logits if scale == 1.0 else logits.mul_(scale)
 
     def float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the same logits in float32."""

@@ -7,7 +7,7 @@ from typing import Final
 from worker.models.common import FULL, WINDOWED, layer_kinds, layer_windows, llama_like
 from worker.models.config_reader import ConfigReader
 from worker.models.rope import KindOfRope, ropes_by_kind
-from worker.models.spec import ModelSpec
+from worker.models.spec import SANDWICH_NORMS, ModelSpec
 
 MODEL_TYPE = "gemma3_text"
 _DEFAULT_HEAD_DIM: Final = 256
@@ -50,7 +50,7 @@ def spec(config: ConfigReader) -> ModelSpec:
         },
         embedding_scale=hidden_size**0.5,
         activation="gelu_tanh",
-        post_norms=True,
+        norms=SANDWICH_NORMS,
         norms_add_one=True,
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )

@@ -16,43 +16,49 @@ from worker.attention.cpu import CpuAttention
 from worker.kernels import (
     DTYPE_CODES,
     Kernels,
-    LinearPart,
     RopeTable,
     RowNorm,
     Stack,
     StackLayer,
-    StackLinear,
     StackRun,
     row_kernels,
 )
 from worker.layers.activation import GATE_CODES
-from worker.layers.linear import Linear, ResidualLinear, format_thresholds, kernel_parts
-from worker.layers.norm import KernelNorm, RMSNorm
+from worker.layers.linear import Linear, ProductDescriptions, format_thresholds
+from worker.layers.norm import KernelNorm, Norm
+from worker.layers.scratch import ByteBuffer
 from worker.models.attention import Attention
-from worker.models.gated_mlp import GatedMlp
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
+from worker.models.mlp import Mlp
+from worker.models.moe import MoeMlp
+from worker.models.parts import LayerPart
 
 
-def make_stacks(layers: Sequence[DecoderLayer], hidden_size: int) -> tuple[LayerStack, ...]:
+def make_stacks(
+    layers: Sequence[DecoderLayer], hidden_size: int, device: torch.device
+) -> tuple[LayerStack, ...]:
     """Return the ways to compute these layers, the fastest first; the last one takes any step."""
     eager = EagerLayers(layers, hidden_size)
-    kernels = row_kernels()
-    if kernels is None or layers[0].mlp_norm.device.type != "cpu" or not is_describable(layers):
+    kernels = row_kernels() if device.type == "cpu" else None
+    if kernels is None or not is_describable(layers):
         return (eager,)
     return (KernelStack(kernels, hidden_size, layers), eager)
 
 
 def is_describable(layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether csrc/layers/stack.cpp knows the parts of these layers, of one size each."""
-    sizes = set()
+    """Return whether csrc/layers/stack.cpp knows the parts of these layers, of one kind each."""
+    kinds = set()
+    dense_kinds = set()
     for layer in layers:
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, Attention) or not isinstance(mlp, GatedMlp):
+        if not isinstance(mixer, Attention) or mixer.output.output.group.size > 1:
             return False
-        if any(end.output.group.size > 1 for end in (mixer.output, mlp.down)):
+        kinds.add((mixer.spec.shape, mixer.spec.joint_qk_norm, layer.is_parallel))
+        if isinstance(mlp, Mlp):
+            dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))
+        elif not isinstance(mlp, MoeMlp) or mlp.kernel is None:
             return False
-        sizes.add((mixer.spec.shape, mlp.spec.intermediate_size, mlp.spec.activation))
-    return len(sizes) == 1
+    return len(kinds) == 1 and len(dense_kinds) <= 1
 
 
 class KernelStack:
@@ -62,13 +68,12 @@ class KernelStack:
         self._kernels = kernels
         # The kernel has addresses of what these own.
         self._layers = layers
-        products = [product for layer in layers for product in _products(layer)]
-        self._from = sorted({1}.union(*map(format_thresholds, products)))
+        self._from = sorted({1}.union(*map(_thresholds, layers)))
         self._descriptions = [
             StackDescription(hidden_size, layers, num_rows) for num_rows in self._from
         ]
         self._run = StackRun()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._memory = ByteBuffer()
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return (
@@ -110,7 +115,7 @@ class KernelStack:
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()
         run.attention_calls = attention.layer_calls(len(hidden))
-        run.scratch = self._memory(self._kernels.stack_bytes(stack, dtype, len(hidden)))
+        run.scratch = self._memory.address(self._kernels.stack_bytes(stack, dtype, len(hidden)))
         first_wrong = self._kernels.stack_run(stack, run)
         if first_wrong < len(hidden):
             raise IndexError(f"position {int(positions[first_wrong])} is beyond the model's length")
@@ -118,13 +123,6 @@ class KernelStack:
 
     def _description(self, num_rows: int) -> "StackDescription":
         return self._descriptions[bisect_right(self._from, num_rows) - 1]
-
-    def _memory(self, num_bytes: int) -> int:
-        """Return the address of scratch memory, whose contents do not survive a step."""
-        if num_bytes > len(self._scratch):
-            # torch aligns its memory to cache lines, which the kernels rely on.
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch.data_ptr()
 
 
 class StackDescription:
@@ -135,80 +133,98 @@ class StackDescription:
     """
 
     def __init__(self, hidden_size: int, layers: Sequence[DecoderLayer], num_rows: int) -> None:
-        self.complete = True
         self._hidden_size = hidden_size
         self._num_rows = num_rows
-        self._arrays: list[ctypes.Array[ctypes.Structure]] = []
-        parts = [_known_parts(layer) for layer in layers]
-        rotaries = list(dict.fromkeys(attention.rotary for attention, _ in parts))
+        self._products = ProductDescriptions()
+        self._norms_complete = self._mixtures_complete = True
+        attentions = [_attention_of(layer) for layer in layers]
+        dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
+        rotaries = list(dict.fromkeys(attention.rotary for attention in attentions))
         described = [
-            self._layer(layer, rotaries.index(attention.rotary))
-            for layer, (attention, _) in zip(layers, parts, strict=True)
+            self._layer(layer, attention, rotaries.index(attention.rotary))
+            for layer, attention in zip(layers, attentions, strict=True)
         ]
+        self.complete = self._products.complete and self._norms_complete and self._mixtures_complete
         self._layers = (StackLayer * len(described))(*described)
         tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
         self._tables = (RopeTable * len(tables))(*tables)
-        attention, mlp = parts[0][0].spec, parts[0][1].spec
+        attention = attentions[0].spec
         self.structure = Stack(
             num_layers=len(layers),
             hidden_size=hidden_size,
-            inner_size=mlp.intermediate_size,
+            inner_size=0 if dense is None else dense.intermediate_size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            gate=GATE_CODES[mlp.activation],
+            gate=0 if dense is None else GATE_CODES[dense.activation],
+            is_gated=dense is not None and dense.is_gated,
+            is_parallel=layers[0].is_parallel,
+            norms_heads_jointly=attention.joint_qk_norm,
             num_rope_tables=len(tables),
             rope_tables=ctypes.addressof(self._tables),
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(self, layer: DecoderLayer, rope_table: int) -> ctypes.Structure:
-        attention, mlp = _known_parts(layer)
-        hidden, inner = self._hidden_size, mlp.spec.intermediate_size
+    def _layer(
+        self, layer: DecoderLayer, attention: Attention, rope_table: int
+    ) -> ctypes.Structure:
+        hidden = self._hidden_size
         heads = attention.spec.query_size + 2 * attention.spec.kv_size
+        query_norm, key_norm = attention.head_norms or (None, None)
         return StackLayer(
             attention_norm=self._norm(layer.mixer_norm),
             qkv=self._linear(attention.qkv, hidden, heads),
-            query_norm=self._norm(*attention.head_norms[:1]),
-            key_norm=self._norm(*attention.head_norms[1:]),
+            query_norm=self._norm(query_norm),
+            key_norm=self._norm(key_norm),
             output=self._linear(attention.output.linear, attention.spec.query_size, hidden),
-            attention_post_norm=self._post_norm(attention.output),
+            attention_post_norm=self._norm(attention.output.output.norm),
             mlp_norm=self._norm(layer.mlp_norm),
-            gate_up=self._linear(mlp.gate_up, hidden, 2 * inner),
-            down=self._linear(mlp.down.linear, inner, hidden),
-            mlp_post_norm=self._post_norm(mlp.down),
             rope_table=rope_table,
+            sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
+            **self._mlp(layer.mlp),
         )
 
-    def _post_norm(self, end: ResidualLinear) -> ctypes.Structure:
-        norm = end.output.norm
-        return self._norm() if norm is None else self._norm(norm)
+    def _mlp(self, mlp: LayerPart) -> dict[str, ctypes.Structure | int]:
+        hidden = self._hidden_size
+        if isinstance(mlp, Mlp):
+            inner = mlp.spec.intermediate_size
+            return {
+                "gate_up": self._linear(mlp.gate_up, hidden, len(mlp.spec.inputs) * inner),
+                "down": self._linear(mlp.down.linear, inner, hidden),
+                "mlp_post_norm": self._norm(mlp.down.output.norm),
+            }
+        assert isinstance(mlp, MoeMlp)
+        assert mlp.kernel is not None
+        mixture = mlp.kernel.description(self._num_rows)
+        self._mixtures_complete &= mixture.complete
+        return {
+            "moe": ctypes.addressof(mixture.structure),
+            "mlp_post_norm": self._norm(mlp.output.norm),
+        }
 
-    def _norm(self, *norms: RMSNorm) -> ctypes.Structure:
-        """Describe one norm; without an argument, a norm that the model does not have."""
-        structures = [
-            norm.arithmetic.row_norm for norm in norms if isinstance(norm.arithmetic, KernelNorm)
-        ]
-        self.complete &= len(structures) == len(norms)
-        return structures[0] if structures else RowNorm()
+    def _norm(self, norm: Norm | None) -> ctypes.Structure:
+        """Describe a norm; None is one that the model does not have."""
+        if norm is None:
+            return RowNorm()
+        if not isinstance(norm.arithmetic, KernelNorm):
+            self._norms_complete = False
+            return RowNorm()
+        return norm.arithmetic.row_norm
 
     def _linear(self, linear: Linear, in_features: int, out_features: int) -> ctypes.Structure:
-        parts = kernel_parts(linear, self._num_rows)
-        array = (LinearPart * len(parts))(*parts)
-        self._arrays.append(array)
-        self.complete &= (
-            sum(part.out_features for part in parts) == out_features
-            and len({part.format for part in parts}) == 1
-        )
-        return StackLinear(in_features, out_features, len(parts), ctypes.addressof(array))
+        return self._products.describe(linear, self._num_rows, in_features, out_features)
 
 
-def _known_parts(layer: DecoderLayer) -> tuple[Attention, GatedMlp]:
+def _attention_of(layer: DecoderLayer) -> Attention:
     assert isinstance(layer.mixer, Attention)
-    assert isinstance(layer.mlp, GatedMlp)
-    return layer.mixer, layer.mlp
+    return layer.mixer
 
 
-def _products(layer: DecoderLayer) -> tuple[Linear, ...]:
-    attention, mlp = _known_parts(layer)
-    return (attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear)
+def _thresholds(layer: DecoderLayer) -> set[int]:
+    """Return the numbers of rows from which on another format multiplies in this layer."""
+    attention, mlp = _attention_of(layer), layer.mlp
+    products = [attention.qkv, attention.output.linear]
+    if isinstance(mlp, Mlp):
+        products += [mlp.gate_up, mlp.down.linear]
+    found = {rows for product in products for rows in format_thresholds(product)}
+    return found | set(mlp.kernel.thresholds if isinstance(mlp, MoeMlp) and mlp.kernel else ())

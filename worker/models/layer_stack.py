@@ -10,19 +10,24 @@ from typing import Protocol
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.norm import RMSNorm
-from worker.layers.scratch import RowBuffer
+from worker.layers.norm import Norm
+from worker.layers.scratch import ByteBuffer, RowBuffer
 from worker.models.parts import ForwardContext, LayerPart
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer with its weights: each part behind a norm."""
+    """One layer with its weights.
 
-    mixer_norm: RMSNorm
+    mixer_norm, mlp_norm: before each part; without one, a part reads the residual itself.
+    is_parallel: the MLP reads what the mixer reads.
+    """
+
+    mixer_norm: Norm | None
     mixer: LayerPart
-    mlp_norm: RMSNorm
+    mlp_norm: Norm | None
     mlp: LayerPart
+    is_parallel: bool = False
 
 
 class LayerStack(Protocol):
@@ -51,6 +56,7 @@ class EagerLayers:
         self.hidden_size = hidden_size
         self._normed = RowBuffer(hidden_size)
         self._buffers: dict[int, RowBuffer] = {}
+        self._memory = ByteBuffer()
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return True
@@ -58,9 +64,12 @@ class EagerLayers:
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        context = ForwardContext(hidden, positions, attention, self._buffers)
+        context = ForwardContext(hidden, positions, attention, self._buffers, self._memory)
         normed = self._normed.rows(hidden)
         for layer in self.layers:
-            hidden = layer.mixer.add_to(hidden, layer.mixer_norm.into(hidden, normed), context)
-            hidden = layer.mlp.add_to(hidden, layer.mlp_norm.into(hidden, normed), context)
+            x = layer.mixer_norm.into(hidden, normed) if layer.mixer_norm else hidden
+            hidden = layer.mixer.add_to(hidden, x, context)
+            if not layer.is_parallel:
+                x = layer.mlp_norm.into(hidden, normed) if layer.mlp_norm else hidden
+            hidden = layer.mlp.add_to(hidden, x, context)
         return hidden

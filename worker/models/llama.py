@@ -13,5 +13,5 @@ def spec(config: ConfigReader) -> ModelSpec:
     return llama_like(
         config,
         architecture="LlamaForCausalLM",
-        attention={"qkv_bias": bias, "output_bias": bias, "gguf_permutes_qk": True},
+        attention={"qkv_bias": bias, "output_bias": bias, "interleaved_in": ("gguf",)},
     )

@@ -2,22 +2,72 @@
 
 A part is described by a PartSpec, which knows its weights, how ranks divide them and how they
 become a LayerPart that runs. The loader, the sharding over ranks and the layer stacks ask the
-parts and list no weight of a layer by name. attention.py and gated_mlp.py are examples to copy.
+parts and list no weight of a layer by name. attention.py and mlp.py are examples to copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.attention.base import AttentionBackend
 from worker.layers.rotary import RotaryEmbedding, Rotation
-from worker.layers.scratch import RowBuffer, Scratch
+from worker.layers.scratch import ByteBuffer, RowBuffer, Scratch
 
 if TYPE_CHECKING:
     from worker.loader.weights import LayerReader
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The order in which a file has the rows of each query and key head.
+
+    rotary_dim: the first rows, which rotate; the others stay as they are.
+    interleaved_in: "gguf", "safetensors": files in which rows 2i and 2i + 1 rotate together. In
+        others these are rows i and i + rotary_dim / 2.
+
+    This program rotates row i together with row i + head_dim / 2, so the loader changes the order:
+
+        head of 8, 4 rotate     file [ 0 1 2 3 | 4 5 6 7 ]     here [ 0 1 4 5 | 2 3 6 7 ]
+        the same, interleaved                                  here [ 0 2 4 5 | 1 3 6 7 ]
+
+    Query times key does not depend on an order that both have.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    interleaved_in: tuple[str, ...] = ()
+
+    def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
+        """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
+        interleaved = file_format in self.interleaved_in
+        if not interleaved and self.rotary_dim == self.head_dim:
+            return None
+        rotated = np.arange(self.rotary_dim, dtype=np.int64)
+        pairs = rotated.reshape(-1, 2).T if interleaved else rotated.reshape(2, -1)
+        others = np.arange(self.rotary_dim, self.head_dim, dtype=np.int64).reshape(2, -1)
+        head = np.concatenate((pairs, others), axis=1).reshape(-1)
+        firsts = np.arange(0, num_rows, self.head_dim, dtype=np.int64)
+        return (firsts[:, None] + head).reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackPart:
+    """A weight as rows of a tensor that has those of several projections, or of all experts.
+
+    weight = tensor[first_row : first_row + rows], or tensor[index, …] of experts; shape: of the
+    tensor.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    index: int = 0
+    first_row: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,28 +75,42 @@ class WeightSpec:
     """One weight tensor: shape, name in this program and names in model files.
 
     name: "q.weight"; names of a layer's weights are relative to the layer.
-    gguf_interleaved_head_dim: size of the heads whose rows a GGUF file interleaves, so that rows
-        2i and 2i + 1 rotate together; the loader restores the order. 0: nothing is interleaved.
+    hugging_face_stack, gguf_stack: where the weight is in files that stack it with others; it is
+        read from there if the file has that tensor.
+    head_rows: the order of the rows in the file; None for the order of this program.
     """
 
     name: str
     shape: tuple[int, ...]
     hugging_face: str
     gguf: str
-    gguf_interleaved_head_dim: int = 0
+    hugging_face_stack: StackPart | None = None
+    gguf_stack: StackPart | None = None
+    head_rows: HeadRows | None = None
 
     def in_layer(self, layer: int) -> "WeightSpec":
         """Return the same weight with full names, as a weight of this layer of the model."""
+        hugging_face, gguf = f"model.layers.{layer}.", f"blk.{layer}."
         return replace(
             self,
             name=f"layers.{layer}.{self.name}",
-            hugging_face=f"model.layers.{layer}.{self.hugging_face}",
-            gguf=f"blk.{layer}.{self.gguf}",
+            hugging_face=hugging_face + self.hugging_face,
+            gguf=gguf + self.gguf,
+            hugging_face_stack=_with_prefix(self.hugging_face_stack, hugging_face),
+            gguf_stack=_with_prefix(self.gguf_stack, gguf),
         )
 
     def name_in(self, file_format: str) -> str:
         """Return the tensor's name in a "gguf" or "safetensors" file."""
         return self.gguf if file_format == "gguf" else self.hugging_face
+
+    def stack_in(self, file_format: str) -> StackPart | None:
+        """Return where the weight is in a file of stacked experts of this format."""
+        return self.gguf_stack if file_format == "gguf" else self.hugging_face_stack
+
+
+def _with_prefix(stack: StackPart | None, prefix: str) -> StackPart | None:
+    return None if stack is None else replace(stack, tensor=prefix + stack.tensor)
 
 
 def projection(
@@ -65,14 +129,44 @@ def projection(
     )
 
 
-def norm_weight(name: str, hugging_face: str, gguf: str, size: int) -> WeightSpec:
-    """Return the weight [size] of a norm."""
-    return WeightSpec(
-        name=f"{name}.weight",
-        shape=(size,),
-        hugging_face=f"{hugging_face}.weight",
-        gguf=f"{gguf}.weight",
+def stacked(*weights: WeightSpec) -> tuple[WeightSpec, ...]:
+    """Return weights that files have in one tensor, in this order; its name is that of each."""
+    shape = (sum(weight.shape[0] for weight in weights), *weights[0].shape[1:])
+    placed = []
+    first_row = 0
+    for weight in weights:
+        hugging_face, gguf = (
+            StackPart(tensor=name, shape=shape, first_row=first_row)
+            for name in (weight.hugging_face, weight.gguf)
+        )
+        placed.append(replace(weight, hugging_face_stack=hugging_face, gguf_stack=gguf))
+        first_row += weight.shape[0]
+    return tuple(placed)
+
+
+def norm_weights(
+    name: str, hugging_face: str, gguf: str, size: int, bias: bool = False
+) -> tuple[WeightSpec, ...]:
+    """Return the weight [size] of a norm, followed by its bias if it has one."""
+    return tuple(
+        WeightSpec(
+            name=f"{name}.{kind}",
+            shape=(size,),
+            hugging_face=f"{hugging_face}.{kind}",
+            gguf=f"{gguf}.{kind}",
+        )
+        for kind in (("weight", "bias") if bias else ("weight",))
     )
+
+
+def product_flops(weights: Iterable[WeightSpec]) -> int:
+    """Return the FLOPs of products of one token with all these weights."""
+    return sum(2 * math.prod(weight.shape) for weight in weights if len(weight.shape) == 2)
+
+
+def product_outputs(weights: Iterable[WeightSpec]) -> int:
+    """Return how many numbers the products of one token with all these weights give."""
+    return sum(weight.shape[0] for weight in weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +201,11 @@ class ForwardContext:
         positions: torch.Tensor,
         attention: AttentionBackend,
         buffers: dict[int, RowBuffer],
+        memory: ByteBuffer,
     ) -> None:
+        """memory: for a kernel, which needs it until it returns."""
         self.attention = attention
+        self.memory = memory
         self._hidden = hidden
         self._positions = positions
         self._buffers = buffers
@@ -152,6 +249,16 @@ class PartSpec(Protocol):
     @property
     def weights(self) -> Sequence[WeightSpec]:
         """The part's weights, with names relative to the layer."""
+        ...
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the products of one token."""
+        ...
+
+    @property
+    def outputs_per_token(self) -> int:
+        """Numbers that the products of one token give."""
         ...
 
     @property

@@ -10,19 +10,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from proto.errors import ModelError
-from proto.prepared_model import PreparedModel, family_of
+from proto.config import ModelImpl, ServeConfig
+from proto.errors import ConfigError, ModelError
+from proto.prepared_model import FAMILIES, PreparedModel, family_of
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
     """Return the spec of a Hugging Face style configuration.
 
-    Raises ModelError naming key and value for an architecture that is not supported and for every
-    key that changes the arithmetic in an unsupported way.
+    max_model_len: see ConfigReader. Raises ModelError naming key and value for an architecture that
+    is not supported and for every key that changes the arithmetic in an unsupported way.
     """
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, max_model_len=max_model_len)
     architectures = reader.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -30,10 +31,60 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         or not isinstance(architectures[0], str)
     ):
         raise reader.refusal("architectures", architectures, "one architecture is needed")
-    family = import_module(f"worker.models.{family_of(architectures[0])}")
+    family = import_module(f"worker.models.{family_of(architectures[0]).module}")
     reader.must_be("model_type", family.MODEL_TYPE)
     spec: ModelSpec = family.spec(reader)
     return spec
+
+
+def model_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
+    """Return the spec of a prepared model, with what the settings change about it.
+
+    Raises ModelError as `spec_from_config` does, ConfigError for a setting that it cannot have.
+    """
+    if runs_on_transformers(prepared, config.model.model_impl):
+        return _transformers_spec(prepared, config)
+    if config.model.model_impl == "tokend" and prepared.architecture not in FAMILIES:
+        raise ConfigError(
+            f"--model-impl tokend: {prepared.architecture} is not among tokend's own families; "
+            "auto runs it on transformers' code",
+            "model_impl",
+        )
+    spec = spec_from_config(read_config(prepared), config.model.max_model_len)
+    return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
+
+
+def runs_on_transformers(prepared: PreparedModel, model_impl: ModelImpl) -> bool:
+    """Return whether a model runs on transformers' code instead of a family of tokend's."""
+    return model_impl == "transformers" or (
+        model_impl == "auto" and prepared.architecture not in FAMILIES
+    )
+
+
+def _transformers_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
+    if prepared.source.endswith(".gguf"):
+        raise ConfigError(
+            f"--model-impl {config.model.model_impl}: {prepared.source} is a GGUF file, which "
+            "transformers' code cannot read here; use a Hugging Face folder",
+            "model_impl",
+        )
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.parallel.tensor_parallel_size}: "
+            f"{prepared.architecture} runs on transformers' code, which one worker computes",
+            "tensor_parallel_size",
+        )
+    if config.model.cpu_weights in ("packed", "int8", "packed+int8"):
+        raise ConfigError(
+            f"--cpu-weights {config.model.cpu_weights}: {prepared.architecture} runs on "
+            "transformers' code, whose weights are bf16 or f32",
+            "cpu_weights",
+        )
+    # transformers takes a second to import, and families of tokend's own do not need it
+    from worker.models.transformers_model import spec_of_transformers
+
+    spec: ModelSpec = spec_of_transformers(read_config(prepared))
+    return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
 
 
 def read_config(prepared: PreparedModel) -> dict[str, Any]:

@@ -61,13 +61,23 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class FactorsRope:
-    """Frequencies divided by factors [head_dim / 2] that come with the weights."""
+    """Frequencies divided by factors [rotary_dim / 2], as in LongRoPE (Ding et al.).
+
+    attention_factor: multiplies cosines and sines.
+    """
 
     theta: float
     factors: tuple[float, ...]
+    attention_factor: float = 1.0
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
+@dataclass(frozen=True)
+class NoRope:
+    """No rotation: the layer does not see positions (Yang et al., RoPE to NoPE and Back Again)."""
+
+
+RotatingRope = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
+Rope = RotatingRope | NoRope
 
 
 @dataclass(frozen=True)
@@ -84,21 +94,47 @@ class KindOfRope:
     scaled: bool
 
 
-def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
-    """Return the rotary embedding; raises ModelError for a kind or a key that is not supported."""
+def rope_from_config(
+    config: ConfigReader, max_position: int, theta: float = _DEFAULT_THETA
+) -> RotatingRope:
+    """Return the rotary embedding; raises ModelError for a kind or a key that is not supported.
+
+    theta: the family's default.
+    """
     older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    theta = config.number("rope_theta", _DEFAULT_THETA)
+    theta = config.number("rope_theta", theta)
     original = config.get("original_max_position_embeddings")
     key = "rope_scaling" if older else "rope_parameters"
     values: dict[str, Any] = dict(older or newer)
     if original is not None:
         values["original_max_position_embeddings"] = original
-    return _rope_from_values(values, key, theta, max_position)
+    return _rope_from_values(values, key, theta, max_position, config.max_model_len)
+
+
+def rotary_dim_from_config(config: ConfigReader, head_dim: int, default: float | None) -> int:
+    """Return the dimensions of a head that rotate: `partial_rotary_factor` of all.
+
+    default: the family's factor; None for a family that rotates whole heads. Raises ModelError for
+    a factor that does not give an even number, or is not that of the family.
+    """
+    rope = ConfigReader(config.mapping("rope_parameters"), where="rope_parameters")
+    config.get("partial_rotary_factor")
+    reader = config if rope.get("partial_rotary_factor") is None else rope
+    if default is None:
+        reader.must_be("partial_rotary_factor", 1)
+        return head_dim
+    factor = reader.number("partial_rotary_factor", default)
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise reader.refusal(
+            "partial_rotary_factor", factor, f"{rotary_dim} of {head_dim} dimensions cannot rotate"
+        )
+    return rotary_dim
 
 
 def ropes_by_kind(
     config: ConfigReader, kinds: tuple[KindOfRope, ...], max_position: int
-) -> dict[str, Rope]:
+) -> dict[str, RotatingRope]:
     """Return the rotary embedding of each kind of layer; raises like rope_from_config."""
     older = config.mapping("rope_scaling")
     newer = ConfigReader(config.mapping("rope_parameters"), where="rope_parameters")
@@ -108,25 +144,31 @@ def ropes_by_kind(
         values, where = newer.mapping(layers.kind), f"rope_parameters: {layers.kind}"
         if older and layers.scaled:
             values, where = older, "rope_scaling"
-        ropes[layers.kind] = _rope_from_values(values, where, theta, max_position)
+        ropes[layers.kind] = _rope_from_values(
+            values, where, theta, max_position, config.max_model_len
+        )
     newer.refuse_unread()
     return ropes
 
 
 def _rope_from_values(
-    values: Mapping[str, Any], where: str, theta: float, max_position: int
-) -> Rope:
-    rope = ConfigReader(values, where)
+    values: Mapping[str, Any],
+    where: str,
+    theta: float,
+    max_position: int,
+    max_model_len: int | None,
+) -> RotatingRope:
+    rope = ConfigReader(values, where, max_model_len)
     theta = rope.number("rope_theta", theta)
     kind = rope.get("type")
     kind = rope.get("rope_type") or kind or "default"
-    rope.must_be("partial_rotary_factor", 1)
+    rope.get("partial_rotary_factor")  # see rotary_dim_from_config
     parsed = _parse(rope, kind, theta, max_position)
     rope.refuse_unread()
     return parsed
 
 
-def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Rope:
+def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> RotatingRope:
     match kind:
         case "default":
             rope.get("original_max_position_embeddings")
@@ -146,8 +188,12 @@ def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Ro
             )
         case "yarn":
             return _yarn(rope, theta, max_position)
+        case "longrope" | "su":
+            return _longrope(rope, theta, max_position)
         case _:
-            raise rope.refusal("rope_type", kind, "supported: default, linear, llama3, yarn")
+            raise rope.refusal(
+                "rope_type", kind, "supported: default, linear, llama3, longrope, yarn"
+            )
 
 
 def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
@@ -165,6 +211,24 @@ def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", inferred),
+    )
+
+
+def _longrope(rope: ConfigReader, theta: float, max_position: int) -> FactorsRope:
+    """Return the factors for short or for long requests.
+
+    The longest request decides, as K in the cache cannot be rotated again when a request becomes
+    long.
+    """
+    original = rope.integer("original_max_position_embeddings", least=2)
+    factor = rope.number("factor", max_position / original)
+    extension = 1.0 + math.log(factor) / math.log(original) if factor > 1.0 else 1.0
+    short, long = rope.numbers("short_factor"), rope.numbers("long_factor")
+    is_long = (rope.max_model_len or max_position) > original
+    return FactorsRope(
+        theta,
+        long if is_long else short,
+        rope.number("attention_factor", math.sqrt(extension)),
     )
 
 

@@ -4,12 +4,16 @@ The decoder, the loader and the sharding over ranks read nothing else. What is i
 described by its parts (parts.py); embedding, norms and head belong to the model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final, Literal
 
+from proto.errors import ConfigError
 from proto.lifecycle import ComputeShape
 from worker.attention.base import AttentionShape
 from worker.models.attention import AttentionSpec
-from worker.models.parts import PartSpec, WeightSpec, norm_weight, projection
+from worker.models.moe import MoeSpec
+from worker.models.parts import PartSpec, WeightSpec, norm_weights, projection
 from worker.models.rope import Rope
 
 
@@ -21,16 +25,64 @@ class LayerSpec:
     mlp: PartSpec
 
 
+NormNames = tuple[str, str]
+"""Names of a layer's norm in a Hugging Face folder and in a GGUF file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """The norms that a layer has, by their names in model files.
+
+    attention, mlp: of the residual before each part; without one, a part reads the residual itself.
+    attention_post, mlp_post: of what each part adds to the residual.
+    """
+
+    attention: NormNames | None = None
+    attention_post: NormNames | None = None
+    mlp: NormNames | None = None
+    mlp_post: NormNames | None = None
+
+    def items(self) -> list[tuple[str, NormNames]]:
+        """Return the norms by this program's names."""
+        norms = {
+            "attention_norm": self.attention,
+            "attention_post_norm": self.attention_post,
+            "mlp_norm": self.mlp,
+            "mlp_post_norm": self.mlp_post,
+        }
+        return [(name, names) for name, names in norms.items() if names is not None]
+
+
+PRE_NORMS: Final = LayerNorms(
+    attention=("input_layernorm", "attn_norm"), mlp=("post_attention_layernorm", "ffn_norm")
+)
+POST_NORMS: Final = LayerNorms(
+    attention_post=("post_attention_layernorm", "post_attention_norm"),
+    mlp_post=("post_feedforward_layernorm", "post_ffw_norm"),
+)
+SANDWICH_NORMS: Final = LayerNorms(
+    attention=("input_layernorm", "attn_norm"),
+    attention_post=("post_attention_layernorm", "post_attention_norm"),
+    mlp=("pre_feedforward_layernorm", "ffn_norm"),
+    mlp_post=("post_feedforward_layernorm", "post_ffw_norm"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only model with a norm before each part of a layer.
+    """A decoder-only model.
 
     architecture: the family, e.g. "LlamaForCausalLM".
     max_position: positions that the model was made for.
     layers: bottom to top; they may differ.
-    post_norms: another RMSNorm over what each part adds to the residual.
+    norms: where each layer has norms. norm_kind: RMSNorm or LayerNorm, the last norm's too.
+    norm_bias: LayerNorms have a bias.
     norms_add_one: norms multiply by 1 + weight; a GGUF file stores the sum.
+    parallel_blocks: the MLP reads what the mixer reads, the norm of the residual before both.
     embedding_scale: factor of the embedding, not of a tied head.
+    logit_scale: factor of the logits.
+    num_unused_layers: layers above the last one whose weights files have and nothing reads.
+    logit_soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 leaves them unchanged.
     """
 
     architecture: str
@@ -39,10 +91,16 @@ class ModelSpec:
     max_position: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
-    embedding_scale: float = 1.0
-    post_norms: bool = False
+    norms: LayerNorms = PRE_NORMS
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     norms_add_one: bool = False
+    parallel_blocks: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
     tied_embeddings: bool = False
+    num_unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -71,21 +129,46 @@ class ModelSpec:
         return tuple(attention.rope for attention in self.attention_layers)
 
     @property
+    def is_expert_parallel(self) -> bool:
+        """Whether ranks have whole experts of a mixture."""
+        mlps = (layer.mlp for layer in self.layers)
+        return any(isinstance(mlp, MoeSpec) and mlp.is_expert_parallel for mlp in mlps)
+
+    def with_expert_parallel(self) -> "ModelSpec":
+        """Return the model with mixtures whose experts are dealt out to ranks.
+
+        Raises ConfigError if it has none.
+        """
+        layers = tuple(
+            replace(layer, mlp=replace(layer.mlp, is_expert_parallel=True))
+            if isinstance(layer.mlp, MoeSpec)
+            else layer
+            for layer in self.layers
+        )
+        if layers == self.layers:
+            raise ConfigError(
+                f"--enable-expert-parallel: {self.architecture} has no experts",
+                "enable_expert_parallel",
+            )
+        return replace(self, layers=layers)
+
+    @property
+    def outputs_per_layer(self) -> int:
+        """Numbers that the products of one token give, in the layer with the most of them."""
+        return max(
+            layer.mixer.outputs_per_token + layer.mlp.outputs_per_token for layer in self.layers
+        )
+
+    @property
     def compute_shape(self) -> ComputeShape:
         """The FLOPs of a forward pass; norms, activations and the softmax are left out."""
-        matrices = (
-            weight.shape
-            for layer in self.layers
-            for part in (layer.mixer, layer.mlp)
-            for weight in part.weights
-            if len(weight.shape) == 2
-        )
+        parts = (part for layer in self.layers for part in (layer.mixer, layer.mlp))
         by_window: dict[int | None, int] = {}
         for attention in self.attention_layers:
             flops = 2 * 2 * attention.query_size  # query by key, probabilities by value
             by_window[attention.window] = by_window.get(attention.window, 0) + flops
         return ComputeShape(
-            sum(2 * rows * columns for rows, columns in matrices),
+            sum(part.flops_per_token for part in parts),
             2 * self.vocab_size * self.hidden_size,
             tuple(by_window.items()),
         )
@@ -96,22 +179,15 @@ class ModelSpec:
         specs = [*projection("embedding", "model.embed_tokens", "token_embd", table)]
         for number, layer in enumerate(self.layers):
             specs += [weight.in_layer(number) for weight in self._layer_weights(layer)]
-        specs.append(norm_weight("norm", "model.norm", "output_norm", self.hidden_size))
+        specs += norm_weights("norm", "model.norm", "output_norm", self.hidden_size, self.norm_bias)
         if not self.tied_embeddings:
             specs += projection("head", "lm_head", "output", table)
         return {weight.name: weight for weight in specs}
 
     def _layer_weights(self, layer: LayerSpec) -> list[WeightSpec]:
         """Return a layer's weights: norms, which belong to the model, and those of its parts."""
-
-        def norm(name: str, hugging_face: str, gguf: str) -> WeightSpec:
-            return norm_weight(name, hugging_face, gguf, self.hidden_size)
-
-        before_mlp = "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
-        specs = [norm("attention_norm", "input_layernorm", "attn_norm"), *layer.mixer.weights]
-        if self.post_norms:
-            specs += [
-                norm("attention_post_norm", "post_attention_layernorm", "post_attention_norm"),
-                norm("mlp_post_norm", "post_feedforward_layernorm", "post_ffw_norm"),
-            ]
-        return [*specs, norm("mlp_norm", before_mlp, "ffn_norm"), *layer.mlp.weights]
+        norms = (
+            norm_weights(name, *names, self.hidden_size, self.norm_bias)
+            for name, names in self.norms.items()
+        )
+        return [*chain.from_iterable(norms), *layer.mixer.weights, *layer.mlp.weights]

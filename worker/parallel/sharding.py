@@ -40,10 +40,8 @@ def shard_model(
         weight's name in the layer. Raises ConfigError if there are more ranks than something can
         be divided into.
     """
-    most = min(
-        spec.vocab_size,
-        *(part.max_ranks for layer in spec.layers for part in (layer.mixer, layer.mlp)),
-    )
+    parts = (part for layer in spec.layers for part in (layer.mixer, layer.mlp))
+    most = min([spec.vocab_size, *(part.max_ranks for part in parts)])
     if size > most:
         raise ConfigError(
             f"--tensor-parallel-size {size}: {spec.architecture} of this size can be shared by "

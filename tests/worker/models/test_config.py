@@ -1,6 +1,7 @@
 """Model configurations to specs: both spellings of rope, refusals that name key and value."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
 from tests.fakes.prepared_models import prepare, spec_of
-from tests.fakes.tiny_checkpoints import CONFIGS
+from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of
 from worker.models.attention import AttentionSpec
-from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.mlp import MlpSpec
 from worker.models.registry import spec_from_config
-from worker.models.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,9 +39,9 @@ def family(architecture: str, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configurations_written_by_transformers_are_accepted(name: str) -> None:
     config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
-    architecture = name.split("-")[0].capitalize() + "ForCausalLM"
-    spec = spec_from_config(config | {"architectures": [architecture]})
-    assert (spec.attention_shape.num_heads, spec.num_layers, spec.vocab_size) == (4, 3, 96)
+    spec = spec_from_config(config | {"architectures": [architecture_of(CONFIGS[name])]})
+    assert spec.num_layers == config["num_hidden_layers"]
+    assert (spec.attention_shape.num_heads, spec.vocab_size) == (4, 96)
 
 
 def test_a_full_llama_configuration() -> None:
@@ -52,7 +53,7 @@ def test_a_full_llama_configuration() -> None:
     assert spec.windows == (None, None)
     assert not any((attention.qkv_bias, attention.output_bias, attention.qk_norm))
     assert not spec.tied_embeddings
-    assert spec.layers[0].mlp == GatedMlpSpec(hidden_size=64, intermediate_size=112)
+    assert spec.layers[0].mlp == MlpSpec(hidden_size=64, intermediate_size=112)
 
 
 def attention_of(config: dict[str, Any]) -> AttentionSpec:
@@ -63,8 +64,8 @@ def test_families_set_their_own_options() -> None:
     mistral = attention_of(family("MistralForCausalLM", sliding_window=None))
     qwen2 = attention_of(family("Qwen2ForCausalLM", sliding_window=64))
     qwen3 = attention_of(family("Qwen3ForCausalLM", attention_bias=True))
-    assert (mistral.gguf_permutes_qk, mistral.qkv_bias) == (True, False)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.gguf_permutes_qk) == (True, False, False)
+    assert (mistral.interleaved_in, mistral.qkv_bias) == (("gguf",), False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.interleaved_in) == (True, False, ())
     assert (qwen3.qk_norm, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 
@@ -107,7 +108,28 @@ def test_a_null_rope_scaling_is_none() -> None:
     ("keys", "named"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 64,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1.0] * 7 + ["2"],
+                }
+            },
+            "long_factor = [1.0,",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 64,
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                }
+            },
+            "8 factors are needed",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "factor = None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2'"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
@@ -122,7 +144,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"rope_interleaved": True}, "rope_interleaved = True"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"mlp_bias": 1}, "mlp_bias = 1"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
         ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
@@ -140,7 +162,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
         (
             {"architectures": ["PhiForCausalLM"]},
-            "PhiForCausalLM is not supported; supported: Gemma3",
+            "PhiForCausalLM is not supported; supported: Cohere2",
         ),
         ({"architectures": None}, "architectures = None"),
     ],
@@ -192,6 +214,85 @@ def test_gemma3_defaults_replace_missing_keys() -> None:
         8.0,
     )
     assert spec.tied_embeddings
+
+
+PHI3 = family("Phi3ForCausalLM", sliding_window=2047, rope_theta=5000.0)
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+SHIPPED: dict[str, dict[str, Any]] = {
+    "Command R7B": family(
+        "Cohere2ForCausalLM",
+        layer_switch=4,
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        sliding_window=16,
+        sliding_window_pattern=4,
+        use_embedding_sharing=True,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_parallel_embedding=True,
+    ),
+    "Gemma 2 27B": family(
+        "Gemma2ForCausalLM",
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window_size=16,
+        sliding_window=16,
+    ),
+    "Phi-4-mini": PHI3
+    | {
+        "full_attn_mod": 1,
+        "lm_head_bias": False,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": LONGROPE,
+    },
+    "SmolLM3": family("SmolLM3ForCausalLM", max_window_layers=28, use_sliding_window=False),
+    "StarCoder 2": family(
+        "Starcoder2ForCausalLM",
+        activation_function="gelu",
+        hidden_act="gelu_pytorch_tanh",
+        norm_type="layer_norm",
+        sliding_window=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_configurations_as_they_are_published(name: str) -> None:
+    assert spec_from_config(SHIPPED[name]).num_layers == 2
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(None, 4.0), (64, 1.0), (65, 4.0)])
+def test_the_longest_request_selects_the_factors_of_longrope(
+    longest: int | None, factor: float
+) -> None:
+    (rope, _) = spec_from_config(SHIPPED["Phi-4-mini"], longest).ropes
+    assert isinstance(rope, FactorsRope)
+    assert rope.factors == (factor,) * 6
+    assert rope.attention_factor == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (family("Cohere2ForCausalLM", use_parallel_block=False), "use_parallel_block = False"),
+        (
+            family("Gemma2ForCausalLM", hidden_act=None, final_logit_softcapping=-1),
+            "final_logit_softcapping = -1",
+        ),
+        (family("Glm4ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor = 0.4"),
+        (family("GraniteForCausalLM", residual_multiplier=0), "residual_multiplier = 0"),
+        (family("Olmo2ForCausalLM", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (PHI3 | {"lm_head_bias": True}, "lm_head_bias = True"),
+        (family("SmolLM3ForCausalLM", no_rope_layers=[1]), "no_rope_layers = [1]"),
+        (family("Starcoder2ForCausalLM", hidden_act="relu"), "hidden_act = 'relu'"),
+    ],
+)
+def test_dense_families_refuse_unsupported_settings(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config(config)
+    assert named in str(caught.value)
 
 
 def test_a_window_of_the_models_length_keeps_the_local_rope() -> None:

@@ -1,10 +1,9 @@
 """Layers in one kernel call give the same bits as layer by layer, or are not fused."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -18,25 +17,35 @@ from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
-from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
+from tests.worker.kernel_variants import (
+    LOADABLE,
+    THREADS,
+    each_variant,
+    load_variant,
+    threads_of_torch,
+    with_each,
+)
 from worker.attention.base import AttentionInputs
 from worker.attention.cpu import CpuAttention
 from worker.build_kernels import KernelVariant
 from worker.kernels import Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, norm
+from worker.loader import product_choice
 from worker.loader.formats import (
     Bf16Format,
     DenseFormat,
     Int8Format,
     MixedFormat,
     PackedFormat,
+    RotatedFormat,
     WeightFormat,
 )
+from worker.loader.product_choice import ProductChoice
 from worker.loader.weights import load_model
-from worker.models import kernel_stack
+from worker.models import kernel_stack, moe
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import KernelStack
+from worker.models.kernel_stack import KernelStack, make_stacks
 from worker.models.layer_stack import LayerStack
 
 BLOCK = 4
@@ -46,6 +55,9 @@ STEPS = (((0, 5), (0, 2)), ((5, 9), (2, 1)), ((14, 1),), ((15, 1), (3, 1)), ((16
 FAMILIES = (
     *("llama", "llama-biases", "mistral-wide-heads", "mistral-window", "qwen2-window"),
     *("qwen3", "qwen3-biases-tied", "gemma3", "gemma3-pattern-untied"),
+    *("cohere2", "gemma2", "glm4", "granite-biases", "olmo2", "olmo3", "phi3-longrope"),
+    *("smollm3", "starcoder2"),
+    *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
 )
 Checkpoint = Callable[[str], PreparedModel]
 best_variant = with_each(LOADABLE[:1])
@@ -57,21 +69,12 @@ def use_variant(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelVariant], Ke
 
     def choose(variant: KernelVariant) -> Kernels:
         kernels = load_variant(variant)
-        for module in (norm, activation, kernel_stack):
+        for module in (norm, activation, kernel_stack, moe):
             monkeypatch.setattr(module, "row_kernels", lambda: kernels)
+        monkeypatch.setattr(product_choice, "product_kernels", lambda: (kernels,))
         return kernels
 
     return choose
-
-
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prep
         folder = tmp_path_factory.mktemp(name)
         config = copy.deepcopy(CONFIGS[name])
         config.intermediate_size = 96
+        if hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = 64
         tiny_model(config).save_pretrained(folder)
         return prepare_checkpoint(folder, folder / "prepared")
 
@@ -176,8 +181,24 @@ def test_every_kernel_variant_gives_the_same_bits(
     variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use_variant(variant)
-    for name, dtype in product(("llama", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
+    names = ("llama", "gemma3-pattern-untied", "qwen2moe")
+    for name, dtype in product(names, (torch.bfloat16, torch.float32)):
         assert_same_bits(load(checkpoint(name), dtype, int8(kernels, dtype)), kernels)
+
+
+@best_variant
+def test_attention_sinks_give_the_same_bits(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+) -> None:
+    kernels = use_variant(variant)
+    model = load(checkpoint("mistral-window"), torch.bfloat16, Bf16Format(kernels))
+    without = StackRunner(model, kernels, model._stacks[:1]).run()
+    layers = model._stacks[-1].layers
+    for layer in layers:
+        layer.mixer.sinks = torch.linspace(-3, 3, layer.mixer.spec.num_heads)
+    model._stacks = make_stacks(layers, model.spec.hidden_size, torch.device("cpu"))
+    assert_same_bits(model, kernels)
+    assert not torch.equal(StackRunner(model, kernels, model._stacks[:1]).run()[0], without[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied"])
@@ -208,6 +229,72 @@ def test_products_of_several_types_give_the_same_bits(
         assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
 
     same_bits()
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "packed"])
+def test_products_of_several_libraries_give_the_same_bits(
+    form: str,
+    use_variant: Callable[[KernelVariant], Kernels],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whichever library is chosen for each shape."""
+    kernels = use_variant(LOADABLE[0])
+    libraries = [load_variant(variant) for variant in LOADABLE if variant.cpu_flags]
+    if len(libraries) < 2:
+        pytest.skip("this CPU runs one variant of the kernels")
+    dtype, turns = torch.bfloat16, cycle(libraries)
+
+    def take_turns(product: str, times: product_choice.Times) -> ProductChoice:
+        variant = next(turns).variant
+        return ProductChoice(product, variant, dict.fromkeys(times, 1.0))
+
+    monkeypatch.setattr(product_choice, "product_kernels", lambda: tuple(libraries))
+    monkeypatch.setattr(product_choice, "choose", take_turns)
+    if form == "packed":
+        prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
+    else:
+        tiny_model(CONFIGS["llama"]).save_pretrained(tmp_path)
+        prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    dense = Bf16Format(kernels)
+    packed = PackedFormat(kernels, dense, dtype)
+    formats = {"bf16": dense, "int8": RotatedFormat(packed, dense, kernels), "packed": packed}
+    model = load(prepared, dtype, formats[form])
+    used = {weight.multiplied_by.variant for weight in formats[form].kernel_weights}
+    assert len(used) > 1
+    assert_same_bits(model, kernels, (1, 3))
+
+
+@best_variant
+@pytest.mark.parametrize("form", ["bf16", "int8", "int8 in blocks", "packed"])
+def test_more_threads_than_cores_give_the_same_bits(
+    variant: KernelVariant,
+    form: str,
+    use_variant: Callable[[KernelVariant], Kernels],
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+) -> None:
+    kernels, dtype = use_variant(variant), torch.bfloat16
+    dense = Bf16Format(kernels)
+    packed = PackedFormat(kernels, dense, dtype)
+    formats = {
+        "bf16": dense,
+        "int8": RotatedFormat(packed, dense, kernels),
+        "int8 in blocks": int8(kernels, dtype),
+        "packed": packed,
+    }
+    if form == "packed":
+        prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
+    else:
+        prepared = checkpoint("llama")
+    model = load(prepared, dtype, formats[form])
+    for stack in model._stacks:
+        steps = []
+        for threads in THREADS:
+            with threads_of_torch(threads):
+                steps.append(StackRunner(model, kernels, (stack,)).run())
+        for threads, found in zip(THREADS, steps, strict=True):
+            assert all(map(torch.equal, found, steps[0])), (type(stack).__name__, threads)
 
 
 @best_variant

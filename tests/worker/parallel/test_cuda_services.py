@@ -87,7 +87,7 @@ class Pair:
             return self.ranks.group(rank, current.cuda.device)
 
         def device(config: ServeConfig, rank: int) -> CudaDevice:
-            return CudaDevice(CUDA, self.gpus[rank], 0.9)
+            return CudaDevice(CUDA, self.gpus[rank])
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
@@ -16,7 +17,6 @@ from tests.worker.loader.test_formats import prepared_gguf
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import GGUF_BLOCKS
 from worker.loader.formats import (
-    AmxFormat,
     DenseFormat,
     Int8Format,
     MixedFormat,
@@ -26,7 +26,9 @@ from worker.loader.formats import (
 )
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
+from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
@@ -39,8 +41,10 @@ def load(
     group: RankGroup,
     form: WeightFormat | None = None,
     dtype: torch.dtype = torch.float32,
+    spec: ModelSpec | None = None,
 ) -> Decoder:
-    return load_model(prepared, spec_of(prepared), dtype, CPU, lambda fraction: None, form, group)
+    spec = spec or spec_of(prepared)
+    return load_model(prepared, spec, dtype, CPU, lambda fraction: None, form, group)
 
 
 def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
@@ -52,13 +56,20 @@ def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
 
 
 def assert_equals_one_rank(
-    prepared: PreparedModel, size: int, dtype: torch.dtype = torch.float32, tolerance: float = NEAR
+    prepared: PreparedModel,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = NEAR,
+    spec: ModelSpec | None = None,
 ) -> None:
-    """The logits of `size` ranks are close to those of one, and bit-identical on every rank."""
+    """The logits of `size` ranks are close to those of one, and bit-identical on every rank.
+
+    spec: of the ranks, if it is not that of the prepared model.
+    """
     expected = logits(load(prepared, RankGroup(), dtype=dtype), 17, 1, 12)
     assert expected.std() > 0.5, "a difference would not be visible"
     with Ranks(size) as ranks:
-        decoders = [load(prepared, group, dtype=dtype) for group in ranks.groups]
+        decoders = [load(prepared, group, dtype=dtype, spec=spec) for group in ranks.groups]
         found = ranks.run_on_all(lambda rank: logits(decoders[rank], 17, 1, 12))
     assert (found[0] - expected).abs().max() < tolerance
     assert all(torch.equal(found[0], each) for each in found[1:])
@@ -75,6 +86,46 @@ def test_two_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
 def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     assert_equals_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe-dense-layers"])
+def test_ranks_with_whole_experts(name: str, size: int, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    spec = spec_of(prepared).with_expert_parallel()
+    assert_equals_one_rank(prepared, size, spec=spec)
+    with pytest.raises(ConfigError, match="at most"):
+        shard_model(spec, 8)
+
+
+@pytest.mark.parametrize("is_expert_parallel", [False, True])
+def test_ranks_share_a_mixture_in_blocks(
+    is_expert_parallel: bool, tmp_path: Path, kernels: Kernels
+) -> None:
+    """The kernel computes each rank's experts."""
+    save_tiny("qwen2moe", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    spec = spec_of(prepared)
+
+    def blocks() -> WeightFormat:
+        return Int8Format(kernels, DenseFormat(torch.float32), torch.float32)
+
+    expected = logits(load(prepared, RankGroup(), blocks()), 17, 1, 12)
+    if is_expert_parallel:
+        spec = spec.with_expert_parallel()
+    with Ranks(2) as ranks:
+        decoders = [load(prepared, group, blocks(), spec=spec) for group in ranks.groups]
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 17, 1, 12))
+    assert (found[0] - expected).abs().max() < 0.02 * expected.std()
+    assert torch.equal(found[0], found[1])
+
+
+def test_a_model_without_experts_has_none_to_deal_out(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    spec = spec_of(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: LlamaForCausalLM has no"):
+        spec.with_expert_parallel()
 
 
 def test_bfloat16_sums_are_rounded_once(tmp_path: Path) -> None:
@@ -151,12 +202,12 @@ def test_weights_whose_blocks_cross_head_boundaries_are_dense(
     assert_no_larger_error(found[0], expected, logits(load(prepared, RankGroup()), 30))
 
 
-@pytest.mark.parametrize("kind", ["new", "rotated", "mixed", "tile"])
+@pytest.mark.parametrize("kind", ["new", "rotated", "mixed"])
 def test_every_format_is_close_to_its_result_on_one_rank(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:
-    dtype = torch.float32 if kind != "tile" else torch.bfloat16
-    prepared = prepared_gguf(tmp_path, "Q8_0" if kind in ("mixed", "tile") else "F32", uneven())
+    dtype = torch.float32
+    prepared = prepared_gguf(tmp_path, "Q8_0" if kind == "mixed" else "F32", uneven())
 
     def form() -> WeightFormat:
         dense = DenseFormat(dtype)
@@ -167,9 +218,7 @@ def test_every_format_is_close_to_its_result_on_one_rank(
                 return new
             case "rotated":
                 return RotatedFormat(new, dense, kernels)
-            case "mixed":
-                return MixedFormat(blocks, kernels)
-        return AmxFormat(blocks, kernels, dense)
+        return MixedFormat(blocks, kernels)
 
     expected = logits(load(prepared, RankGroup(), form(), dtype), 20, 1, 9)
     with Ranks(2) as ranks:

@@ -8,7 +8,7 @@ import pytest
 
 from proto.errors import ConfigError
 from worker.models.attention import AttentionSpec
-from worker.models.gated_mlp import GatedMlpSpec
+from worker.models.mlp import MlpSpec
 from worker.models.parts import divide_evenly
 from worker.models.rope import DefaultRope
 from worker.models.spec import LayerSpec, ModelSpec
@@ -17,10 +17,10 @@ from worker.parallel.sharding import ModelShard, shard_model
 ATTENTION = AttentionSpec(
     hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, rope=DefaultRope(1e5)
 )
-MLP = GatedMlpSpec(hidden_size=576, intermediate_size=1536)
+MLP = MlpSpec(hidden_size=576, intermediate_size=1536)
 
 
-def model(mlp: GatedMlpSpec = MLP, vocab_size: int = 49152, **attention: Any) -> ModelSpec:
+def model(mlp: MlpSpec = MLP, vocab_size: int = 49152, **attention: Any) -> ModelSpec:
     """SmolLM2 with another MLP or vocabulary."""
     layer = LayerSpec(mixer=replace(ATTENTION, **attention), mlp=mlp)
     return ModelSpec(
@@ -41,7 +41,7 @@ def rows(shard: ModelShard, name: str, unit: int) -> range:
 
 def inner_size(shard: ModelShard) -> int:
     mlp = shard.spec.layers[0].mlp
-    assert isinstance(mlp, GatedMlpSpec)
+    assert isinstance(mlp, MlpSpec)
     return mlp.intermediate_size
 
 

@@ -1,0 +1,143 @@
+"""Models on transformers' code, token for token against transformers alone, in a packed batch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from proto.errors import ModelError
+from tests.fakes.prepared_models import prepare, safetensors_index
+from tests.fakes.tiny_transformers import MODEL_TYPES, save_tiny_transformers
+from worker.attention.base import AttentionInputs
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.loader.formats import DenseFormat
+from worker.loader.transformers_weights import load_transformers
+from worker.models.transformers_model import TransformersDecoder, spec_of_transformers
+
+BLOCK_SIZE, BLOCKS = 4, 12
+PROMPTS = (13, 9)
+NUM_TOKENS = 9
+LIST = Path(__file__).parents[3] / "docs" / "transformers-models.md"
+
+
+def load(checkpoint: Path) -> TransformersDecoder:
+    config = json.loads((checkpoint / "config.json").read_text())
+    spec = spec_of_transformers(config)
+    known = {"vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_position}
+    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")))
+    prepared = prepare(checkpoint / "prepared", known | config, index)
+    return load_transformers(
+        prepared,
+        spec,
+        torch.float32,
+        torch.device("cpu"),
+        lambda fraction: None,
+        DenseFormat(torch.float32),
+    )
+
+
+class Batch:
+    """Two sequences over the pages of one cache."""
+
+    def __init__(self, decoder: TransformersDecoder) -> None:
+        shape, layout = decoder.spec.attention_shape, kv_layout(decoder.spec.windows)
+        geometry = kv_cache_geometry(layout, shape.num_kv_heads, shape.head_dim, torch.float32)
+        num_blocks = 1 + len(PROMPTS) * BLOCKS * layout.num_groups
+        self.decoder = decoder
+        self.attention = ReferenceAttention(
+            KVCache(geometry, layout, num_blocks, BLOCK_SIZE), shape
+        )
+        self.num_groups = layout.num_groups
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = [
+            torch.randint(3, decoder.spec.vocab_size, (length,), generator=generator).tolist()
+            for length in PROMPTS
+        ]
+
+    def run(self, *chunks: tuple[int, int, int]) -> torch.Tensor:
+        """Compute (sequence, first token, end) of each chunk; return logits of the last tokens."""
+        ends = np.cumsum([0, *(end - first for _, first, end in chunks)], dtype=np.int32)
+        seq_lens = np.array([end for _, _, end in chunks], dtype=np.int32)
+        groups = []
+        for group in range(self.num_groups):
+            firsts = [1 + BLOCKS * (seq * self.num_groups + group) for seq, _, _ in chunks]
+            table = np.array([range(n, n + BLOCKS) for n in firsts], dtype=np.int32)
+            slots = [
+                int(row[token // BLOCK_SIZE]) * BLOCK_SIZE + token % BLOCK_SIZE
+                for row, (_, first, end) in zip(table, chunks, strict=True)
+                for token in range(first, end)
+            ]
+            groups.append(AttentionInputs(ends, seq_lens, table, np.array(slots, dtype=np.int64)))
+        self.attention.plan(groups)
+        tokens = [token for seq, first, end in chunks for token in self.tokens[seq][first:end]]
+        positions = [token for _, first, end in chunks for token in range(first, end)]
+        hidden = self.decoder.forward(torch.tensor(tokens), torch.tensor(positions), self.attention)
+        return self.decoder.logits(hidden[[int(end) - 1 for end in ends[1:]]])
+
+
+def assert_agrees(model_type: str, folder: Path) -> None:
+    """Check greedy tokens in a batch, one prompt in chunks, against transformers alone."""
+    model = save_tiny_transformers(model_type, folder)
+    batch = Batch(load(folder))
+    batch.run((0, 0, 6))
+    steps = [batch.run((0, 6, PROMPTS[0]), (1, 0, PROMPTS[1]))]
+    for _ in range(NUM_TOKENS - 1):
+        for tokens, logits in zip(batch.tokens, steps[-1], strict=True):
+            tokens.append(int(logits.argmax()))
+        steps.append(batch.run(*((seq, len(t) - 1, len(t)) for seq, t in enumerate(batch.tokens))))
+    for seq, (tokens, length) in enumerate(zip(batch.tokens, PROMPTS, strict=True)):
+        with torch.inference_mode():
+            alone = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        expected, logits = alone[length - 1 :], torch.stack([step[seq] for step in steps])
+        assert logits.argmax(1).tolist() == expected.argmax(1).tolist()
+        assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "model_type", ["olmo2", "gemma2", "cohere2", "minicpm3", "deepseek_v3", "mixtral", "opt"]
+)
+def test_typical_models_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
+    assert_agrees(model_type, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_next", "layer_types has linear_attention"),
+        ("bloom", "takes no position_ids"),
+        ("gpt_neox_japanese", "do not call transformers' attention interface"),
+        ("roberta", "positions depend on which tokens are padding"),
+        ("doge", "a mask or a bias of its own"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(model_type: str, reason: str, tmp_path: Path) -> None:
+    save_tiny_transformers(model_type, tmp_path)
+    with pytest.raises(ModelError, match=f"ForCausalLM cannot run .*{reason}"):
+        load(tmp_path)
+
+
+@pytest.mark.suite("transformers")
+def test_the_list_of_all_architectures_is_true(tmp_path: Path) -> None:
+    """Run every architecture of transformers' registry, and compare with the list in docs."""
+    rows = []
+    for model_type in MODEL_TYPES:
+        try:
+            assert_agrees(model_type, tmp_path / model_type)
+            result = "agrees"
+        except ModelError as error:
+            result = "refused: " + str(error).split("transformers: ", 1)[-1]
+        except AssertionError:
+            result = "differs"
+        except Exception as error:
+            result = f"not tested: transformers: {type(error).__name__}"
+        rows.append(f"| {model_type} | {' '.join(result.split())[:160]} |")
+    differing = [row for row in rows if "differs" in row]
+    assert not differing
+    head = "# Models on transformers' code\n\n| model type | greedy float32 |\n|---|---|\n"
+    made = head + "\n".join(rows) + "\n"
+    known = LIST.read_text() if LIST.exists() else ""
+    LIST.write_text(made)
+    assert known == made, f"{LIST.name} was not true; it is now"

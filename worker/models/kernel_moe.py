@@ -1,0 +1,163 @@
+"""A mixture of experts in one call of a C++ kernel, csrc/layers/moe.cpp.
+
+KernelMoe computes the mixture of one layer; KernelStack passes its descriptions to the kernel of
+all layers, with the same bits.
+"""
+
+import ctypes
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from worker.kernels import (
+    DTYPE_CODES,
+    ExpertStructure,
+    Kernels,
+    LinearPart,
+    MoeRun,
+    MoeStructure,
+    RouterStructure,
+)
+from worker.layers.activation import GATE_CODES, Activation
+from worker.layers.experts import Expert, LinearExperts
+from worker.layers.linear import ProductDescriptions, format_thresholds
+from worker.layers.router import SCORING_CODES, Router
+from worker.layers.scratch import ByteBuffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The weights of a mixture; the fields are those of MoeSpec and MoeMlp."""
+
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    router: Router
+    experts: LinearExperts
+    shared_size: int
+    shared: Expert | None
+    shared_gate: torch.Tensor | None
+
+    def rows_of_expert(self, num_rows: int) -> int:
+        """Return the mean number of rows that an expert computes of `num_rows`, at least one."""
+        router = self.router.spec
+        return max(1, num_rows * router.top_k // router.num_experts)
+
+
+class KernelMoe:
+    """Computes a mixture of experts by the kernel, for numbers of rows that it `takes`."""
+
+    def __init__(self, kernels: Kernels, mixture: Mixture) -> None:
+        self._kernels = kernels
+        router = mixture.router.spec
+        of_experts = {
+            -(-rows * router.num_experts // router.top_k)
+            for expert in mixture.experts.experts
+            for linear in (expert.gate_up, expert.down)
+            for rows in format_thresholds(linear)
+        }
+        shared = mixture.shared
+        of_shared = () if shared is None else (shared.gate_up, shared.down)
+        self.thresholds = sorted(
+            {1}.union(of_experts, *(format_thresholds(linear) for linear in of_shared))
+        )
+        """Numbers of rows from which on other formats of the weights multiply."""
+        self._descriptions = [MoeDescription(mixture, num_rows) for num_rows in self.thresholds]
+
+    def takes(self, num_rows: int) -> bool:
+        """Return whether kernels of ours compute all products with `num_rows` rows."""
+        return self.description(num_rows).complete
+
+    def description(self, num_rows: int) -> "MoeDescription":
+        """Return the description of the mixture that the kernel reads for `num_rows` rows."""
+        return self._descriptions[bisect_right(self.thresholds, max(1, num_rows)) - 1]
+
+    def run(self, x: torch.Tensor, output: torch.Tensor, adds: bool, memory: ByteBuffer) -> None:
+        """Write the mixture of x to output, both [T, hidden], or add it to what output holds."""
+        moe, dtype = self.description(len(x)).structure, DTYPE_CODES[x.dtype]
+        assert output.dtype == x.dtype
+        assert x.stride(1) == output.stride(1) == 1
+        run = MoeRun(
+            dtype=dtype,
+            num_rows=len(x),
+            input_stride=x.stride(0) * x.itemsize,
+            input=x.data_ptr(),
+            output_stride=output.stride(0) * x.itemsize,
+            output=output.data_ptr(),
+            adds=adds,
+            scratch=memory.address(self._kernels.moe_bytes(moe, dtype, len(x))),
+        )
+        self._kernels.moe_run(moe, run)
+
+
+class MoeDescription:
+    """A mixture as a `worker.kernels.MoeStructure`, for steps of at least `num_rows` rows.
+
+    Valid while the mixture lives. complete: as in ProductDescriptions; an incomplete description
+    must not be run.
+    """
+
+    def __init__(self, mixture: Mixture, num_rows: int) -> None:
+        self._mixture = mixture
+        self._products = ProductDescriptions()
+        experts, rows = mixture.experts, mixture.rows_of_expert(num_rows)
+        described = [
+            self._expert(expert, rows, mixture.intermediate_size) for expert in experts.experts
+        ]
+        self._experts = (ExpertStructure * len(described))(*described)
+        shared, gate = mixture.shared, mixture.shared_gate
+        self.structure = MoeStructure(
+            hidden_size=mixture.hidden_size,
+            inner_size=mixture.intermediate_size,
+            gate=GATE_CODES[mixture.activation],
+            router=self._router(mixture.router),
+            first_expert=experts.first,
+            end_expert=experts.first + len(described),
+            experts=ctypes.addressof(self._experts),
+            shared_size=mixture.shared_size,
+            shared_gate=None if gate is None else gate.data_ptr(),
+        )
+        if shared is not None:
+            self.structure.shared = self._expert(shared, num_rows, mixture.shared_size)
+        # The input of all experts is rounded by the kernels of the first.
+        self.complete = self._products.complete and all(
+            len({_kernels_of(expert, name) for expert in described}) == 1
+            for name in ("gate_up", "down")
+        )
+
+    def _expert(self, expert: Expert, num_rows: int, inner: int) -> ctypes.Structure:
+        hidden, describe = self._mixture.hidden_size, self._products.describe
+        return ExpertStructure(
+            gate_up=describe(expert.gate_up, num_rows, hidden, 2 * inner),
+            down=describe(expert.down, num_rows, inner, hidden),
+        )
+
+    def _router(self, router: Router) -> ctypes.Structure:
+        spec = router.spec
+        tensors = {
+            "weight": router.weight,
+            "bias": router.bias,
+            "selection_bias": router.selection_bias,
+        }
+        for tensor in tensors.values():
+            assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
+        return RouterStructure(
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            scoring=SCORING_CODES[spec.scoring],
+            normalises=spec.normalised,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            scale=spec.scale,
+            **{name: None if it is None else it.data_ptr() for name, it in tensors.items()},
+        )
+
+
+def _kernels_of(expert: ctypes.Structure, name: str) -> tuple[int, ...]:
+    """Return format and kernels of an expert's product."""
+    linear = getattr(expert, name)
+    if linear.num_parts == 0:
+        return ()
+    part = LinearPart.from_address(linear.parts)
+    return part.format, part.kernels

@@ -1,0 +1,474 @@
+"""Models without a family of their own: transformers' modelling code over tokend's KV pages.
+
+The modelling code calls an attention function for each layer; ours is registered there under the
+name "tokend". A step is one packed batch [1, T] of the tokens of all sequences, without padding,
+whose positions transformers gets as `position_ids`. Queries and keys come rotated, so the attention
+backend gets a rotation that changes nothing.
+
+Before a weight is read, `spec_of_transformers` builds the model on torch's device "meta", where
+tensors have no numbers, and runs a step of two tokens. The calls of the attention function in that
+step show the heads, scale and window of each layer. A model is refused if a layer makes no such
+call, or passes something that attention backends cannot compute.
+
+    forward   tokens, positions ─▶ transformers' body ──▶ hidden states [T, hidden]
+                                     └─ each layer ─▶ paged attention ─▶ AttentionBackend
+    logits    rows ─▶ transformers' head, with its scales and caps ─▶ [N, vocab]
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from proto.errors import ModelError
+from proto.lifecycle import ComputeShape
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.layers.linear import Linear
+from worker.layers.rotary import Rotation
+from worker.models.decoder import Decoder
+from worker.models.rope import Rope
+from worker.models.spec import ModelSpec
+
+ATTENTION_NAME: Final = "tokend"
+"""Our attention function in transformers' registry."""
+_HEAD_MULTIPLE: Final = 8
+"""Numbers: zeros pad heads to a multiple of it, which the C++ kernels need."""
+_PROBE_TOKENS: Final = 2
+_KINDS_OF_LAYERS: Final = ("full_attention", "sliding_attention", "moe", "dense", "sparse")
+_IGNORED_ARGUMENTS: Final = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Arguments of an attention function that do not change the result of causal attention."""
+_MIXES_TOKENS: Final = (nn.Conv1d, nn.RNNBase)
+"""Modules that look at neighbouring tokens, and would look across sequences of a packed batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer passes to the attention function.
+
+    key_dim is the size of a query head too. window: in tokens, the query's own included.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    soft_cap: float
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersSpec(ModelSpec):
+    """A model that runs on transformers' code. It has no `layers`; `calls` describes them.
+
+    linear_shapes: [out, in] of each linear layer, the head included. other_size: numbers in all
+    other weights.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    linear_shapes: tuple[tuple[int, int], ...]
+    other_size: int
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all weights; a tied head counts beside the embedding."""
+        return self.other_size + sum(rows * columns for rows, columns in self.linear_shapes)
+
+    @property
+    def outputs_per_layer(self) -> int:
+        """Numbers that the linear layers of one token give, in a layer of mean size."""
+        return sum(rows for rows, _ in self.linear_shapes) // self.num_layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.calls)
+
+    @cached_property
+    def attention_shape(self) -> AttentionShape:
+        """Heads of the KV cache: as large as the largest key or value of any layer."""
+        first = self.calls[0]
+        largest = max(max(call.key_dim, call.value_dim) for call in self.calls)
+        head_dim = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        return AttentionShape(
+            first.num_heads, first.num_kv_heads, head_dim, first.scale, first.soft_cap
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        narrow = self.max_position
+        return tuple(
+            call.window if call.window is not None and call.window < narrow else None
+            for call in self.calls
+        )
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """None: transformers rotates queries and keys."""
+        return ()
+
+    @property
+    def compute_shape(self) -> ComputeShape:
+        """The FLOPs of a forward pass, as if every expert were used."""
+        head = 2 * self.vocab_size * self.hidden_size
+        linear = sum(2 * rows * columns for rows, columns in self.linear_shapes)
+        by_window: dict[int | None, int] = {}
+        for call, window in zip(self.calls, self.windows, strict=True):
+            flops = 2 * call.num_heads * (call.key_dim + call.value_dim)
+            by_window[window] = by_window.get(window, 0) + flops
+        return ComputeShape(max(0, linear - head), head, tuple(by_window.items()))
+
+
+class TransformersDecoder(Decoder):
+    """A Decoder whose layers, norms and head are transformers' modules.
+
+    model: a causal language model of transformers with its weights, whose attention function is
+    ours. Its body is taken out of it: what is left computes logits of given hidden states.
+    """
+
+    can_be_captured = False
+
+    def __init__(self, spec: TransformersSpec, model: nn.Module) -> None:
+        self.spec: TransformersSpec = spec
+        self.implementation = f"transformers {_import().__version__}"
+        self._head_model = model
+        self._body: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self._given = _GivenHiddenStates()
+        (name,) = (name for name, module in model.named_modules() if module is self._body)
+        model.set_submodule(name, self._given)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        with _attention_function(_PagedAttention(self.spec, attention, len(token_ids))):
+            output = self._body(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+            )
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, vocab] for rows of `forward`'s result, which are normed already."""
+        self._given.hidden = hidden[None]
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = self._head_model(input_ids=token_ids, use_cache=False).logits[0]
+        return logits
+
+
+class _GivenHiddenStates(nn.Module):
+    """Stands in for the body of a model: its result is `hidden`."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> "_BodyOutput":
+        return _BodyOutput(self.hidden)
+
+
+class _BodyOutput(tuple[torch.Tensor]):
+    """The output of a body: hidden states, and None for everything else that a head may pass on."""
+
+    def __new__(cls, hidden: torch.Tensor) -> "_BodyOutput":
+        return super().__new__(cls, (hidden,))
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class LinearModule(nn.Module):
+    """One of tokend's linear layers in the place of an nn.Linear."""
+
+    def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+# ---- The attention function ----
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
+_current: ContextVar[AttentionFunction] = ContextVar("attention_function")
+
+
+@contextmanager
+def _attention_function(function: AttentionFunction) -> Iterator[None]:
+    """Let the layers of transformers' models call this attention function."""
+    token = _current.set(function)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The attention function in transformers' registry: calls that of the step."""
+    return _current.get()(*args, **kwargs)
+
+
+class _PagedAttention:
+    """The attention function of one step: layers call it in their order.
+
+    Narrow heads are padded with zeros to those of the KV cache, which changes no product, and a
+    layer whose scale is not the backend's has its queries scaled.
+    """
+
+    def __init__(
+        self, spec: TransformersSpec, attention: AttentionBackend, num_tokens: int
+    ) -> None:
+        self._spec = spec
+        self._attention = attention
+        self._num_tokens = num_tokens
+        self._next_layer = 0
+        self._rotation: Rotation | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *others: Any,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:
+        layer, self._next_layer = self._next_layer, self._next_layer + 1
+        call, shape = self._spec.calls[layer], self._spec.attention_shape
+        if call.scale != shape.scale:
+            query = query * (call.scale / shape.scale)
+        attended = self._attention.run(
+            layer,
+            _packed(query, shape.head_dim),
+            _packed(key, shape.head_dim).to(query.dtype),
+            _packed(value, shape.head_dim).to(query.dtype),
+            self._no_rotation(query.device),
+        )
+        return attended[None, :, :, : call.value_dim], None
+
+    def _no_rotation(self, device: torch.device) -> Rotation:
+        if self._rotation is None:
+            half = self._spec.attention_shape.head_dim // 2
+            self._rotation = torch.zeros(self._num_tokens, 2, half, device=device)
+            self._rotation[:, 0] = 1.0
+        return self._rotation
+
+
+def _packed(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Turn heads [1, n, T, d] into [T, n, head_dim], contiguous, with zeros behind."""
+    packed = heads[0].transpose(0, 1)
+    if packed.shape[2] < head_dim:
+        packed = F.pad(packed, (0, head_dim - packed.shape[2]))
+    return packed.contiguous()
+
+
+class _CallRecorder:
+    """The attention function of the step on "meta"; notes what layers pass.
+
+    Raises ModelError for what attention backends cannot compute.
+    """
+
+    def __init__(self, refuse: Callable[[str], ModelError]) -> None:
+        self.calls: list[AttentionCall] = []
+        self._refuse = refuse
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        tokens, key_dim = query.shape[2], query.shape[3]
+        if attention_mask is not None:
+            raise self._refuse("its attention has a mask or a bias of its own")
+        if is_causal is False or getattr(module, "is_causal", True) is False:
+            raise self._refuse("its attention is not causal")
+        if key.shape[2] != tokens or value.shape[2] != tokens or key.shape[3] != key_dim:
+            raise self._refuse("its attention reads keys that are not those of the same tokens")
+        for name, argument in others.items():
+            if argument is not None and argument is not False and name not in _IGNORED_ARGUMENTS:
+                raise self._refuse(f"its attention needs {name}, which no attention backend has")
+        self.calls.append(
+            AttentionCall(
+                query.shape[1],
+                key.shape[1],
+                key_dim,
+                value.shape[3],
+                float(key_dim**-0.5 if scaling is None else scaling),
+                float(softcap or 0.0),
+                sliding_window,
+            )
+        )
+        return query.new_empty(1, tokens, query.shape[1], value.shape[3]), None
+
+
+# ---- From a configuration to a spec ----
+
+
+def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
+    """Return the spec of a model for transformers' code; no weight is read.
+
+    Raises ModelError naming the architecture and what in it cannot be run.
+    """
+    architecture = config["architectures"][0]
+
+    def refuse(reason: str) -> ModelError:
+        return ModelError(f"{architecture} cannot run through transformers: {reason}")
+
+    if config.get("auto_map"):
+        raise refuse("auto_map names code of the model, and code of a model is never run")
+    if config.get("quantization_config"):
+        raise refuse("quantization_config is not supported; use unquantised weights")
+    settings = transformers_config(config)
+    if settings.get_text_config() is not settings:
+        raise refuse("it is made of several models, of which the language model is one")
+    kinds = sorted(set(getattr(settings, "layer_types", None) or ()) - set(_KINDS_OF_LAYERS))
+    if kinds:
+        raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
+    model = build_on_meta(config, torch.float32)
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise refuse("its positions depend on which tokens are padding")
+    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
+        raise refuse("it takes no position_ids")
+    if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
+        raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
+    recorder = _CallRecorder(refuse)
+    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode(), _attention_function(recorder):
+            output = model(
+                input_ids=token_ids, position_ids=token_ids, use_cache=False, return_dict=True
+            )
+            body = model.get_decoder()(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise refuse(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    calls = tuple(recorder.calls[: len(recorder.calls) // 2])
+    num_layers = getattr(settings, "num_hidden_layers", 0)
+    if len(calls) < max(1, num_layers):
+        raise refuse(
+            f"{num_layers - len(calls)} of {num_layers} layers do not call transformers' attention "
+            "interface, so they would keep state of their own"
+        )
+    for what, values in (
+        ("query and KV heads", {(call.num_heads, call.num_kv_heads) for call in calls}),
+        ("soft cap", {call.soft_cap for call in calls}),
+    ):
+        if len(values) > 1:
+            raise refuse(f"layers differ in {what}: {sorted(values)}")
+    max_position = getattr(settings, "max_position_embeddings", None)
+    if type(max_position) is not int or max_position < 1:
+        raise refuse("max_position_embeddings is missing")
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    numbers = sum(
+        parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    shapes = tuple((linear.out_features, linear.in_features) for linear in linears)
+    return TransformersSpec(
+        architecture=architecture,
+        vocab_size=output.logits.shape[-1],
+        hidden_size=body[0].shape[-1],
+        max_position=max_position,
+        norm_eps=0.0,
+        layers=(),
+        calls=calls,
+        linear_shapes=shapes,
+        other_size=numbers - sum(rows * columns for rows, columns in shapes),
+    )
+
+
+def transformers_config(config: Mapping[str, Any]) -> Any:
+    """Return transformers' object for a configuration; raises ModelError naming what is wrong."""
+    _import()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(f"model_type {model_type!r} is unknown to transformers")
+    try:
+        settings = CONFIG_MAPPING[model_type].from_dict(dict(config))
+    except Exception as error:
+        raise ModelError(f"config.json: {error}".splitlines()[0]) from error
+    settings.use_cache = False
+    return settings
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """Return transformers' class of a causal language model; raises ModelError for another one."""
+    transformers = _import()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture = config["architectures"][0]
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ModelError(
+            f"{architecture} is not supported: neither tokend nor transformers "
+            f"{transformers.__version__} has it as a causal language model"
+        )
+    return getattr(transformers, architecture)
+
+
+def build_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return the model with tensors that have no numbers; raises ModelError if that fails."""
+    cls, settings = model_class(config), transformers_config(config)
+    try:
+        from transformers.initialization import no_init_weights
+
+        with torch.device("meta"), no_init_weights():
+            model = cls._from_config(settings, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    except Exception as error:
+        reason = "it has no attention interface" if error.args == (ATTENTION_NAME,) else str(error)
+        raise ModelError(
+            f"{config['architectures'][0]} cannot run through transformers: {reason}".splitlines()[
+                0
+            ]
+        ) from error
+    # Experts' loops ask for numbers; this way of computing them does not.
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model.eval()
+
+
+def _import() -> Any:
+    """Import transformers, silent and offline, and register our attention function."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+    return transformers
