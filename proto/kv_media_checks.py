@@ -30,8 +30,6 @@ OFFLOADING: Final = "OffloadingConnector"
 SHARED_STORAGE: Final = "SharedStorageConnector"
 MULTI: Final = "MultiConnector"
 CONNECTORS: Final = (MULTI, OFFLOADING, SHARED_STORAGE)
-_EXACT: Final = ("float32", "float16")
-"""dtypes with which --cpu-weights auto computes every step with the same weight format."""
 
 
 def check_media(config: ServeConfig) -> None:
@@ -53,6 +51,19 @@ def check_media(config: ServeConfig) -> None:
             _check_medium(extra, config)
 
 
+def kv_outlives_process(config: ServeConfig) -> bool:
+    """Return whether KV is stored where a later process or another host may find it.
+
+    Connectors and media of other modules count as such a place.
+    """
+    parts = _flatten(kv_transfer_config(config.cache.kv_transfer_config))
+    return any(
+        part.kv_connector and not _is_host_memory(part)
+        for part in parts
+        if part.kv_connector != MULTI or part.kv_connector_module_path
+    )
+
+
 def check_preemption(config: ServeConfig) -> None:
     """Raise ConfigError if --preemption swap lacks a GPU or host memory to copy all KV to."""
     if config.scheduler.preemption != "swap":
@@ -64,7 +75,7 @@ def check_preemption(config: ServeConfig) -> None:
         )
     for part in _flatten(kv_transfer_config(config.cache.kv_transfer_config)):
         extra = part.kv_connector_extra_config
-        if part.kv_connector == OFFLOADING and extra.get("spec_name", CPU_SPEC) == CPU_SPEC:
+        if _is_host_memory(part):
             settings, _ = offload_settings(extra, config.cache.block_size, ())
             if settings.store_threshold >= 2:
                 raise _swap("needs all blocks kept, and store_threshold keeps some of them")
@@ -74,6 +85,13 @@ def check_preemption(config: ServeConfig) -> None:
     raise _swap(
         f"needs --kv-transfer-config with an {OFFLOADING} that has host memory (cpu_bytes_to_use)"
     )
+
+
+def _is_host_memory(part: KVTransferConfig) -> bool:
+    """Return whether a connector keeps KV in the memory of tokend's own processes."""
+    extra = part.kv_connector_extra_config
+    own = not part.kv_connector_module_path and not extra.get("spec_module_path")
+    return own and part.kv_connector == OFFLOADING and extra.get("spec_name", CPU_SPEC) == CPU_SPEC
 
 
 def _swap(what: str) -> ConfigError:
@@ -106,16 +124,11 @@ def _check_medium(extra: dict[str, Any], config: ServeConfig) -> None:
 
 
 def _check_weights(medium: str, config: ServeConfig) -> None:
-    """Raise ConfigError if --cpu-weights auto may compute KV with several weight formats.
-
-    Then KV depends on the batch size of its step, but has the same fingerprint.
-    """
-    if config.device.device == "cuda" or config.model.dtype in _EXACT:
-        return
-    if config.model.cpu_weights == "auto":
+    """Raise ConfigError for two weight formats: KV then depends on the batch size of its step, but
+    has the same fingerprint."""
+    if config.model.cpu_weights == "packed+int8":
         raise ConfigError(
-            f"--cpu-weights auto does not go with {medium}: it may compute with several forms of "
-            "the weights, whose KV is not the same, and what outlives the daemon would mix "
-            "them; give --cpu-weights bf16, packed, int8 or f32 (on a GPU: --device cuda)",
+            f"--cpu-weights packed+int8 does not go with {medium}: the number of rows in a step "
+            "selects one of two formats, whose KV differs; give auto, packed, int8, bf16 or f32",
             "cpu_weights",
         )

@@ -51,7 +51,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from proto.config import CPU_STEP_TOKENS, ServeConfig
+from proto.config import CPU_STEP_TOKENS, ServeConfig, memory_size
 from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
 from proto.faults import Fault
@@ -115,6 +115,22 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     born_at: float = 0.0
 
 
+class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of `tokend plan` needs, read from its standard input."""
+
+    config: ServeConfig
+    model: PreparedModel
+    as_json: bool = False
+
+
+class ProductsBoot(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of `tokend bench products` needs. rows: of the products."""
+
+    config: ServeConfig
+    model: PreparedModel
+    rows: list[int]
+
+
 class StartPhase(msgspec.Struct, array_like=True, frozen=True):
     """One phase of a process's start, and its duration."""
 
@@ -172,7 +188,6 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
 
 _WEIGHT_FORMATS: Final = {
     "packed": "GGUF blocks as stored",
-    "rotated": "8-bit copy for large batches",
 }
 """Weight formats in words; the others are named by their data type."""
 
@@ -180,7 +195,7 @@ _WEIGHT_FORMATS: Final = {
 def describe_weights(formats: Iterable[WeightFormatMemory]) -> str:
     """Return memory and format of weights for the operator, such as "257 MiB bf16"."""
     parts = (
-        f"{part.num_bytes / (1 << 20):,.0f} MiB {_WEIGHT_FORMATS.get(part.form, part.form)}"
+        f"{memory_size(part.num_bytes)} {_WEIGHT_FORMATS.get(part.form, part.form)}"
         for part in formats
     )
     return " + ".join(parts) or "none"

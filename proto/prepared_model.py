@@ -9,28 +9,70 @@ and chat template. The folder contains
     tokenizer_config.json
     chat_template.jinja  absent for a model without one
     tensors.msgpack      TensorIndex
+    digest.msgpack       WeightsDigest; written by the first worker that needs it
+    products.msgpack     ProductTimes; written by the first worker on each kind of machine
 """
 
-from typing import Final
+import os
+from typing import Final, NamedTuple
 
 import msgspec
 
 from proto.errors import ModelError, shown
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+
+FileStamp = tuple[int, int, int, int]
+"""Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
+
+
+class ModelFamily(NamedTuple):
+    """A supported architecture.
+
+    module: of `worker.models`. gguf: the name of the architecture in GGUF files. models: those that
+    have it, for people.
+    """
+
+    module: str
+    gguf: str
+    models: str
+
 
 FAMILIES: Final = {
-    "Gemma3ForCausalLM": "gemma3",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+    "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
+    "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
+    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only"),
+    "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
+    "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
+    "GraniteMoeForCausalLM": ModelFamily(
+        "granitemoe", "granitemoe", "Granite 3 1B-A400M, 3B-A800M"
+    ),
+    "LlamaForCausalLM": ModelFamily(
+        "llama", "llama", "Llama 1 to 3.3, SmolLM 2 and other models of that architecture"
+    ),
+    "MinistralForCausalLM": ModelFamily("ministral", "llama", "Ministral 8B with windows"),
+    "MistralForCausalLM": ModelFamily(
+        "mistral", "llama", "Mistral 7B, Nemo, Small, Large, Ministral"
+    ),
+    "MixtralForCausalLM": ModelFamily("mixtral", "llama", "Mixtral"),
+    "Olmo2ForCausalLM": ModelFamily("olmo2", "olmo2", "OLMo 2"),
+    "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
+    "OlmoeForCausalLM": ModelFamily("olmoe", "olmoe", "OLMoE-1B-7B"),
+    "Phi3ForCausalLM": ModelFamily("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", "qwen2", "Qwen2, Qwen2.5, QwQ"),
+    "Qwen2MoeForCausalLM": ModelFamily("qwen2moe", "qwen2moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", "qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": ModelFamily(
+        "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
+    ),
+    "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),
+    "Starcoder2ForCausalLM": ModelFamily("starcoder2", "starcoder2", "StarCoder 2"),
 }
-"""The supported architectures of config.json, with the module of `worker.models` for each, which
-has the name of the architecture in GGUF files."""
+"""The supported architectures of config.json."""
 
 
-def family_of(architecture: str) -> str:
+def family_of(architecture: str) -> ModelFamily:
     """Return the family of an architecture; raises ModelError for one that is not supported."""
     family = FAMILIES.get(architecture)
     if family is None:
@@ -38,6 +80,16 @@ def family_of(architecture: str) -> str:
             f"{shown(architecture)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return family
+
+
+def supported_models() -> list[str]:
+    """Return the table of supported architectures in Markdown, a line each."""
+    head = ("Models", "Architecture in config.json", "In GGUF files")
+    rows = [(family.models, architecture, family.gguf) for architecture, family in FAMILIES.items()]
+    rows.sort(key=lambda row: row[0].lower())
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = (head, tuple("-" * width for width in widths), *rows)
+    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
 
 class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -66,6 +118,35 @@ class TensorIndex(msgspec.Struct, frozen=True):
     tensors: tuple[TensorEntry, ...]
 
 
+class WeightsDigest(msgspec.Struct, frozen=True):
+    """SHA-256 of all weights, and the state of their files when it was computed.
+
+    stamps: one for each of TensorIndex.files. sha256: hex; see worker.loader.digest.
+    """
+
+    stamps: tuple[FileStamp, ...]
+    sha256: str
+
+
+class ProductTimes(msgspec.Struct, frozen=True):
+    """Times of the kernels that can compute a product; see worker.loader.product_choice.
+
+    machines: by CPU, threads and kernels; by product; by variant of the kernels: nanoseconds.
+    """
+
+    machines: dict[str, dict[str, dict[str, tuple[float, ...]]]]
+
+
+def file_stamp(path: str) -> FileStamp:
+    """Return what differs after any change of a file.
+
+    The time of the last change of the inode moves whenever the file is written, and no system call
+    sets it back, unlike the time of the last change of the data. Raises OSError.
+    """
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest: facts that processes need before they load the model.
 
@@ -76,7 +157,9 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: rows of the output head; token ids are below it.
     max_position: maximum number of positions of the model.
     eos_token_ids: tokens at which generation ends by default.
-    weights_sha256: hex digest over the weight bytes, part of the KV fingerprint.
+    weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
+        models apart, but not two states of an edited one; part of the fingerprint of KV that ends
+        with the process.
     """
 
     version: int = MANIFEST_VERSION
@@ -88,5 +171,5 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    weights_sha256: str
+    weights_sample: str
     has_chat_template: bool = False

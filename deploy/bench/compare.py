@@ -7,11 +7,18 @@ is slower for all servers, so the ratio within a round is more reliable than the
   tokend bench compare --server tokend=http://127.0.0.1:8000 \\
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
+  tokend bench compare --synthetic 1b --form q4_k_m
+
+--synthetic makes a model with random weights, and starts tokend and those of its peers that are on
+PATH (llama-server; vllm for bf16) with it: prompts of 512 tokens, 64 out, alone and 8 at once, 2
+rounds with a start each. Other flags override this; --server NAME=COMMAND adds a server or replaces
+one, with {gguf} and {folder} for the model. The models stay in ~/.cache/tokend/synthetic.
 """
 
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -38,7 +45,9 @@ from deploy.bench.options import (
     writable,
     write,
 )
+from deploy.bench.processes import memory_bytes
 from deploy.bench.servers import ServerSpec, running, tokend
+from deploy.bench.synthetic import FORMS, SHAPES, read_rate, synthetic_specs, threads_of
 from proto.errors import ConfigError
 
 TurnFigures = dict[str, Any]
@@ -224,22 +233,49 @@ def main(words: Sequence[str]) -> None:
     CompareBench(parse(words)).run()
 
 
+WEIGHTS_READ: Final = (
+    ComparedFigure(f"{ALONE}_weights_read_ms", "reading the weights once, ms"),
+    ComparedFigure(f"{ALONE}_tpot_of_weights_read", "time per token alone / reading the weights"),
+)
+"""Rows for the limit of a single stream: every token reads all weights from memory."""
+
+
+def weights_read_figures(turn: TurnFigures, weights_ms: float) -> TurnFigures:
+    """Return the figures of WEIGHTS_READ. weights_ms: to read the weights of a token once."""
+    time, share = WEIGHTS_READ
+    tpot_ms = turn.get(f"{ALONE}_tpot_ms_p50")  # absent if every request failed
+    return {time.key: weights_ms} | ({} if tpot_ms is None else {share.key: tpot_ms / weights_ms})
+
+
 class CompareBench:
-    """The rounds of a comparison. A subclass may add figures to each turn."""
+    """The rounds of a comparison. A subclass may add other figures to each turn.
+
+    With --synthetic the time per token is compared with reading the file's weights at the rate that
+    as many threads reach.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.specs = _specs(options)
+        self._weights_ms = math.nan
 
     def extra_figures(self, load: str, title: str) -> Sequence[ComparedFigure]:
         """Return further rows of the table for one load."""
-        return ()
+        return WEIGHTS_READ if self.options.synthetic and load == ALONE else ()
 
     def before_turn(self, spec: ServerSpec) -> None:
         """Measure what a turn is compared with; all servers are idle."""
+        options = self.options
+        if options.synthetic:
+            num_threads = threads_of(options, self.specs.index(spec))
+            num_bytes = SHAPES[options.synthetic].bytes_of_a_token(options.form)
+            self._weights_ms = 1e3 * num_bytes / read_rate(num_threads)
 
     def after_turn(self, spec: ServerSpec, turn: TurnFigures) -> TurnFigures:
-        return turn
+        """Return the figures of a turn with those of what it is compared with."""
+        if not self.options.synthetic:
+            return turn
+        return turn | weights_read_figures(turn, self._weights_ms)
 
     def notes(self) -> Sequence[str]:
         """Return lines to print below the table."""
@@ -258,7 +294,12 @@ class CompareBench:
 
     def figures(self) -> list[ComparedFigure]:
         """Return the rows of the table, with the names that they have in a turn."""
+        again = [ComparedFigure("ready_again_s", "ready, again, s")] if self.options.restart else []
         found = [
+            ComparedFigure("ready_first_s", "ready, first start, s"),
+            *again,
+            ComparedFigure("memory_before_mb", "memory of all processes, ready, MB", 0),
+            ComparedFigure("memory_after_mb", "memory of all processes, after the loads, MB", 0),
             ComparedFigure("alone_ttft_ms_p50", "first token alone, ms"),
             ComparedFigure("alone_tpot_ms_p50", "time per token alone, ms"),
             *self._figures_of_load(ALONE, ALONE),
@@ -295,18 +336,24 @@ class CompareBench:
     def _run_rounds(self, comparison: Comparison) -> None:
         options, specs = self.options, self.specs
         with ExitStack() as stack:
-            targets = {}
+            servers = {}
             if not options.restart:
-                targets = {spec.name: _warmed_up(options, stack, spec) for spec in specs}
+                servers = {spec.name: _warmed_up(options, stack, spec) for spec in specs}
             for number in range(options.rounds):
                 first = number % len(specs)
                 for spec in (*specs[first:], *specs[:first]):
                     with ExitStack() as turn:
                         self.before_turn(spec)
-                        target = targets.get(spec.name) or _warmed_up(options, turn, spec)
+                        server = servers.get(spec.name) or _warmed_up(options, turn, spec, number)
                         totals = comparison.totals(spec.name)
-                        load_result = self._run_turn(target, number, totals)
-                        comparison.note_turn(number, spec.name, self.after_turn(spec, load_result))
+                        figures = self._run_turn(server.target, number, totals)
+                        if server.pid:
+                            figures |= server.start if options.restart or not number else {}
+                            figures["memory_after_mb"] = memory_bytes(server.pid) / 1e6
+                    if options.restart and options.rounds == 1 and spec.command:
+                        with running(spec) as again:  # no later round starts it
+                            figures["ready_again_s"] = again.seconds_to_ready
+                    comparison.note_turn(number, spec.name, self.after_turn(spec, figures))
 
     def _run_turn(self, target: Target, number: int, totals: ServerTotals) -> TurnFigures:
         """Send the loads of one round to one server and return the figures.
@@ -336,13 +383,28 @@ class CompareBench:
         return found
 
 
-def _warmed_up(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Target:
-    """Return a server that is warmed up, and runs until the stack is closed."""
-    url = stack.enter_context(running(spec))
+@dataclass(frozen=True)
+class WarmServer:
+    """A server after its warm-up. start: figures of its start. pid: 0 if it ran before."""
+
+    target: Target
+    pid: int
+    start: TurnFigures
+
+
+def _warmed_up(
+    options: argparse.Namespace, stack: ExitStack, spec: ServerSpec, number: int = 0
+) -> WarmServer:
+    """Return a server that is warmed up, and runs until the stack is closed. number: of starts."""
+    server = stack.enter_context(running(spec))
+    start: TurnFigures = {}
+    if server.pid:
+        start[f"ready_{'again' if number else 'first'}_s"] = server.seconds_to_ready
+        start["memory_before_mb"] = memory_bytes(server.pid) / 1e6
     fields = {"temperature": 0, "ignore_eos": True}
-    target = Target(url, first_model(url), fields=fields)
+    target = Target(server.url, first_model(server.url), fields=fields)
     warm_up(target, prompt_source_of(options), options.warm_ups)
-    return target
+    return WarmServer(target, server.pid, start)
 
 
 def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
@@ -353,6 +415,12 @@ def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
 
 def _specs(options: argparse.Namespace) -> list[ServerSpec]:
     """Return the servers in the order of the table; raises ConfigError."""
+    if options.synthetic is not None:
+        if options.other is not None:
+            raise ConfigError("bench compare: --synthetic or --other, not both")
+        return synthetic_specs(options)
+    if options.form or options.cpu_threads:
+        raise ConfigError("bench compare: --form and --cpu-threads go with --synthetic")
     if options.other is not None:
         if options.server:
             raise ConfigError("bench compare: --other or --server, not both")
@@ -362,7 +430,7 @@ def _specs(options: argparse.Namespace) -> list[ServerSpec]:
             tokend("without", flags, options.start_seconds),
         ]
     if options.serve_flags:
-        raise ConfigError("bench compare: flags after -- go with --other")
+        raise ConfigError("bench compare: flags after -- go with --other or --synthetic")
     specs = [
         ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
     ]
@@ -378,12 +446,26 @@ def _title(options: argparse.Namespace, comparison: Comparison) -> str:
     if options.other is not None:
         flags = shlex.join(options.serve_flags) or "default settings"
         what = f"{flags}, with and without {options.other}: {what}"
+    if options.synthetic is not None:
+        what = f"{options.synthetic}, {options.form}: {what}"
     return f"{what}; medians of {comparison.num_rounds} rounds"
 
 
 def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, object]:
     flags = {name: value for name, value in vars(options).items() if name != "json"}
     return {"command": "tokend bench compare", "options": flags, **comparison.to_dict()}
+
+
+_SYNTHETIC_DEFAULTS: Final = {
+    "input_tokens": 512,
+    "output_tokens": 64,
+    "alone_input_tokens": 512,
+    "concurrency": [8],
+    "rounds": 2,
+    "restart": True,
+    "checks": 0,
+    "form": FORMS[0],
+}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -398,6 +480,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--other",
         help='flags of serve: compare tokend with and without them ("--async-scheduling")',
+    )
+    parser.add_argument(
+        "--synthetic", choices=tuple(SHAPES), help="serve a model with random weights of this size"
+    )
+    parser.add_argument(
+        "--form", choices=FORMS, help=f"of the weights, with --synthetic ({FORMS[0]})"
+    )
+    parser.add_argument(
+        "--cpu-threads",
+        type=several_counts,
+        metavar="N[,N...]",
+        help="with --synthetic: threads of a server (one per core); with several values, one "
+        "tokend each",
     )
     parser.add_argument("--restart", action="store_true", help="restart the server for each turn")
     parser.add_argument(
@@ -429,5 +524,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add_sizes(parser, 256, 128)
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    parser.add_argument("serve_flags", nargs="*", help="after --: flags of both daemons (--other)")
-    return parser.parse_args(words)
+    parser.add_argument(
+        "serve_flags", nargs="*", help="after --: flags of every daemon (--other, --synthetic)"
+    )
+    options = parser.parse_args(words)
+    if options.synthetic is not None:
+        threads = [len(os.sched_getaffinity(0))]
+        parser.set_defaults(**_SYNTHETIC_DEFAULTS, cpu_threads=threads)
+        options = parser.parse_args(words)
+    return options

@@ -48,6 +48,16 @@ def usage_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, ProcessUsage]:
     return found
 
 
+def memory_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants; shared pages count once (PSS)."""
+    total = 0
+    for process in (pid, *_descendants(pid)):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process}/smaps_rollup").read_text()
+            total += 1024 * int(text.partition("\nPss:")[2].split()[0])
+    return total
+
+
 def pids_by_title(pid: int) -> dict[str, int]:
     """Return the ids of a supervisor and its descendants, by process title."""
     return dict(_processes(pid))

@@ -4,6 +4,7 @@ NAME=http://127.0.0.1:8000                   a running server
 NAME=llama-server -m x.gguf --port {port}    a command; {port} is replaced by a free port
 """
 
+import math
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,28 @@ from deploy.bench.client import base_url, is_up
 from proto.errors import ConfigError, TokendError
 
 END_SECONDS: Final = 30.0
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Handle signals after the block.
+
+    The exception of a handler could otherwise come between the start of a process and the place
+    that ends it, or into the finalizer of an object, where Python prints and drops it.
+    """
+    pending: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: pending.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(signal.getsignal(number))
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in pending:
+            signal.raise_signal(number)
 
 
 class BenchProcess:
@@ -110,14 +133,14 @@ class StartedServer(BenchProcess):
         self.url = f"http://127.0.0.1:{port}"
         self.lines: deque[PrintedLine] = deque(maxlen=_KEPT_LINES)
         self.started_at = time.perf_counter()
-        super().__init__(_start(spec.name, words))
         self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        try:
+        with ExitStack() as stack:
+            with signals_deferred():
+                super().__init__(_start(spec.name, words))
+                self._reader.start()
+                stack.push(self)
             self._wait_until_up(spec)
-        except BaseException:
-            self.__exit__()
-            raise
+            stack.pop_all()  # it runs on, until the caller ends it
         self.seconds_to_ready = time.perf_counter() - self.started_at
 
     @property
@@ -131,7 +154,10 @@ class StartedServer(BenchProcess):
         self._reader.join()
 
     def _wait_until_up(self, spec: ServerSpec) -> None:
-        while not is_up(self.url + spec.ready_path, _HEALTH_SECONDS):
+        while True:
+            with signals_deferred():
+                if is_up(self.url + spec.ready_path, _HEALTH_SECONDS):
+                    return
             seconds = time.perf_counter() - self.started_at
             if self._process.poll() is not None:
                 self._reader.join()
@@ -151,14 +177,23 @@ class StartedServer(BenchProcess):
             self.lines.append(PrintedLine(seconds, line.decode(errors="replace").rstrip()))
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that answers. pid: 0 if it ran before. seconds_to_ready: then NaN."""
+
+    url: str
+    pid: int = 0
+    seconds_to_ready: float = math.nan
+
+
 @contextmanager
-def running(spec: ServerSpec) -> Iterator[str]:
-    """Yield the URL of a server, which is started and stopped if it does not run already."""
+def running(spec: ServerSpec) -> Iterator[RunningServer]:
+    """Yield a server, which is started and stopped if it does not run already."""
     if spec.url:
-        yield spec.url
+        yield RunningServer(spec.url)
         return
     with StartedServer(spec) as server:
-        yield server.url
+        yield RunningServer(server.url, server.pid, server.seconds_to_ready)
 
 
 def _start(name: str, words: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -199,24 +234,28 @@ class MeasuredDaemon(BenchProcess):
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         started = time.monotonic()
-        serve = (str(Path(sys.executable).with_name("tokend")), "serve")
-        words = [*(command or serve), "--port", "0", *flags]
-        super().__init__(
-            subprocess.Popen(
-                [*words, "--disable-log-requests"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **variables},
-            )
-        )
         self.lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self.url = ""
         self._ready_or_ended = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        self._ready_or_ended.wait()
-        if not self.url:
-            raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
+        serve = (str(Path(sys.executable).with_name("tokend")), "serve")
+        words = [*(command or serve), "--port", "0", *flags]
+        with ExitStack() as stack:
+            with signals_deferred():
+                super().__init__(
+                    subprocess.Popen(
+                        [*words, "--disable-log-requests"],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **variables},
+                    )
+                )
+                stack.push(self)
+            threading.Thread(target=self._read, daemon=True).start()
+            self._ready_or_ended.wait()
+            if not self.url:
+                raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
+            stack.pop_all()  # it runs on, until the caller ends it
         self.seconds_to_ready = time.monotonic() - started
 
     @property

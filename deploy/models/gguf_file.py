@@ -1,38 +1,110 @@
 """Reads a GGUF file: tensor index, configuration, tokenizer.
 
-`transformers` converts configuration and tokenizer, so that token ids and settings are the same as
-there. Settings that its conversion omits are added from the metadata. A setting that neither
-supports is an error, because ignoring it would change the arithmetic silently.
+Configuration and tokenizer are converted here and in gguf_tokenizer.py, from the header alone. A
+setting that is not supported is an error, because ignoring it would change the arithmetic silently.
 """
 
-import json
-import os
+from array import array
 from collections.abc import Mapping
 from typing import Any, Final
 
-from deploy.models import gguf_header
+from deploy.models import gguf_header, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
-from deploy.models.prepared_folder import (
-    ModelContents,
-    ProgressCallback,
-    as_model_error,
-    is_token_id,
-)
+from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorIndex
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex
+
+_CONFIG_KEYS: Final = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Metadata key, without the architecture → key of config.json with the same meaning."""
+
+_EXPERT_KEYS: Final = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+"""The same for mixtures of experts."""
+
+_MIXTURES: Final[dict[str, dict[str, Any]]] = {
+    "glm4moe": {"model_type": "glm4_moe"},
+    "granitemoe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "qwen2moe": {"model_type": "qwen2_moe"},
+    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
+"""Families of mixtures: what their files leave out because it is the same for all models."""
+
+_WINDOW: Final = "attention.sliding_window"
+_WINDOW_PATTERN: Final = "attention.sliding_window_pattern"
+_GRANITE_KEYS: Final = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
+_OWN_KEYS: Final[dict[str, dict[str, str]]] = {
+    "cohere2": {
+        "attention.layer_norm_epsilon": "layer_norm_eps",
+        "logit_scale": "logit_scale",
+        _WINDOW: "sliding_window",
+    },
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        _WINDOW: "sliding_window",
+    },
+    "gemma3": {_WINDOW: "sliding_window"},
+    "granite": _GRANITE_KEYS,
+    "granitemoe": _GRANITE_KEYS,
+    "olmo3": {_WINDOW: "sliding_window"},
+    "phi3": {_WINDOW: "sliding_window"},
+    "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon", _WINDOW: "sliding_window"},
+}
+"""Keys of one family, as _CONFIG_KEYS."""
+
+_PARTIALLY_ROTATED: Final = ("glm4", "glm4moe", "phi3")
+"""Families whose rope.dimension_count may be less than the head size."""
+
+_ROPE_FACTORS: Final = {
+    "long_factor": "rope_factors_long.weight",
+    "short_factor": "rope_factors_short.weight",
+}
+"""Key of rope_parameters → float32 tensor with its numbers."""
+
+_GATING_KEY: Final = "expert_gating_func"
+_SOFTMAX, _SIGMOID = 1, 2
+"""What scores of experts are made by, as a number."""
+
+_REQUIRED_KEYS: Final = (
+    "context_length",
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+)
 
 _SUPPORTED_KEYS: Final = frozenset(
     {
-        "context_length",
-        "block_count",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
+        *_CONFIG_KEYS,
         "attention.key_length",
         "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scaling.type",
@@ -44,33 +116,37 @@ _SUPPORTED_KEYS: Final = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
-"""Metadata keys, without the architecture, that are converted to config.json."""
 
-_WITH_SLIDING_WINDOW: Final = frozenset({"gemma3"})
-"""Architectures whose attention.sliding_window `transformers` converts."""
+_GEMMA3_DEFAULT_WINDOW: Final = 4096
+_GEMMA3_THETA: Final = 1_000_000.0
+_GEMMA3_LOCAL_THETA: Final = 10_000.0
+_DEFAULT_THETA: Final = 10_000.0
+_MAX_LAYERS: Final = 4096
+_MAX_FACTOR_BYTES: Final = 4096
 
-_LAYERS_OF_GEMMA3_27B: Final = 62
+_LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a GGUF file; raises ModelError if it is damaged or not supported."""
-    report("reading the GGUF header", None)
+    report("reading the GGUF header")
     header = gguf_header.read(path)
     _check(header, path)
     metadata = header.values
-    report("converting configuration and tokenizer", None)
-    config = _config(path, metadata)
-    tokenizer_json, tokenizer_config, template = _tokenizer(path)
+    report("converting configuration and tokenizer")
+    config = _config(path, header)
+    tensors = _without_rope_factors(path, header, config)
+    tokenizer_json, tokenizer_config, template = gguf_tokenizer.convert(path, metadata)
     return ModelContents(
         config=config,
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
         chat_template=template,
-        tensors=TensorIndex("gguf", (path,), header.tensors),
-        eos_token_ids=_end_tokens(metadata),
-        bos_token_id=_token_id(metadata, "bos_token_id"),
+        tensors=TensorIndex("gguf", (path,), tensors),
+        eos_token_ids=_end_tokens(path, metadata),
+        bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
     )
 
 
@@ -78,10 +154,11 @@ def _check(header: GgufHeader, path: str) -> None:
     architecture = header.values.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{path} has no general.architecture")
-    if architecture not in FAMILIES.values():
+    supported = dict.fromkeys(family.gguf for family in FAMILIES.values())
+    if architecture not in supported:
         raise ModelError(
             f"GGUF architecture {shown(architecture)} is not supported; "
-            f"supported: {', '.join(FAMILIES.values())}"
+            f"supported: {', '.join(supported)}"
         )
     if header.values.get("split.count", 0) not in (0, 1):  # 0: a joined file
         raise ModelError("a GGUF model that is split over several files is not supported: join it")
@@ -91,73 +168,174 @@ def _check(header: GgufHeader, path: str) -> None:
         raise ModelError(f"{path} has no tensors")
 
 
-def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _config(path: str, header: GgufHeader) -> dict[str, Any]:
+    """Return the metadata as config.json."""
+    metadata = header.values
     architecture = metadata["general.architecture"]
     prefix = architecture + "."
     own = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
-    windowed = {"attention.sliding_window"} if architecture in _WITH_SLIDING_WINDOW else set()
+    family = _family(architecture, own)
+    is_gemma3, mixture = family == "gemma3", _MIXTURES.get(family)
+    keys = _CONFIG_KEYS if mixture is None else _CONFIG_KEYS | _EXPERT_KEYS
+    keys = keys | _OWN_KEYS.get(family, {})
+    gating = _SIGMOID if family == "glm4moe" else _SOFTMAX
     for key in own:
-        if key not in _SUPPORTED_KEYS | windowed:
+        if (
+            key not in _SUPPORTED_KEYS
+            and key not in keys
+            and not (family == "olmo3" and key == _WINDOW_PATTERN)
+            and not (mixture is not None and key == _GATING_KEY and own[key] == gating)
+            and not (key == "expert_count" and own[key] == 0)
+        ):
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
-    config = _converted_config(path, architecture)
-    _add_head_dim(config, own, prefix)
-    _add_query_scale(config, own)
-    _add_rope_scaling(config, own, prefix)
-    return config
-
-
-def _converted_config(path: str, architecture: str) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    folder, name = os.path.split(path)
-    with as_model_error(f"GGUF architecture {shown(architecture)!r}"):
-        converted = AutoConfig.from_pretrained(
-            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
+    for key in _REQUIRED_KEYS:
+        if key not in own:
+            raise ModelError(f"{path} has no {prefix}{key}")
+    num_layers = own["block_count"]
+    if type(num_layers) is not int or not 0 < num_layers <= _MAX_LAYERS:
+        raise ModelError(
+            f"{path} sets {prefix}block_count to {shown(num_layers)}: "
+            f"a number from 1 to {_MAX_LAYERS} is needed"
         )
-        config: dict[str, Any] = json.loads(converted.to_json_string())
-    config.pop("_model_name_or_path", None)
-    config["architectures"] = [name for name, known in FAMILIES.items() if known == architecture]
+    config: dict[str, Any] = {
+        "architectures": [name for name, known in FAMILIES.items() if known.module == family],
+        "model_type": "gemma3_text" if is_gemma3 else family,
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in header.tensors),
+        **(mixture or {}),
+        **{hf_key: own[key] for key, hf_key in keys.items() if key in own},
+    }
+    if "vocab_size" not in config:
+        config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None
+    _add_head_dim(config, own, prefix, family)
+    if family == "glm4moe":
+        _add_glm4moe(config, own, header)
+    rope = _rope_parameters(own, prefix, _GEMMA3_THETA if is_gemma3 else _DEFAULT_THETA)
+    config["rope_parameters"] = rope
+    if is_gemma3:
+        _add_gemma3(config, own, rope)
+    if family in _LAYERS_OF_27B:
+        _add_query_scale(config, num_layers, _LAYERS_OF_27B[family])
+    if family == "olmo3":
+        _add_olmo3(config, own, rope)
+    if family == "starcoder2":
+        config["use_bias"] = any(tensor.name == "blk.0.attn_q.bias" for tensor in header.tensors)
     return config
 
 
-def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
-    """Add the head size, which the conversion omits for some families."""
-    length = own.get("attention.key_length")
+def _family(architecture: str, own: Mapping[str, Any]) -> str:
+    """Return the module of the family: files of Mixtral call themselves "llama", for example."""
+    if architecture == "llama" and own.get("expert_count"):
+        return "mixtral"
+    return "olmo3" if architecture == "olmo2" and _WINDOW in own else architecture
+
+
+def _add_glm4moe(config: dict[str, Any], own: Mapping[str, Any], header: GgufHeader) -> None:
+    """Add what only GLM-4.5 has: layers are counted with those that predict further tokens."""
+    config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
+    names = {tensor.name for tensor in header.tensors}
+    config["attention_bias"] = "blk.0.attn_q.bias" in names
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
+
+
+def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str, family: str) -> None:
+    """Add the head size; without one, config.json means hidden_size / num_attention_heads."""
+    rotated = own.get("rope.dimension_count")
+    length = own.get("attention.key_length", rotated)
+    if family in _PARTIALLY_ROTATED:
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        if isinstance(width, int) and isinstance(heads, int):
+            length = own.get("attention.key_length", width // max(heads, 1))
+        if isinstance(rotated, int) and isinstance(length, int):
+            config["partial_rotary_factor"] = rotated / max(length, 1)
+            rotated = length
     if length is None:
         return
     if own.get("attention.value_length", length) != length:
         raise ModelError(f"{prefix}attention.value_length differs from key_length: not supported")
-    if own.get("rope.dimension_count", length) != length:
+    if rotated not in (None, length):
         raise ModelError(f"{prefix}rope.dimension_count is not the head size: not supported")
     config["head_dim"] = length
 
 
-def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Add the query scale of Gemma 3: by the head size, except for the 27B model.
+def _add_olmo3(config: dict[str, Any], own: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """Add which layers have a window; these rotate without a scaling."""
+    pattern = own.get(_WINDOW_PATTERN)
+    if isinstance(pattern, list):
+        config["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention" for has_window in pattern
+        ]
+    config["rope_parameters"] = {
+        "full_attention": rope,
+        "sliding_attention": {"rope_theta": rope["rope_theta"], "rope_type": "default"},
+    }
 
-    GGUF files do not contain it; llama.cpp, too, recognises the 27B model by its layers.
+
+def _without_rope_factors(
+    path: str, header: GgufHeader, config: dict[str, Any]
+) -> tuple[TensorEntry, ...]:
+    """Move the factors of LongRoPE from tensors to the configuration; return the other tensors."""
+    found = {tensor.name: tensor for tensor in header.tensors}
+    if config["model_type"] != "phi3" or not found.keys() >= set(_ROPE_FACTORS.values()):
+        return header.tensors
+    with open(path, "rb") as file:
+        for key, name in _ROPE_FACTORS.items():
+            entry = found[name]
+            if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
+                raise ModelError(f"tensor {name} has type {entry.type}: a few F32 are needed")
+            file.seek(entry.offset)
+            factors = array("f", file.read(entry.num_bytes))
+            config["rope_parameters"][key] = factors.tolist()
+    config["rope_parameters"]["rope_type"] = "longrope"
+    return tuple(tensor for tensor in header.tensors if tensor.name not in _ROPE_FACTORS.values())
+
+
+def _add_gemma3(config: dict[str, Any], own: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """Add what only Gemma 3 has: windows in five of six layers, without RoPE scaling."""
+    num_layers = own["block_count"]
+    config.setdefault("sliding_window", _GEMMA3_DEFAULT_WINDOW)
+    config["layer_types"] = [
+        "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(num_layers)
+    ]
+    config["rope_parameters"] = {
+        "full_attention": rope,
+        "sliding_attention": {"rope_theta": _GEMMA3_LOCAL_THETA, "rope_type": "default"},
+    }
+
+
+def _add_query_scale(config: dict[str, Any], num_layers: int, layers_of_27b: int) -> None:
+    """Add the query scale of Gemma 2 and 3: that of the head size, except for the 27B models.
+
+    GGUF files do not contain it; llama.cpp, too, recognises these models by their layers.
     """
-    if config["model_type"] != "gemma3_text":
-        return
-    if own.get("block_count") == _LAYERS_OF_GEMMA3_27B:
-        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    if num_layers == layers_of_27b and isinstance(heads, int) and isinstance(width, int):
+        config["query_pre_attn_scalar"] = width // max(heads, 1)
     else:
-        config["query_pre_attn_scalar"] = config["head_dim"]
+        config["query_pre_attn_scalar"] = config.get("head_dim")
 
 
-def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
-    """Add rope scaling, which the conversion omits for most families, under its HF names."""
+def _rope_parameters(own: Mapping[str, Any], prefix: str, theta: float) -> dict[str, Any]:
+    """Return the rotary embedding under its names in config.json."""
     kind = own.get("rope.scaling.type", "none")
+    rope = {"rope_theta": own.get("rope.freq_base", theta), "rope_type": "default"}
     if kind == "none":
-        return
+        longrope = {
+            "original_context_length": "original_max_position_embeddings",
+            "attn_factor": "attention_factor",
+        }
+        if prefix == "phi3.":
+            rope |= {
+                hf_key: own[f"rope.scaling.{key}"]
+                for key, hf_key in longrope.items()
+                if f"rope.scaling.{key}" in own
+            }
+        return rope
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"{prefix}rope.scaling.type {kind!r} is not supported")
-    parameters = config.get("rope_parameters", {})
-    # Gemma 3 has a rope per kind of layer; the scaling is for layers without a window.
-    per_kind = "full_attention" in parameters
-    rope = {**(parameters["full_attention"] if per_kind else parameters), "rope_type": kind}
+        raise ModelError(f"{prefix}rope.scaling.type {shown(kind)} is not supported")
     names = {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
@@ -165,38 +343,14 @@ def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: st
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     }
-    for key, hf_key in names.items():
-        if f"rope.scaling.{key}" in own:
-            rope[hf_key] = own[f"rope.scaling.{key}"]
-    config["rope_parameters"] = {**parameters, "full_attention": rope} if per_kind else rope
-
-
-def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
-    """Return tokenizer.json, tokenizer configuration, and chat template or None."""
-    from transformers import AutoTokenizer
-
-    folder, name = os.path.split(path)
-    with as_model_error(f"the tokenizer in {path} cannot be converted"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
-        )
-        if not tokenizer.is_fast:
-            raise ModelError(f"the tokenizer in {path} cannot be converted to tokenizer.json")
-        tokenizer_json = tokenizer.backend_tokenizer.to_str(pretty=True).encode()
-    special = {
-        key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+    given = {
+        hf_key: own[f"rope.scaling.{key}"]
+        for key, hf_key in names.items()
+        if f"rope.scaling.{key}" in own
     }
-    template = tokenizer.chat_template
-    return tokenizer_json, special, template if isinstance(template, str) else None
+    return {**rope, "rope_type": kind, **given}
 
 
-def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    found = (_token_id(metadata, key) for key in _END_KEYS)
+def _end_tokens(path: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    found = (gguf_tokenizer.token_id(path, metadata, key) for key in _END_KEYS)
     return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def _token_id(metadata: Mapping[str, Any], key: str) -> int | None:
-    value: Any = metadata.get(f"tokenizer.ggml.{key}")
-    if value is not None and not is_token_id(value):
-        raise ModelError(f"the GGUF file sets tokenizer.ggml.{key} to {shown(value)}")
-    return value

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, without the tensors.
+"""Reads the header of a GGUF file: metadata, and where each tensor lies.
 
     | GGUF | version | tensors n | keys m | m × (key, type, value) | n × tensor | padding | bytes |
 
@@ -6,8 +6,7 @@
     tensor   name, u32 dimensions, u64 each from the fastest, u32 type, u64 offset
 
 Every length and count is compared with the rest of the file, or with a limit, before it is used, so
-that an invalid header costs neither memory nor time. The checks also protect `transformers`, which
-parses the file later.
+that an invalid header costs neither memory nor time.
 """
 
 import mmap
@@ -27,37 +26,77 @@ _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 1 << 12
 _MAX_ITEMS: Final = 1 << 22
 """Of all arrays together: a vocabulary of 256k needs 1.5 million."""
-_MAX_KEPT_ITEMS: Final = 1 << 10
+_MAX_NESTED_ARRAYS: Final = 4
 _MAX_TEXT_BYTES: Final = 64 << 20
 """Of all names and strings together."""
+_DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final[Mapping[int, str]] = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
 }
 """Type of a value → format for `struct`."""
+
+TENSOR_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+"""Type of a tensor → its name in ggml, numbers and bytes of a block. Those that cannot be served
+are here too, so that the error about them has a name."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Header of a GGUF file. values: metadata by key, without long arrays. tensors: all tensors."""
+    """Header of a GGUF file. values: metadata by key, arrays as lists. tensors: all tensors."""
 
     values: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
 
 
 def read(path: str) -> GgufHeader:
-    """Read the header; raises ModelError if the file is invalid or truncated."""
+    """Read the header; raises ModelError naming file and field if it is invalid or truncated."""
     try:
         with open(path, "rb") as stream:
             magic = stream.read(len(MAGIC))
@@ -70,81 +109,107 @@ def read(path: str) -> GgufHeader:
 
 
 class _Parser:
-    """Parses one header in a single pass."""
+    """Parses one header in a single pass. field: what is parsed now, for error messages."""
 
     def __init__(self, path: str, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
         self._size = len(data)
         self._at = len(MAGIC)
+        self._field = "version and counts"
         self._num_items = 0
         self._num_text_bytes = 0
 
     def parse(self) -> GgufHeader:
-        version = self._number("<I")
+        version = self._number("I")
         if version not in _VERSIONS:
             raise self._damage(f"version {version} is not one of {_VERSIONS}")
-        num_tensors, num_keys = self._number("<Q"), self._number("<Q")
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
         if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
             raise self._damage(f"it announces {num_keys} keys and {num_tensors} tensors")
         values = self._values(num_keys)
-        infos = [self._tensor_info() for _ in range(num_tensors)]
-        start = self._start_of_data(values)
-        sizes = _type_sizes()
-        entries = {info[0]: self._entry(*info, sizes, start) for info in infos}
+        infos = [self._tensor_info(index) for index in range(num_tensors)]
+        self._field = "general.alignment"
+        alignment = self._alignment(values)
+        start = -(-self._at // alignment) * alignment
+        entries = {info[0]: self._entry(*info, alignment, start) for info in infos}
         if len(entries) < len(infos):
-            raise self._damage("it names a tensor twice")
+            raise self._damage("two tensors have the same name")
         return GgufHeader(values, tuple(entries.values()))
 
     def _values(self, number: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        seen: set[str] = set()
-        for _ in range(number):
+        for index in range(number):
+            self._field = f"key {index}"
             key = self._name()
-            if key in seen:
-                raise self._damage(f"it has {shown(key)} twice")
-            seen.add(key)
-            kind = self._number("<I")
-            if kind != _ARRAY:
-                values[key] = self._value(kind)
-                continue
-            items = self._array()
-            if items is not None:
-                values[key] = items
+            self._field = f"key {shown(key)}"
+            if key in values:
+                raise self._damage("it is there twice")
+            values[key] = self._value(self._number("I"))
         return values
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
-            return self._text(self._number("<Q"))
-        packed = _SCALARS.get(kind)
-        if packed is None:
-            raise self._damage(f"there is no type {kind}")
-        return self._number(packed)
+            return self._strings(1)[0]
+        if kind == _ARRAY:
+            return self._array(depth)
+        return self._numbers(kind, 1)[0]
 
-    def _array(self) -> list[Any] | None:
-        """Return the items of an array; None for a long one, which is skipped."""
-        kind, length = self._number("<I"), self._number("<Q")
+    def _array(self, depth: int) -> list[Any]:
+        if depth == _MAX_NESTED_ARRAYS:
+            raise self._damage(f"arrays are nested more than {_MAX_NESTED_ARRAYS} deep")
+        kind, length = self._number("I"), self._number("Q")
         self._num_items += length
         if self._num_items > _MAX_ITEMS:
-            raise self._damage(f"its arrays announce more than {_MAX_ITEMS} items")
-        if length <= _MAX_KEPT_ITEMS:
-            return [self._value(kind) for _ in range(length)]
+            raise self._damage(f"with this array all arrays announce over {_MAX_ITEMS} items")
         if kind == _STRING:
-            for _ in range(length):
-                self._advance(self._number("<Q"))
-        elif kind in _SCALARS:
-            self._advance(length * struct.calcsize(_SCALARS[kind]))
-        else:
-            raise self._damage(f"there is no array of type {kind}")
-        return None
+            return self._strings(length)
+        if kind == _ARRAY:
+            return [self._array(depth + 1) for _ in range(length)]
+        return list(self._numbers(kind, length))
 
-    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _numbers(self, kind: int, count: int) -> tuple[Any, ...]:
+        code = _SCALARS.get(kind)
+        if code is None:
+            raise self._damage(f"there is no type {kind}")
+        packed = f"<{count}{code}"
+        start = self._advance(struct.calcsize(packed))
+        return struct.unpack_from(packed, self._data, start)
+
+    def _strings(self, count: int) -> list[str]:
+        """Return the next strings; a loop without calls, because vocabularies are long."""
+        data, at, end = self._data, self._at, self._size
+        strings = []
+        read_length = struct.Struct("<Q").unpack_from
+        text_left = _MAX_TEXT_BYTES - self._num_text_bytes
+        try:
+            for _ in range(count):
+                if end - at < 8:
+                    raise self._truncation()
+                (length,) = read_length(data, at)
+                at += 8
+                if length > end - at:
+                    raise self._truncation()
+                text_left -= length
+                if text_left < 0:
+                    raise self._damage(f"all strings have more than {_MAX_TEXT_BYTES} bytes")
+                strings.append(data[at : at + length].decode())
+                at += length
+        except UnicodeDecodeError:
+            raise self._damage(f"string {len(strings)} is not UTF-8") from None
+        self._at, self._num_text_bytes = at, _MAX_TEXT_BYTES - text_left
+        return strings
+
+    def _tensor_info(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, dimensions (fastest first), type and offset."""
-        name, rank = self._name(), self._number("<I")
+        self._field = f"tensor {index}"
+        name = self._name()
+        self._field = f"tensor {shown(name)}"
+        rank = self._number("I")
         if rank > _MAX_DIMENSIONS:
-            raise self._damage(f"{shown(name)} has {rank} dimensions")
-        dimensions = tuple(self._number("<Q") for _ in range(rank))
-        return name, dimensions, self._number("<I"), self._number("<Q")
+            raise self._damage(f"it has {rank} dimensions")
+        dimensions = tuple(self._number("Q") for _ in range(rank))
+        return name, dimensions, self._number("I"), self._number("Q")
 
     def _entry(
         self,
@@ -152,68 +217,63 @@ class _Parser:
         dimensions: tuple[int, ...],
         kind: int,
         offset: int,
-        sizes: Mapping[int, tuple[str, int, int]],
+        alignment: int,
         start: int,
     ) -> TensorEntry:
-        if kind not in sizes:
-            raise self._damage(f"{shown(name)} has the unknown type {kind}")
-        type_name, block_size, block_bytes = sizes[kind]
+        self._field = f"tensor {shown(name)}"
+        if kind not in TENSOR_TYPES:
+            raise self._damage(f"there is no tensor type {kind}")
+        type_name, block_size, block_bytes = TENSOR_TYPES[kind]
         row, count = dimensions[0] if dimensions else 1, 1
         for dimension in dimensions:
             count *= dimension
         if row % block_size:
-            raise self._damage(f"the rows of {shown(name)} are not whole blocks of {block_size}")
+            raise self._damage(f"rows of {row} are not whole blocks of {block_size}")
+        if offset % alignment:
+            raise self._damage(f"its offset {offset} is not a multiple of {alignment}")
         num_bytes = count // block_size * block_bytes
         if start + offset + num_bytes > self._size:
-            raise ModelError(f"{self._path} is truncated: {shown(name)} ends beyond the file")
+            raise ModelError(
+                f"{self._path} is truncated: tensor {shown(name)} ends beyond its "
+                f"{self._size} bytes"
+            )
         # GGUF lists the fastest dimension first, torch the slowest
         return TensorEntry(name, type_name, dimensions[::-1], 0, start + offset, num_bytes)
 
-    def _start_of_data(self, values: Mapping[str, Any]) -> int:
-        alignment = values.get("general.alignment", 32)
+    def _alignment(self, values: Mapping[str, Any]) -> int:
+        alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
         if (
             type(alignment) is not int
             or not 0 < alignment <= _MAX_ALIGNMENT
             or alignment & (alignment - 1)
         ):
-            raise self._damage(f"general.alignment is {shown(alignment)}")
-        return -(-self._at // alignment) * alignment
+            raise self._damage(f"{shown(alignment)} is not a power of 2 up to {_MAX_ALIGNMENT}")
+        return alignment
 
     def _name(self) -> str:
-        length = self._number("<Q")
+        (length,) = struct.unpack_from("<Q", self._data, self._advance(8))
         if length > _MAX_NAME_BYTES:
             raise self._damage(f"a name of {length} bytes")
-        return self._text(length)
+        self._at -= 8
+        return self._strings(1)[0]
 
-    def _text(self, length: int) -> str:
-        start = self._advance(length)
-        self._num_text_bytes += length
-        if self._num_text_bytes > _MAX_TEXT_BYTES:
-            raise self._damage(f"more than {_MAX_TEXT_BYTES} bytes of text")
-        try:
-            return self._data[start : start + length].decode()
-        except UnicodeDecodeError:
-            raise self._damage("a string is not UTF-8") from None
-
-    def _number(self, packed: str) -> Any:
-        start = self._advance(struct.calcsize(packed))
-        (value,) = struct.unpack_from(packed, self._data, start)
+    def _number(self, code: str) -> Any:
+        packed = "<" + code
+        (value,) = struct.unpack_from(packed, self._data, self._advance(struct.calcsize(packed)))
         return value
 
     def _advance(self, length: int) -> int:
         """Return the position of the next `length` bytes, and move beyond them."""
         start = self._at
         if length > self._size - start:
-            raise ModelError(f"{self._path} is damaged or truncated: its header is incomplete")
+            raise self._truncation()
         self._at += length
         return start
 
+    def _truncation(self) -> ModelError:
+        return ModelError(
+            f"{self._path} is damaged or truncated: {self._field}: the file ends before it"
+        )
+
     def _damage(self, what: str) -> ModelError:
-        return ModelError(f"{self._path} has a damaged header: {what}")
-
-
-def _type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Return tensor types by number: (name, elements per block, bytes per block)."""
-    from gguf import GGML_QUANT_SIZES
-
-    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+        return ModelError(f"{self._path} has a damaged header: {self._field}: {what}")

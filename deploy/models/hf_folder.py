@@ -25,23 +25,25 @@ _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 """Older formats, which `transformers` converts."""
+_PUBLISHED_WITH_CODE: Final = ["Phi3ForCausalLM"]
+"""Folders of these models still name the code from before transformers had the architecture."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a model folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
-    report("reading headers", None)
+    report("reading headers")
     config = _object(folder / "config.json", required=True)
     architecture_of(config)  # first: what else is missing does not matter for another one
-    if config.get("auto_map"):
+    if config.get("auto_map") and config["architectures"] != _PUBLISHED_WITH_CODE:
         raise ModelError(
             f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
     tensors = _tensors(folder)
-    report("reading the tokenizer", None)
+    report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
         config=config,

@@ -1,12 +1,11 @@
 """The process that prepares a model, and its messages to its parent process.
 
 Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`. It prints lines of
-JSON, each a list [kind, text, fraction].
+JSON, each a list [kind, text].
 """
 
 import json
 import sys
-import time
 import warnings
 from typing import Final, NamedTuple
 
@@ -22,8 +21,6 @@ QUIET_LIBRARIES: Final = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment variables that keep libraries from printing, and from requests to a model hub."""
-_PROGRESS_SECONDS: Final = 0.1
-"""Minimum time between two lines about the same operation."""
 
 
 class PrepareMessage(NamedTuple):
@@ -31,7 +28,6 @@ class PrepareMessage(NamedTuple):
 
     kind: str
     text: str
-    fraction: float | None = None
 
     def to_line(self) -> str:
         return json.dumps(self)
@@ -39,25 +35,10 @@ class PrepareMessage(NamedTuple):
     @classmethod
     def from_line(cls, line: str) -> "PrepareMessage":
         try:
-            kind, text, fraction = json.loads(line)
+            kind, text = json.loads(line)
         except (ValueError, TypeError):
             return cls("other", line.rstrip())
-        return cls(kind, text, fraction)
-
-
-class _ProgressPrinter:
-    """Prints progress at most every 0.1 s per operation."""
-
-    def __init__(self) -> None:
-        self._last = ("", 0.0)
-
-    def __call__(self, what: str, fraction: float | None) -> None:
-        now = time.monotonic()
-        text, printed_at = self._last
-        if what == text and now - printed_at < _PROGRESS_SECONDS:
-            return
-        self._last = (what, now)
-        print(PrepareMessage("progress", what, fraction).to_line(), flush=True)
+        return cls(kind, text)
 
 
 def prepare(
@@ -74,9 +55,11 @@ def prepare(
     """
     read = {"gguf": gguf_file.read, "folder": hf_folder.read}[kind]
     contents = read(source, report)
-    prepared_folder.write(
-        contents, name=name, source=source, target=target, final=final, report=report
-    )
+    prepared_folder.write(contents, name=name, source=source, target=target, final=final)
+
+
+def _print_progress(what: str) -> None:
+    print(PrepareMessage("progress", what).to_line(), flush=True)
 
 
 def main() -> int:
@@ -84,7 +67,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # libraries warn about models in general
     try:
         name, source, kind, target, final = sys.argv[1:]
-        prepare(name, source, kind, target, final, _ProgressPrinter())
+        prepare(name, source, kind, target, final, _print_progress)
     except (ModelError, OSError) as error:
         message = PrepareMessage("error", " ".join(str(error).split()))
         print(message.to_line(), flush=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
-from proto.prepared_model import PreparedModel, TensorIndex, family_of
+from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex, family_of
 
 _PANIC: Final = "PanicException"
 """Raised by libraries written in Rust; derived from BaseException, and not importable."""
@@ -48,7 +48,7 @@ def check_space(folder: str, num_bytes: int) -> None:
         )
 
 
-_CHUNK: Final = 4 << 20
+_SAMPLE_BYTES: Final = 4096
 _HEAD_NAMES: Final = (
     "output.weight",
     "lm_head.weight",
@@ -60,7 +60,7 @@ _HEAD_NAMES: Final = (
 _MAX_TOKENS: Final = 1 << 31
 """Token ids and positions fit 32 bits everywhere."""
 
-ProgressCallback = Callable[[str, float | None], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ def write(
     source: str,
     target: str,
     final: str,
-    report: ProgressCallback,
 ) -> PreparedModel:
     """Fill the folder `target`, which will be moved to `final`; return the manifest."""
     config = contents.config
@@ -100,7 +99,7 @@ def write(
         max_position=_max_position(config),
         bos_token_id=contents.bos_token_id,
         eos_token_ids=contents.eos_token_ids,
-        weights_sha256=weights_digest(contents.tensors, report),
+        weights_sample=weights_sample(contents.tensors),
         has_chat_template=contents.chat_template is not None,
     )
     files = {
@@ -118,26 +117,24 @@ def write(
     return manifest
 
 
-def weights_digest(index: TensorIndex, report: ProgressCallback) -> str:
-    """Return the SHA-256 of name, type, shape and bytes of every tensor, ordered by name."""
+def weights_sample(index: TensorIndex) -> str:
+    """Return the SHA-256 of name, type, shape and some middle bytes of every tensor, by name.
+
+    Does not depend on how tensors are distributed over files. Reads a few MB of a model of any
+    size; worker.loader.digest reads everything where that is needed.
+    """
     digest = hashlib.sha256()
-    total = sum(tensor.num_bytes for tensor in index.tensors) or 1
-    done = 0
     streams = [open(path, "rb") for path in index.files]  # noqa: SIM115 (closed below, all)
     try:
         for tensor in sorted(index.tensors, key=lambda entry: entry.name):
             digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
+            length = min(tensor.num_bytes, _SAMPLE_BYTES)
             stream = streams[tensor.file]
-            stream.seek(tensor.offset)
-            left = tensor.num_bytes
-            while left:
-                chunk = stream.read(min(left, _CHUNK))
-                if not chunk:
-                    raise ModelError(f"{index.files[tensor.file]} ends inside {tensor.name}")
-                digest.update(chunk)
-                left -= len(chunk)
-                done += len(chunk)
-            report("hashing weights", done / total)
+            stream.seek(tensor.offset + (tensor.num_bytes - length) // 2)
+            sample = stream.read(length)
+            if len(sample) < length:
+                raise ModelError(f"{index.files[tensor.file]} ends inside {tensor.name}")
+            digest.update(sample)
     finally:
         for stream in streams:
             stream.close()
@@ -157,8 +154,19 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError("config.json has no valid key `architectures`")
-    family_of(names[0])
+    if names[0] not in FAMILIES and not _is_known_to_transformers(names[0]):
+        family_of(names[0])
     return names[0]
+
+
+def _is_known_to_transformers(architecture: str) -> bool:
+    """Return whether transformers has the architecture as a causal language model.
+
+    Whether its code can run over KV pages is decided by the worker, which builds it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _vocab_size(contents: ModelContents) -> int:

@@ -24,9 +24,9 @@ from deploy.models.fetch import exclusive
 from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
 from proto.codec import from_json
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import MANIFEST_VERSION, PreparedModel
+from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
 
-PREPARE_VERSION: Final = 2
+PREPARE_VERSION: Final = 3
 """Raise it whenever preparing the same source writes something else than before."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,19 +39,19 @@ class ModelSource:
 
     name: of a packaged model or on the hub, or the last component of the path without .gguf.
     path: absolute, links resolved.
-    stamp: path, bytes and modification time (ns) of every file of the model.
+    stamp: relative path and file_stamp of every file of the model.
     """
 
     name: str
     path: str
     kind: Literal["gguf", "folder"]
-    stamp: tuple[tuple[str, int, int], ...]
+    stamp: tuple[tuple[str, FileStamp], ...]
 
     @property
     def key(self) -> str:
         """Name of the prepared folder: readable, and another one whenever a file has changed.
 
-        Depends on names, sizes and times of the files, not on their contents.
+        Depends on names and stamps of the files, not on their contents.
         """
         identity = repr((self.path, self.stamp, MANIFEST_VERSION, PREPARE_VERSION))
         digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
@@ -133,12 +133,8 @@ def _files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     )
 
 
-def _stamp(root: str, paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    stamps = []
-    for path in paths:
-        status = os.stat(path)
-        stamps.append((os.path.relpath(path, root), status.st_size, status.st_mtime_ns))
-    return tuple(stamps)
+def _stamp(root: str, paths: Sequence[str]) -> tuple[tuple[str, FileStamp], ...]:
+    return tuple((os.path.relpath(path, root), file_stamp(path)) for path in paths)
 
 
 def prepared_model(
@@ -219,7 +215,7 @@ def _run_preparation(
             if message.kind == "error":
                 failure = message.text
             elif message.kind == "progress":
-                display.progress(f"preparing {source.name}: {message.text}", message.fraction)
+                display.progress(f"preparing {source.name}: {message.text}")
         status = process.wait()
     finally:
         if process.poll() is None:

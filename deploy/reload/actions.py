@@ -8,6 +8,7 @@ from pathlib import Path
 from deploy.supervisor.launch import Launch, Readiness
 from deploy.supervisor.processes import ChildProcesses
 from proto.codec import from_json
+from proto.config import DEFAULT_POOL_SHARE
 from proto.errors import ModelError, ProtocolError
 from proto.host_resources import available_memory, resident_memory
 from proto.prepared_model import PreparedModel
@@ -110,17 +111,17 @@ class ReloadActions:
     def two_generations_fit(self) -> bool:
         """Whether a second generation can run beside the current one.
 
-        On a CPU, free memory must be at least what workers and KV pool use now, and twice the
-        pool if its size is not set, because it then takes half of the free memory and should not
-        become smaller. Always False on a GPU, whose free memory is unknown here, and with a fixed
+        On a CPU, free memory must be at least what workers and KV pool use now. A pool whose size
+        is not set takes a share of what is free then; it must not be smaller than half of the
+        current one. Always False on a GPU, whose free memory is unknown here, and with a fixed
         endpoint for KV events.
         """
         config = self._launch.config
         cache = config.cache
         if config.device.device == "cuda" or cache.has_fixed_kv_events_endpoint:
             return False
-        is_set = cache.kv_cache_memory is not None or cache.num_gpu_blocks_override is not None
-        pools = self._readiness.engine.kv_cache_bytes * (1 if is_set else 2)
+        pool = self._readiness.engine.kv_cache_bytes
+        pools = pool if cache.pool_setting else int(pool / 2 / DEFAULT_POOL_SHARE)
         workers = [child.pid for child in self._children.running if child.role == "worker"]
         needed = pools + sum(resident_memory(pid, self._root) for pid in workers)
         return available_memory(self._root) >= needed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from proto.codec import Message
-from proto.config import ServeConfig
+from proto.config import ServeConfig, memory_size
 from proto.errors import ConfigError
 from proto.faults import Fault
 from proto.lifecycle import (
@@ -184,7 +184,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         ("length", f"up to {engine.max_model_len:,} tokens, prompt and output together"),
         (
             "KV cache",
-            f"{engine.kv_cache_bytes / (1 << 30):,.2f} GiB for {engine.kv_cache_tokens:,} tokens "
+            f"{memory_size(engine.kv_cache_bytes)} for {engine.kv_cache_tokens:,} tokens "
             f"({engine.num_blocks:,} blocks of {engine.block_size})",
         ),
         ("weights", describe_weights(engine.weights)),

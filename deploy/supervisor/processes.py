@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,30 +18,47 @@ from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
 from proto.config import DeviceConfig
 from proto.errors import ErrorInfo
-from proto.host_resources import allowed_cores, cores_of_worker
+from proto.host_resources import allowed_cores, cores_by_node, cores_of_worker, node_of_rank
 from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
 """About 80 microseconds: the time between two operations, much less than a scheduler tick."""
-_BIND: Final = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
-_PLACING: Final = frozenset({*_BIND, "GOMP_CPU_AFFINITY"})
+_PLACING: Final = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
+_LIBRARY_LIMITS: Final = {
+    "amx": ("AVX512_CORE_AMX", "avx512", "AVX512"),
+    "avx512_bf16": ("AVX512_CORE_BF16", "avx512", "AVX512"),
+    "avx512_vnni": ("AVX512_CORE_VNNI", "avx512", "AVX512"),
+    "avx512": ("AVX512_CORE", "avx512", "AVX512"),
+    "avx2_vnni": ("AVX2_VNNI", "avx2", "AVX2"),
+    "avx2": ("AVX2", "avx2", "AVX2"),
+    "baseline": ("SSE41", "default", "SSE4_2"),
+}
+"""Instruction sets of oneDNN, of torch's own kernels and of MKL, by --cpu-kernels."""
+_LIMIT_VARIABLES: Final = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 _NVIDIA_DRIVER: Final = "/dev/nvidiactl"
 
 
 def child_environment(
-    variables: Mapping[str, str], role: Role, device: DeviceConfig, num_workers: int = 1
+    variables: Mapping[str, str],
+    role: Role,
+    device: DeviceConfig,
+    num_workers: int = 1,
+    rank: int = 0,
 ) -> dict[str, str]:
-    """Return the environment variables of a process of this role.
+    """Return the environment variables of a process of this role; `rank` is that of a worker.
 
     OpenMP reads its thread count when its library loads, so a worker inherits it: --cpu-threads,
     or the user's environment, or its share of the cores that affinity and control groups allow.
     Idle threads spin for a moment and then sleep: longer spinning saves milliseconds per step on
     an idle machine, and costs ten times as much when another program uses the cores (figures in
     docs/benchmarks/threads-and-start.md). With one thread per core each is bound to its core,
-    because two on one core would wait for each other at every barrier. The user's environment
-    overrides that. In other processes numpy gets a single thread.
+    because two on one core would wait for each other at every barrier. On a machine with several
+    memory nodes neighbouring threads are on one node, and each of several workers is bound to a
+    node if it fits there (worker/memory_nodes.py says why). The user's environment overrides that.
+    In other processes numpy gets a single thread. The libraries behind torch read the instruction
+    sets that --cpu-kernels leaves them when they load, too.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -48,9 +66,29 @@ def child_environment(
     given = {_THREADS: str(cores_of_worker(num_workers)), **spin, **variables}
     if device.cpu_threads is not None:
         given[_THREADS] = str(device.cpu_threads)
-    if _computes_on_cpu(device) and given[_THREADS] == str(allowed_cores()):
-        return given if _PLACING & variables.keys() else {**given, **_BIND}
-    return given
+    if device.cpu_kernels != "auto":
+        given |= zip(_LIMIT_VARIABLES, _LIBRARY_LIMITS[device.cpu_kernels], strict=True)
+    if not _computes_on_cpu(device) or _PLACING & variables.keys():
+        return given
+    places = _openmp_places(given[_THREADS], num_workers, rank)
+    return {**given, "OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else given
+
+
+def _openmp_places(num_threads: str, num_workers: int, rank: int) -> str:
+    """Return the CPUs to which the threads of a worker are bound; "" if they are not bound."""
+    nodes = cores_by_node()
+    if num_threads == str(allowed_cores()):
+        if len(nodes) < 2:
+            return "cores"
+        return ",".join(_place(core) for cores in nodes.values() for core in cores)
+    if num_workers == 1 or not num_threads.isdigit():
+        return ""
+    node = node_of_rank(rank, num_workers, int(num_threads))
+    return "" if node is None else _place(chain.from_iterable(nodes[node]))
+
+
+def _place(cpus: Iterable[int]) -> str:
+    return f"{{{','.join(map(str, sorted(cpus)))}}}"
 
 
 def _computes_on_cpu(device: DeviceConfig) -> bool:
@@ -191,7 +229,11 @@ class ChildProcesses:
         launch = self._launch
         config = launch.config
         env = child_environment(
-            launch.variables, boot.role, config.device, config.parallel.tensor_parallel_size
+            launch.variables,
+            boot.role,
+            config.device,
+            config.parallel.tensor_parallel_size,
+            boot.index,
         )
         child = Child(boot, launch.commands[boot.role], env)
         self.running.append(child)

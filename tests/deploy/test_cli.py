@@ -32,6 +32,8 @@ def test_models_are_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["models", "--supported"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
     assert cli.main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["smollm2-135m-instruct", "gemma3-270m"]

@@ -38,6 +38,7 @@ from engine_core.scheduler.limits import (
 )
 from proto.engine_io import MAX_CHOICES
 from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from proto.prepared_model import supported_models
 from proto.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PATTERN_SIZE,
@@ -58,6 +59,12 @@ def test_the_table_of_settings_is_current() -> None:
 def test_the_tables_of_request_fields_are_current() -> None:
     """To update them: `print(markdown())` of tests.deploy.api_reference, at the end of the page."""
     assert markdown() in (ROOT / "docs" / "api.md").read_text()
+
+
+def test_the_table_of_models_is_that_of_the_registry() -> None:
+    """To update it: copy what `tokend models --supported` prints."""
+    table = "\n".join(supported_models())
+    assert f"\n\n{table}\n\n" in (ROOT / "README.md").read_text()
 
 
 def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:

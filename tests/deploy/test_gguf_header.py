@@ -4,8 +4,10 @@ import json
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploy.models import gguf_header, safetensors_header
@@ -28,16 +30,73 @@ HUGE = (1 << 31, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
 NESTED = struct.pack("<IQ", ARRAY, 1) * 10_000
 
 
-def test_headers_equal_those_of_the_gguf_package(tmp_path: Path) -> None:
-    from gguf import GGUFReader, GGUFValueType
+SCALARS = {
+    "uint8": 200,
+    "int8": -3,
+    "uint16": 60_000,
+    "int16": -300,
+    "uint32": 1 << 31,
+    "int32": -70_000,
+    "float32": 0.1,
+    "bool": True,
+    "string": "ä",
+    "uint64": 1 << 63,
+    "int64": -(1 << 62),
+    "float64": 0.1,
+}
+ARRAYS = {
+    "numbers": [1, -2],
+    "floats": [0.5, 1.5, 0.1],
+    "flags": [True, False],
+    "words": ["", "a", "中"] * 400,
+    "nested numbers": [[1, 2], [3]],
+    "nested words": [[["a"], ["b", ""]], [["c"]]],
+}
+
+
+def write_every_type(path: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_custom_alignment(64)
+    for kind, value in SCALARS.items():
+        getattr(writer, f"add_{kind}")(f"scalar.{kind}", value)
+    for name, values in ARRAYS.items():
+        writer.add_array(name, values)
+    writer.add_tensor("w", np.ones((3, 5), np.float32))
+    writer.add_tensor("v", np.ones(7, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def flat(values: object) -> list[object]:
+    """Return nested lists as one; the package's reader gives no other form."""
+    return (
+        [item for value in values for item in flat(value)] if isinstance(values, list) else [values]
+    )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("write", [write_gguf, write_every_type])
+def test_headers_equal_those_of_the_gguf_package(
+    tmp_path: Path, write: Callable[[Path], object], version: int
+) -> None:
+    from gguf import GGUFReader
 
     path = tmp_path / "tiny.gguf"
-    write_gguf(path)
+    write(path)
+    with path.open("r+b") as stream:
+        stream.seek(4)
+        stream.write(struct.pack("<I", version))
     header, reader = gguf_header.read(str(path)), GGUFReader(path)
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF."):
-            assert header.values[name] == field.contents(), name
-            assert field.types[0] is not GGUFValueType.UINT64
+    fields = {name: field for name, field in reader.fields.items() if name[:5] != "GGUF."}
+    assert header.values.keys() == fields.keys()
+    for name, field in fields.items():
+        value, theirs = header.values[name], field.contents()
+        assert flat(value) == flat(theirs), name
+        assert isinstance(value, list) == isinstance(theirs, list)
     assert [
         (each.name, each.type, each.shape, each.offset, each.num_bytes) for each in header.tensors
     ] == [
@@ -52,10 +111,25 @@ def test_headers_equal_those_of_the_gguf_package(tmp_path: Path) -> None:
     ]
 
 
+def test_nested_arrays_keep_their_form(tmp_path: Path) -> None:
+    write_every_type(tmp_path / "every.gguf")
+    values = gguf_header.read(str(tmp_path / "every.gguf")).values
+    assert values["nested numbers"] == ARRAYS["nested numbers"]
+    assert values["nested words"] == ARRAYS["nested words"]
+
+
+def test_tensor_types_equal_those_of_the_gguf_package() -> None:
+    from gguf import GGML_QUANT_SIZES
+
+    for kind, sizes in GGML_QUANT_SIZES.items():
+        assert gguf_header.TENSOR_TYPES[int(kind)] == (kind.name, *sizes)
+
+
 def test_every_type_of_value(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").write_bytes(small_file())
     header = gguf_header.read(str(tmp_path / "small.gguf"))
     assert header.values["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert header.values["nested"] == [[1, 2], []]
     assert [header.values[f"k{kind}"] for kind in range(8)] == [1, 1, 1, 1, 1, 1, 1.0, True]
     assert [header.values[f"k{kind}"] for kind in (10, 11, 12)] == [1, -1, 0.5]
     assert [each.shape for each in header.tensors] == [(2, 4), (8,)]
@@ -113,6 +187,7 @@ def test_a_wrong_length_is_refused(tmp_path: Path, what: str, number: int) -> No
         file([], [tensor("w", (1,) * 5)]),
         file([], [tensor("w", (31,), 2)]),
         file([], [tensor("w", (32,), 999)]),
+        file([], [tensor("w", (1,), 0, 8)]),
         file([setting("general.alignment", U32, struct.pack("<I", 48))], []),
         file([setting("general.alignment", STRING, text("x"))], []),
         file([setting("k", STRING, struct.pack("<Q", 1) + b"\xff")], []),

@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from typing import get_args
 
 import msgspec
 import pytest
@@ -19,7 +20,14 @@ from deploy.supervisor.launch import Launch, Readiness, listen, ready_message, u
 from deploy.supervisor.processes import child_environment
 from deploy.supervisor.shutdown import ShutdownLimits, ShutdownSequence
 from deploy.supervisor.signals import SignalInbox
-from proto.config import DeviceConfig, FrontEndConfig, LogFormat, ModelConfig, ServeConfig
+from proto.config import (
+    CpuKernels,
+    DeviceConfig,
+    FrontEndConfig,
+    LogFormat,
+    ModelConfig,
+    ServeConfig,
+)
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.host_resources import allowed_cores, usable_cores
 from proto.lifecycle import (
@@ -212,6 +220,20 @@ class TestEnvironment:
         shared = child_environment({}, "worker", DeviceConfig(), num_workers=2)
         assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
 
+    def test_libraries_of_a_worker_are_held_to_the_instruction_set_of_its_kernels(self) -> None:
+        def limits(device: DeviceConfig) -> dict[str, str]:
+            given = child_environment({}, "worker", device)
+            return {name: given[name] for name in given if "OMP" not in name}
+
+        assert limits(DeviceConfig()) == {}
+        for name in get_args(CpuKernels)[1:]:
+            assert len(limits(DeviceConfig(cpu_kernels=name))) == 3
+        assert limits(DeviceConfig(cpu_kernels="avx2")) == {
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        }
+
     def test_idle_threads_spin_briefly_by_default(self) -> None:
         def openmp(variables: dict[str, str]) -> dict[str, str]:
             given = child_environment(variables, "worker", DeviceConfig())
@@ -239,6 +261,25 @@ class TestEnvironment:
             assert places({}, DeviceConfig(device="cpu", cpu_threads=cores)) == "cores"
         for user in ({"OMP_PROC_BIND": "false"}, {"GOMP_CPU_AFFINITY": "0"}):
             assert places(user, DeviceConfig(cpu_threads=cores)) is None
+
+    def test_threads_are_bound_by_memory_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two nodes of two cores, whose CPUs are numbered in turn."""
+        nodes = {0: [[0, 4], [2, 6]], 1: [[1, 5], [3, 7]]}
+        for module in ("deploy.supervisor.processes", "proto.host_resources"):
+            monkeypatch.setattr(f"{module}.cores_by_node", lambda *_: nodes)
+        monkeypatch.setattr("deploy.supervisor.processes.allowed_cores", lambda: 4)
+
+        def places(num_threads: int, num_workers: int = 1, rank: int = 0) -> str | None:
+            device = DeviceConfig(device="cpu", cpu_threads=num_threads)
+            given = child_environment({}, "worker", device, num_workers, rank)
+            assert ("OMP_PROC_BIND" in given) == ("OMP_PLACES" in given)
+            return given.get("OMP_PLACES")
+
+        assert places(4) == "{0,4},{2,6},{1,5},{3,7}"
+        assert places(3) is None
+        assert [places(2, 2, rank) for rank in range(2)] == ["{0,2,4,6}", "{1,3,5,7}"]
+        assert [places(1, 4, rank) for rank in range(4)] == ["{0,2,4,6}", "{1,3,5,7}"] * 2
+        assert [places(3, 2, rank) for rank in range(2)] == [None, None]
 
     @pytest.mark.parametrize("role", ["engine_core", "api_server"])
     def test_other_processes_have_one_thread(self, role: Role) -> None:

@@ -20,7 +20,8 @@ from deploy.environment import HostEnvironment
 from deploy.models import gguf_file, hf_folder, store
 from deploy.models import prepare as preparing_process
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel, TensorIndex
+from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex
+from tests.fakes.edits import edit_middle
 from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
 
 
@@ -37,7 +38,7 @@ class Recorder:
         self.calls.append(message)
 
 
-def silent(what: str, fraction: float | None) -> None:
+def silent(what: str) -> None:
     """A reporter that ignores its calls."""
 
 
@@ -151,11 +152,11 @@ def test_a_hugging_face_folder(tmp_path: Path, around: HostEnvironment, shards: 
     np.testing.assert_array_equal(stored(index, "model.norm.weight", np.float16), np.ones(32))
 
 
-def test_the_digest_does_not_depend_on_shards(tmp_path: Path, around: HostEnvironment) -> None:
+def test_the_sample_does_not_depend_on_shards(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "one", shards=1)
     write_folder(tmp_path / "two", shards=2)
     one, two = (prepare(tmp_path / name, around) for name in ("one", "two"))
-    assert one.weights_sha256 == two.weights_sha256
+    assert one.weights_sample == two.weights_sample
 
 
 def test_generation_config_overrides_the_end_tokens(
@@ -192,6 +193,15 @@ def test_a_changed_source_is_prepared_again(tmp_path: Path, around: HostEnvironm
     second = prepare(tmp_path / "mine", around)
     assert second.folder != first.folder
     assert second.max_position == 32
+
+
+def test_a_file_edited_with_restored_times_is_prepared_again(
+    tmp_path: Path, around: HostEnvironment
+) -> None:
+    write_folder(tmp_path / "mine")
+    first = prepare(tmp_path / "mine", around)
+    edit_middle(tmp_path / "mine/model.safetensors")
+    assert prepare(tmp_path / "mine", around).folder != first.folder
 
 
 def test_remains_of_a_killed_preparation_are_removed(
@@ -349,22 +359,22 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert "its tokenizer cannot be converted: " in folder_refusal(tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "BertModel"])
+@pytest.mark.parametrize("architecture", ["MadeUpForCausalLM", "BertModel"])
 def test_an_unsupported_architecture_is_reported_first(tmp_path: Path, architecture: str) -> None:
     """The folder has neither weights nor a tokenizer."""
     config = {"architectures": [architecture], **AUTO_MAP}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert folder_refusal(tmp_path) == (
-        f"{architecture} is not supported; supported: Gemma3ForCausalLM, LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        f"{architecture} is not supported; supported: {', '.join(FAMILIES)}"
     )
 
 
 def test_an_unsupported_gguf_architecture_is_reported_before_its_keys(tmp_path: Path) -> None:
-    extra = {"phi3.attention.sliding_window": 16}
-    write_gguf(tmp_path / "tiny.gguf", architecture="phi3", tokenizer=False, extra=extra)
+    extra = {"mamba.attention.sliding_window": 16}
+    write_gguf(tmp_path / "tiny.gguf", architecture="mamba", tokenizer=False, extra=extra)
+    names = dict.fromkeys(family.gguf for family in FAMILIES.values())
     assert gguf_refusal(tmp_path / "tiny.gguf") == (
-        "GGUF architecture phi3 is not supported; supported: gemma3, llama, mistral, qwen2, qwen3"
+        f"GGUF architecture mamba is not supported; supported: {', '.join(names)}"
     )
 
 

@@ -20,7 +20,7 @@ MODEL = PreparedModel(
     architecture="A",
     vocab_size=256,
     max_position=8192,
-    weights_sha256="",
+    weights_sample="",
 )
 COUNT = """
 import os, sys

@@ -58,6 +58,7 @@ def test_the_defaults_are_valid():
         ("model", {"seed": 0}),
         ("model", {"cpu_weights": "packed", "dtype": "float32"}),
         ("model", {"cpu_weights": "int8", "dtype": "bfloat16"}),
+        ("model", {"cpu_weights": "packed+int8", "dtype": "bfloat16"}),
         ("model", {"cpu_weights": "bf16", "dtype": "bfloat16"}),
         ("model", {"cpu_weights": "f32"}),
         ("device", {"device": "cpu", "attention_backend": "reference"}),

@@ -9,7 +9,7 @@ import pytest
 from proto.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.kv_media_checks import check_media
+from proto.kv_media_checks import check_media, kv_outlives_process
 
 DISK = {"spec_name": "DiskOffloadingSpec", "disk_path": "/kv", "disk_bytes_to_use": 1 << 30}
 REMOTE = {"spec_name": "RemoteOffloadingSpec", "remote_url": "redis://host"}
@@ -58,13 +58,13 @@ def config(document: dict[str, Any], device: str = "auto", **model: Any) -> Serv
     ids=["disk", "remote", "folder", "disk of several", "folder of several"],
 )
 def test_several_weight_formats_are_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--cpu-weights auto does not go with") as raised:
-        validate(config(document))
-    assert "give --cpu-weights bf16, packed, int8 or f32" in str(raised.value)
+    with pytest.raises(ConfigError, match=r"--cpu-weights packed\+int8 does not go with") as raised:
+        validate(config(document, cpu_weights="packed+int8"))
+    assert "give auto, packed, int8, bf16 or f32" in str(raised.value)
     assert raised.value.parameter == "cpu_weights"
 
 
-@pytest.mark.parametrize("model", [{"cpu_weights": "bf16"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("model", [{}, {"cpu_weights": "bf16"}, {"dtype": "float32"}])
 def test_one_weight_format_is_accepted(model: dict[str, str]) -> None:
     validate(config(offloading(DISK), **model))
     validate(config(multi(offloading(CPU), offloading(REMOTE)), **model))
@@ -77,7 +77,7 @@ def test_a_gpu_has_one_weight_format() -> None:
 
 
 def test_host_memory_accepts_several_weight_formats() -> None:
-    validate(config(offloading(CPU)))
+    validate(config(offloading(CPU), cpu_weights="packed+int8"))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,29 @@ def test_unknown_connectors_and_keys_are_refused_before_any_process_starts(
     )
     with pytest.raises(ConfigError, match=expected):
         check_media(config)
+
+
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [
+        (offloading(CPU), False),
+        (multi(offloading(CPU)), False),
+        (offloading(DISK), True),
+        (offloading(REMOTE), True),
+        (SHARED, True),
+        (multi(offloading(CPU), SHARED), True),
+        ({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, True),
+        (offloading(CPU | {"spec_module_path": "mine"}), True),
+    ],
+)
+def test_kv_outlives_the_process_except_in_host_memory(
+    connector: dict[str, Any], expected: bool
+) -> None:
+    assert kv_outlives_process(config(connector)) is expected
+
+
+def test_without_a_connector_no_kv_outlives_the_process() -> None:
+    assert not kv_outlives_process(ServeConfig())
 
 
 def test_settings_of_external_connectors_are_not_checked() -> None:

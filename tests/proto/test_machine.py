@@ -1,17 +1,25 @@
 """CPU and memory limits, read from a fake /proc and /sys."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from proto.host_resources import allowed_cores, available_memory, cpu_limit, usable_cores
+from proto.host_resources import (
+    allowed_cores,
+    available_memory,
+    cores_by_node,
+    cpu_limit,
+    node_of_rank,
+    usable_cores,
+)
 
 GIB = 1 << 30
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {16 * GIB // 1024} kB\n")
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +85,62 @@ def test_usable_cores_follow_affinity_smt_siblings_and_quota(
 
 def test_usable_cores_without_topology_files_is_the_affinity(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: Iterable[int]) -> Path:
+    """Two memory nodes of four cores with two hardware threads each, numbered in turn."""
+    monkeypatch.setattr("proto.host_resources.ALLOWED_CPUS", frozenset(cpus))
+    siblings = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 8},{cpu % 8 + 8}"
+        for cpu in range(16)
+    }
+    nodes = {
+        "sys/devices/system/node/node0/cpulist": "0,2,4,6,8,10,12,14\n",
+        "sys/devices/system/node/node1/cpulist": "1,3,5,7,9,11,13,15\n",
+        "sys/devices/system/node/node2/cpulist": "\n",  # memory without CPUs
+        "sys/devices/system/node/online": "0-2\n",
+    }
+    return write(tmp_path, siblings | nodes)
+
+
+def test_cores_by_memory_node_follow_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = two_nodes(tmp_path, monkeypatch, range(16))
+    assert cores_by_node(root) == {
+        0: [[0, 8], [2, 10], [4, 12], [6, 14]],
+        1: [[1, 9], [3, 11], [5, 13], [7, 15]],
+    }
+    root = two_nodes(tmp_path, monkeypatch, (2, 4, 10))
+    assert cores_by_node(root) == {0: [[2, 10], [4]]}
+    ranges = {"sys/devices/system/node/node0/cpulist": "0-2,4\n"}
+    assert cores_by_node(write(tmp_path / "one", ranges)) == {0: [[2], [4]]}
+    assert cores_by_node(tmp_path / "nothing") == {}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_threads", "nodes"),
+    [
+        (range(16), 4, [0, 1]),
+        (range(16), 2, [0, 1, 0, 1]),
+        (range(16), 1, [0, 1]),  # far apart, though one node has room for both
+        (range(16), 3, [0, 1]),
+        ((0, 2, 4, 6, 1, 3), 2, [0, 0, 1]),
+        (range(16), 5, [None, None]),  # no node has as many cores
+        ((0, 2, 4, 1, 3, 5), 2, [0, 1, None]),  # what is left is a core of each
+        ((0, 2, 4), 1, [None, None]),  # one node
+    ],
+)
+def test_each_worker_gets_the_cores_of_one_memory_node(
+    cpus: Iterable[int],
+    num_threads: int,
+    nodes: list[int | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = two_nodes(tmp_path, monkeypatch, cpus)
+    ranks = range(len(nodes))
+    assert [node_of_rank(rank, len(ranks), num_threads, root) for rank in ranks] == nodes
 
 
 def memory(folder: str, limit: str, used: int, names: tuple[str, str, str]) -> dict[str, str]:

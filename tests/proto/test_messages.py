@@ -116,7 +116,7 @@ MODEL = PreparedModel(
     max_position=128,
     bos_token_id=1,
     eos_token_ids=(2, 3),
-    weights_sha256="ab" * 32,
+    weights_sample="ab" * 32,
     has_chat_template=True,
 )
 NEW = NewRequestData(

@@ -12,7 +12,7 @@ import pytest
 from deploy import cli
 from deploy.bench import compare
 from deploy.bench.compare import ComparedFigure, Comparison, RoundRatios
-from deploy.bench.servers import ServerSpec
+from deploy.bench.servers import RunningServer, ServerSpec
 from proto.errors import ConfigError
 from tests.fakes.openai_server import FakeOpenAI, fake_openai
 
@@ -100,9 +100,9 @@ def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def running(spec: ServerSpec) -> Iterator[str]:
+    def running(spec: ServerSpec) -> Iterator[RunningServer]:
         events.append(f"{spec.name} begins")
-        yield fake.url
+        yield RunningServer(fake.url)
         events.append(f"{spec.name} ends")
 
     monkeypatch.setattr(compare, "running", running)
@@ -120,6 +120,13 @@ def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
                 *("without begins", "without ends", "with begins", "with ends"),
             ],
         ),
+        (
+            ["--restart", "--rounds", "1"],  # a second start, which is only timed
+            [
+                *("with begins", "with ends", "with begins", "with ends"),
+                *("without begins", "without ends", "without begins", "without ends"),
+            ],
+        ),
     ],
 )
 def test_daemons_run_together_or_one_at_a_time(
@@ -129,6 +136,13 @@ def test_daemons_run_together_or_one_at_a_time(
         events = started(monkeypatch, fake)
         compare.main(["--other=--async-scheduling", *SMALL, "--rounds", "2", *flags])
     assert events == expected
+
+
+@pytest.mark.parametrize(("flags", "shown"), [([], False), (["--restart"], True)])
+def test_the_second_start_is_shown_where_there_is_one(flags: list[str], shown: bool) -> None:
+    options = compare.parse(["--other=--seed 3", *flags])
+    keys = [figure.key for figure in compare.CompareBench(options).figures()]
+    assert ("ready_again_s" in keys) == shown
 
 
 def test_two_settings_are_two_commands() -> None:
@@ -148,6 +162,7 @@ def test_two_settings_are_two_commands() -> None:
         (["--server", "a=http://x", "--server", "a=http://y"], "needs two --server"),
         (["--server", "a=http://x", "--other", ""], "not both"),
         (["--server", "a=http://x", "--", "--dtype", "float32"], "go with --other"),
+        (["--form", "bf16"], "go with --synthetic"),
         (["--server", "http://x"], "NAME=URL"),
         (["--server", "a=serve --port 8000"], "no {port}"),
         (["--server", "a='serve {port}"], "quotation"),

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from deploy import cli
 from deploy.bench import startup
 from deploy.bench.servers import PrintedLine, ServerSpec, StartedServer, running
 from proto.errors import ConfigError, TokendError
+from tests.fakes.openai_server import fake_openai
 from tests.fakes.supervised import eventually
 
 FAKE = f"{sys.executable} -m tests.fakes.openai_program {{port}}"
@@ -29,6 +33,30 @@ def test_a_server_runs_until_the_context_ends() -> None:
         assert 0 < server.lines[0].seconds < server.seconds_to_ready + 5.0
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "server"),
+    [(signal.SIGTERM, FAKE), (signal.SIGHUP, "sh -c 'sleep 1000; : {port}'")],
+    ids=["SIGTERM under load", "SIGHUP during a start"],
+)
+def test_a_benchmark_that_a_signal_ends_leaves_no_server(
+    tmp_path: Path, number: signal.Signals, server: str
+) -> None:
+    noted = tmp_path / "pid"
+    command = f"sh -c 'echo $$ > {noted}; exec \"$@\"' sh {server}"
+    with fake_openai() as other:
+        words = ["--server", f"a={command}", "--server", f"b={other.url}", "--warm-ups", "0"]
+        bench = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "bench", "compare", *words, "--rounds", "9999"],
+            preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
+        )
+        if server == FAKE:
+            assert eventually(lambda: bool(other.seen))
+        assert eventually(lambda: noted.exists() and noted.read_text().endswith("\n"))
+        bench.send_signal(number)
+        assert bench.wait(30) == 128 + number
+    assert _num_running(int(noted.read_text())) == 0
 
 
 def test_orphans_of_a_server_are_ended_with_it() -> None:
@@ -77,8 +105,8 @@ def test_a_missing_program_is_reported() -> None:
 
 
 def test_a_running_server_is_not_ended() -> None:
-    with running(ServerSpec.parse("a=http://127.0.0.1:9/v1", "/health", 1.0)) as url:
-        assert url == "http://127.0.0.1:9"
+    with running(ServerSpec.parse("a=http://127.0.0.1:9/v1", "/health", 1.0)) as server:
+        assert (server.url, server.pid) == ("http://127.0.0.1:9", 0)
 
 
 def test_start_phases_are_parsed_from_the_output() -> None:

@@ -1,0 +1,302 @@
+"""Builds tokenizer.json from the vocabulary in a GGUF file's metadata.
+
+Two kinds: byte-level BPE ("gpt2", with merges in the file) and SentencePiece BPE ("llama", whose
+merges follow from the scores of its tokens). Token ids equal those of the conversion in
+`transformers`, which takes seconds to import.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from deploy.models.prepared_folder import as_model_error, is_token_id
+from proto.errors import ModelError, shown
+
+_LLAMA3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"), _LLAMA3
+    ),
+    **dict.fromkeys(("midm-2.0", "lfm2", "jina-v5-nano", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "tekken": _TEKKEN,
+}
+"""Value of tokenizer.ggml.pre → regex of the pieces within which a byte-level BPE merges. With any
+other value the pieces are those of GPT-2."""
+
+_SINGLE_DIGITS: Final = ("command-r", "refact", "starcoder")
+"""Values of tokenizer.ggml.pre with GPT-2's pieces, and every digit by itself: Command R, Granite
+and StarCoder."""
+
+_SPACE: Final = "▁"
+"""SentencePiece writes a space as this character."""
+_MAX_TOKEN_CHARACTERS: Final = 512
+"""Finding the merges of a token takes time with the square of its length."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Values of tokenizer.ggml.token_type: tokens that text is searched for before any merge."""
+_SPECIAL_TOKENS: Final = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def convert(path: str, metadata: Mapping[str, Any]) -> tuple[bytes, dict[str, Any], str | None]:
+    """Return tokenizer.json, tokenizer configuration, and chat template or None.
+
+    Raises ModelError naming the file and the key for a vocabulary that is missing or invalid.
+    """
+    vocabulary = _Vocabulary(path, metadata)
+    template = metadata.get("tokenizer.chat_template")
+    with as_model_error(f"the tokenizer in {path} cannot be converted"):
+        tokenizer = vocabulary.tokenizer()
+        tokenizer_json = tokenizer.to_str(pretty=True).encode()
+    special = {name: token for name, token in vocabulary.special.items() if token is not None}
+    return tokenizer_json, special, template if isinstance(template, str) else None
+
+
+def token_id(path: str, metadata: Mapping[str, Any], key: str) -> int | None:
+    """Return the token id under tokenizer.ggml.`key`; raises ModelError if it is none."""
+    value: Any = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not is_token_id(value):
+        raise ModelError(f"{path} sets tokenizer.ggml.{key} to {shown(value)}")
+    return value
+
+
+class _Vocabulary:
+    """The vocabulary in a file. special: token by its name in tokenizer_config.json, or None."""
+
+    def __init__(self, path: str, metadata: Mapping[str, Any]) -> None:
+        self._path = path
+        self._metadata = metadata
+        self._is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+        self._tokens: list[str] = self._list("tokens", str)
+        self.special = {name: self._token(key) for name, key in _SPECIAL_TOKENS.items()}
+
+    def tokenizer(self) -> Any:
+        """Return the `tokenizers.Tokenizer` of the vocabulary."""
+        from tokenizers import AddedToken
+
+        match self._metadata["tokenizer.ggml.model"], self._metadata["general.architecture"]:
+            case "gpt2", _:
+                tokenizer = self._byte_level()
+            case "llama", "gemma2" | "gemma3":
+                tokenizer = self._gemma()
+            case "llama", _:
+                tokenizer = self._sentencepiece()
+            case model, _:
+                raise ModelError(
+                    f"{self._path} has tokenizer.ggml.model {shown(model)}: supported: gpt2, llama"
+                )
+        vocabulary = tokenizer.get_vocab()
+        control = [token for token in self._of_type(_CONTROL) if token in vocabulary]
+        named = [token for token in self.special.values() if token in vocabulary]
+        # Whole in the text, before its normalisation
+        tokenizer.add_special_tokens(
+            [
+                AddedToken(token, normalized=False, special=True)
+                for token in dict.fromkeys([*control, *named])
+            ]
+        )
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=False)
+                for token in self._of_type(_USER_DEFINED)
+                if token in vocabulary and token not in named
+            ]
+        )
+        self._add_ends(tokenizer)
+        return tokenizer
+
+    def _byte_level(self) -> Any:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        merges = self._file_merges()
+        if merges is None:
+            raise self._missing("merges")
+        vocabulary = {_in_byte_letters(token): index for index, token in enumerate(self._tokens)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+        pre = self._metadata.get("tokenizer.ggml.pre", "")
+        pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)]
+        if pre in _SPLITS:
+            pieces.insert(0, pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"))
+        elif pre in _SINGLE_DIGITS:
+            pieces.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _sentencepiece(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {token: index for index, token in enumerate(self._tokens)}
+        merges = self._file_merges() or self._merges_by_score(vocabulary)
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True))
+        prefix = self._metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement=_SPACE, prepend_scheme="first" if prefix else "never", split=False
+        )
+        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(
+            [*steps, decoders.Strip(content=" ", left=1)] if prefix else steps
+        )
+        return tokenizer
+
+    def _gemma(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        # Gemma's files have tokens of several spaces as such; and the order of its merges is that
+        # of its tokens, not that of their scores.
+        tokens = [
+            _SPACE * len(token) if " " in token and not token.strip() else token
+            for token in self._tokens
+        ]
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        merges = self._file_merges() or self._splits_in_order(vocabulary)
+        unknown = self.special["unk_token"] or "<unk>"
+        tokenizer = Tokenizer(
+            models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        return tokenizer
+
+    def _add_ends(self, tokenizer: Any) -> None:
+        """Let encoding add the first and the last token of a text if the file says so."""
+        from tokenizers.processors import TemplateProcessing
+
+        # Without the keys, a text of a SentencePiece vocabulary begins with the token
+        adds_bos = self._metadata.get("tokenizer.ggml.add_bos_token", not self._is_byte_level)
+        adds_eos = self._metadata.get("tokenizer.ggml.add_eos_token", False)
+        first = self.special["bos_token"] if adds_bos else None
+        last = self.special["eos_token"] if adds_eos else None
+
+        def with_ends(text: str, sequence: int) -> list[str]:
+            pieces = [first, text, last]
+            return [f"{piece}:{sequence}" for piece in pieces if piece is not None]
+
+        single = with_ends("$A", 0)
+        added = dict.fromkeys(token for token in (first, last) if token is not None)
+        tokenizer.post_processor = TemplateProcessing(
+            single=single,
+            pair=single + with_ends("$B", 1),
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in added],
+        )
+
+    def _of_type(self, kind: int) -> list[str]:
+        key = "tokenizer.ggml.token_type"
+        types = self._list("token_type", int) if key in self._metadata else []
+        return [token for token, own in zip(self._tokens, types, strict=False) if own == kind]
+
+    def _file_merges(self) -> list[tuple[str, str]] | None:
+        if "tokenizer.ggml.merges" not in self._metadata:
+            return None
+        merges = []
+        for merge in self._list("merges", str):
+            left, space, right = merge.partition(" ")
+            if not space or " " in right:
+                raise ModelError(
+                    f"{self._path} has a merge in tokenizer.ggml.merges that is not two tokens: "
+                    f"{shown(merge)}"
+                )
+            merges.append((left, right))
+        return merges
+
+    def _merges_by_score(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return the merges that SentencePiece's scores imply: those of the best tokens first."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self._tokens):
+            raise ModelError(
+                f"{self._path} has {len(scores)} tokenizer.ggml.scores "
+                f"for {len(self._tokens)} tokens"
+            )
+
+        def rank(pair: tuple[str, str]) -> tuple[float, int, int]:
+            left, right = pair
+            return -scores[vocabulary[left + right]], -len(left), -len(right)
+
+        return sorted(self._splits_in_order(vocabulary), key=rank)
+
+    def _splits_in_order(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return all ways to make tokens of two others, by token, a long left part first."""
+        splits = []
+        for token in vocabulary:
+            if len(token) > _MAX_TOKEN_CHARACTERS:
+                raise ModelError(
+                    f"{self._path} has a token of {len(token)} characters in "
+                    f"tokenizer.ggml.tokens, and at most {_MAX_TOKEN_CHARACTERS} are supported "
+                    "without tokenizer.ggml.merges"
+                )
+            for cut in range(len(token) - 1, 0, -1):
+                left, right = token[:cut], token[cut:]
+                if left in vocabulary and right in vocabulary:
+                    splits.append((left, right))
+        return splits
+
+    def _token(self, key: str) -> str | None:
+        number = token_id(self._path, self._metadata, key)
+        if number is None:
+            return None
+        if number >= len(self._tokens):
+            raise ModelError(
+                f"{self._path} sets tokenizer.ggml.{key} to {number}, "
+                f"and there are {len(self._tokens)} tokens"
+            )
+        return self._tokens[number]
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        """Return the array of a key, which holds values of one type."""
+        values = self._metadata.get(f"tokenizer.ggml.{key}")
+        if values is None:
+            raise self._missing(key)
+        if not isinstance(values, list) or (values and type(values[0]) is not kind):
+            raise ModelError(f"{self._path} has no list of {kind.__name__} in tokenizer.ggml.{key}")
+        return values
+
+    def _missing(self, key: str) -> ModelError:
+        return ModelError(f"{self._path} has no tokenizer.ggml.{key}")
+
+
+def _byte_letters() -> dict[int, str]:
+    """Return GPT-2's letter for each byte: itself if it prints, else one from 256 on."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {
+        **{byte: chr(byte) for byte in printing},
+        **{byte: chr(256 + index) for index, byte in enumerate(others)},
+    }
+
+
+_LETTERS: Final = _byte_letters()
+_ALPHABET: Final = frozenset(_LETTERS.values())
+
+
+def _in_byte_letters(token: str) -> str:
+    """Return a token in GPT-2's letters; some files spell added tokens as plain text."""
+    if _ALPHABET.issuperset(token):
+        return token
+    return "".join(_LETTERS[byte] for byte in token.encode())

@@ -1,0 +1,267 @@
+"""Configuration and tokenizer of a GGUF file: the same as `transformers` converts them to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer
+
+from deploy.models import gguf_file, gguf_header, gguf_tokenizer
+from proto.errors import ModelError
+from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
+from worker.models.moe import MoeSpec
+from worker.models.registry import spec_from_config
+
+TEXTS = (
+    "a a  aa, a's AA's 1234 a1!\n\n a\t<|end|>a",
+    "  aab ab ba\r\nÄ ß é 中a",
+    "<|begin|>a<think> a</think>",
+    "",
+)
+SPECIAL = {"bos_token_id": "<|begin|>", "eos_token_id": "<|end|>", "unknown_token_id": "<unk>"}
+
+
+def byte_level() -> dict[str, Any]:
+    tokens = [*TOKENS, "aa", "Ġaa", "12", "'s", "<|begin|>", "<unk>", "<think>", "</think>"]
+    types = [3 if token.startswith("<|") or token == "<unk>" else 1 for token in tokens]
+    types[tokens.index("<think>")] = types[tokens.index("</think>")] = 4
+    merges = ["Ġ a", "a a", "Ġa a", "1 2", "' s"]
+    return {"model": "gpt2", "tokens": tokens, "types": types, "merges": merges}
+
+
+def sentencepiece() -> dict[str, Any]:
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = [
+        "▁",
+        "a",
+        "b",
+        "'",
+        "s",
+        "▁a",
+        "aa",
+        "▁aa",
+        "ab",
+        "▁b",
+        "aab",
+        "\n",
+        "1",
+        "▁▁",
+        "<think>",
+    ]
+    tokens = ["<unk>", "<|begin|>", "<|end|>", *bytes_, *pieces]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) - 1), 4]
+    scores = [0.0] * 259 + [-float(index % 5) for index in range(len(pieces))]
+    return {"model": "llama", "tokens": tokens, "types": types, "scores": scores}
+
+
+def gemma() -> dict[str, Any]:
+    vocabulary = sentencepiece()
+    vocabulary["tokens"][-2] = "  "
+    return vocabulary
+
+
+def write(path: Path, architecture: str, vocabulary: dict[str, Any], **flags: bool) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(SIZES["length"])
+    writer.add_embedding_length(SIZES["hidden"])
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(SIZES["feed_forward"])
+    writer.add_head_count(SIZES["heads"])
+    writer.add_head_count_kv(SIZES["kv_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_key_length(8)
+    if architecture == "gemma3":
+        writer.add_sliding_window(16)
+    writer.add_tokenizer_model(vocabulary["model"])
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_types(vocabulary["types"])
+    if "merges" in vocabulary:
+        writer.add_token_merges(vocabulary["merges"])
+    if "scores" in vocabulary:
+        writer.add_token_scores(vocabulary["scores"])
+    if "pre" in vocabulary:
+        writer.add_tokenizer_pre(vocabulary["pre"])
+    for key, token in SPECIAL.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}", vocabulary["tokens"].index(token))
+    for key, flag in flags.items():
+        writer.add_bool(f"tokenizer.ggml.{key}", flag)
+    writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "make", "pre", "flags"),
+    [
+        *[
+            ("llama", byte_level, pre, {})
+            for pre in ("", "llama-bpe", "qwen2", "tekken", "gpt-4o", "smollm")
+        ],
+        ("qwen3", byte_level, "qwen2", {"add_bos_token": True, "add_eos_token": True}),
+        ("llama", sentencepiece, "", {}),
+        ("llama", sentencepiece, "", {"add_bos_token": False}),
+        ("gemma3", gemma, "", {"add_bos_token": True, "add_space_prefix": False}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_the_tokenizer_equals_that_of_transformers(
+    tmp_path: Path,
+    architecture: str,
+    make: Callable[[], dict[str, Any]],
+    pre: str,
+    flags: dict[str, bool],
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    vocabulary = make()
+    write(path, architecture, vocabulary | ({"pre": pre} if pre else {}), **flags)
+    data, special, template = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
+    ours = Tokenizer.from_str(data.decode())
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name, local_files_only=True)
+    for text in TEXTS:
+        encoding = ours.encode(text)
+        assert encoding.ids == theirs(text)["input_ids"], text
+        assert ours.decode(encoding.ids) == theirs.decode(encoding.ids, skip_special_tokens=True)
+        plain = ours.encode(text, add_special_tokens=False).ids
+        assert plain == theirs(text, add_special_tokens=False)["input_ids"]
+    assert [special[name] for name in ("bos_token", "eos_token")] == ["<|begin|>", "<|end|>"]
+    assert template == "{{ messages }}"
+    assert ours.get_vocab_size() == len(vocabulary["tokens"]), "no token is added"
+
+
+def test_digits_of_some_vocabularies_do_not_merge(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "granite", byte_level() | {"pre": "refact"})
+    header = gguf_header.read(str(tmp_path / "tiny.gguf"))
+    data, _, _ = gguf_tokenizer.convert("tiny.gguf", header.values)
+    encoding = Tokenizer.from_str(data.decode()).encode("aa 12", add_special_tokens=False)
+    assert encoding.tokens == ["aa", "Ġ", "1", "2"]
+
+
+def test_a_file_without_a_prefix_space(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "llama", sentencepiece(), add_space_prefix=False)
+    header = gguf_header.read(str(tmp_path / "tiny.gguf"))
+    data, _, _ = gguf_tokenizer.convert("tiny.gguf", header.values)
+    tokenizer = Tokenizer.from_str(data.decode())
+    encoding = tokenizer.encode("a a", add_special_tokens=False)
+    assert encoding.tokens == ["a", "▁a"]
+    assert tokenizer.decode(encoding.ids) == "a a"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["a"]}, "tokenizer.ggml.merges that is not two tokens: a"),
+        ({"tokenizer.ggml.merges": ["a b"]}, "cannot be converted"),
+        ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": [1]}, "no list of str in tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": "a"}, "no list of str in tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model t5: supported: gpt2, llama"),
+        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]},
+            "1 tokenizer.ggml.scores for 3 tokens",
+        ),
+        ({"tokenizer.ggml.eos_token_id": 3}, "eos_token_id to 3, and there are 3 tokens"),
+        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id to True"),
+    ],
+)
+def test_an_invalid_vocabulary_is_refused_by_file_and_key(
+    change: dict[str, Any], message: str
+) -> None:
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "c"],
+        "tokenizer.ggml.merges": [],
+    }
+    metadata = {key: value for key, value in (metadata | change).items() if value is not None}
+    if metadata["tokenizer.ggml.model"] == "llama":
+        del metadata["tokenizer.ggml.merges"]
+    with pytest.raises(ModelError) as caught:
+        gguf_tokenizer.convert("some.gguf", metadata)
+    assert "some.gguf" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("head_dim", [8, 16])
+def test_the_configuration_equals_that_of_transformers(
+    tmp_path: Path, architecture: str, head_dim: int
+) -> None:
+    extra: dict[str, Any] = {f"{architecture}.attention.key_length": head_dim}
+    if architecture == "gemma3":
+        extra["gemma3.attention.sliding_window"] = 16
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, architecture=architecture, layers=12, head_dim=head_dim, extra=extra)
+    ours = gguf_file.read(str(path), lambda what: None).config
+    theirs = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name, local_files_only=True)
+    added = {"architectures": ours["architectures"], "head_dim": head_dim}
+    if architecture == "gemma3":
+        added["query_pre_attn_scalar"] = head_dim
+    assert spec_from_config(ours) == spec_from_config(theirs.to_dict() | added)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("llama", {}),
+        ("olmoe", {}),
+        ("granitemoe", {"residual_scale": 0.5, "logit_scale": 2.0}),
+        (
+            "glm4moe",
+            {
+                "expert_feed_forward_length": 24,
+                "expert_shared_count": 2,
+                "expert_gating_func": 2,
+                "leading_dense_block_count": 0,
+                "nextn_predict_layers": 1,
+                "attention.key_length": 8,
+            },
+        ),
+        ("qwen2moe", {"expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 24}),
+        ("qwen3moe", {"expert_feed_forward_length": 16, "expert_gating_func": 1}),
+    ],
+)
+def test_the_configuration_of_a_mixture(
+    tmp_path: Path, architecture: str, keys: dict[str, float]
+) -> None:
+    keys = {"expert_count": 8, "expert_used_count": 3} | keys
+    extra = {f"{architecture}.{key}": value for key, value in keys.items()}
+    path = tmp_path / "tiny.gguf"
+    is_glm = architecture == "glm4moe"  # has a layer more, and rotates half of each head
+    sizes = {"layers": 1 + is_glm, "head_dim": 4 if is_glm else 8}
+    write_gguf(path, architecture=architecture, extra=extra, **sizes)
+    spec = spec_from_config(gguf_file.read(str(path), lambda what: None).config)
+    mixture, attention = spec.layers[0].mlp, spec.attention_layers[0]
+    assert isinstance(mixture, MoeSpec)
+    assert (spec.num_layers, spec.num_unused_layers) == (1, is_glm)
+    assert (attention.head_dim, attention.rotary_dim) == (8, sizes["head_dim"])
+    assert (mixture.router.num_experts, mixture.router.top_k) == (8, 3)
+    assert mixture.router.normalised == (architecture not in ("qwen2moe", "olmoe"))
+    assert mixture.intermediate_size == keys.get("expert_feed_forward_length", 48)
+    assert mixture.shared_size == (
+        48 if is_glm else keys.get("expert_shared_feed_forward_length", 0)
+    )
+    extra[f"{architecture}.expert_gating_func"] = 1 if is_glm else 2
+    write_gguf(path, architecture=architecture, extra=extra, **sizes)
+    with pytest.raises(ModelError, match=rf"sets {architecture}\.expert_gating_func"):
+        gguf_file.read(str(path), lambda what: None)
+
+
+@pytest.mark.parametrize("key", ["block_count", "context_length", "attention.head_count"])
+def test_a_missing_size_is_refused_by_its_key(key: str) -> None:
+    from deploy.models.gguf_file import _config
+
+    sizes = dict.fromkeys(gguf_file._REQUIRED_KEYS, 8)
+    del sizes[key]
+    values = {f"llama.{name}": value for name, value in sizes.items()}
+    header = gguf_header.GgufHeader({"general.architecture": "llama", **values}, ())
+    with pytest.raises(ModelError, match=rf"some\.gguf has no llama\.{key}"):
+        _config("some.gguf", header)
