@@ -105,6 +105,11 @@ SUITES = (
         *(900, 180),
         in_test=True,
     ),
+    Suite(
+        "transformers",
+        "every architecture of transformers' registry on its code: the list in docs",
+        *(600, 600),
+    ),
     Suite("lives", "random request sequences of the scheduler, checked by invariants", 900, 600),
     Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 900, 300),
     Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
@@ -128,6 +133,15 @@ SUITES = (
         ),
         select=("daemons", "chaos", "parity"),
         environment={"TOKEND_TEST_FLAGS": "--async-scheduling"},
+    ),
+    Suite(
+        "tiles",
+        "kernels for Intel AMX, on a tile unit in software where the CPU has none",
+        *(600, 300),
+        paths=("tests/worker/layers", "tests/worker/attention"),
+        select=("quick",),
+        processes=0,
+        environment=ONE_THREAD | {"TOKEND_TEST_SOFTWARE_TILES": "1"},
     ),
     Suite("bench", "benchmarks that replay a load in processes of their own", 300, 120),
     Suite(

@@ -23,7 +23,16 @@ from pathlib import PurePath
 from typing import Final
 
 from deploy import flags
-from deploy.bench.compare import ALONE, ClosedLoad, CompareBench, ComparedFigure, TurnFigures, parse
+from deploy.bench.compare import (
+    ALONE,
+    WEIGHTS_READ,
+    ClosedLoad,
+    CompareBench,
+    ComparedFigure,
+    TurnFigures,
+    parse,
+    weights_read_figures,
+)
 from deploy.bench.servers import PORT, ServerSpec
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
@@ -293,7 +302,7 @@ def budget_of(config: ServeConfig) -> Budget:
 
 
 def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
-    """Return the rows of one load; for a single stream also the share of weight reading."""
+    """Return the rows of one load; for a single stream also those of its token and its prompt."""
     found = [
         ComparedFigure(f"{load}_ceiling_output_tokens_per_s", f"ceiling, output tokens/s, {title}"),
         ComparedFigure(
@@ -302,10 +311,9 @@ def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
     ]
     if load == ALONE:
         found += [
-            ComparedFigure(f"{load}_weights_read_ms", "reading the weights once, ms"),
-            ComparedFigure(
-                f"{load}_tpot_of_weights_read", "time per token alone / reading the weights"
-            ),
+            *WEIGHTS_READ,
+            ComparedFigure(f"{load}_prompt_ms", "products and attention of a prompt, ms"),
+            ComparedFigure(f"{load}_ttft_of_prompt", "first token alone / computing the prompt"),
         ]
     return found
 
@@ -344,10 +352,12 @@ class CeilingBench(CompareBench):
             rate = hardware.ceiling(load, budget).output_tokens_per_s
             found[f"{name}_ceiling_output_tokens_per_s"] = rate
             found[f"{name}_share_of_ceiling"] = turn[f"{name}_output_tokens_per_s"] / rate
-        found[f"{ALONE}_weights_read_ms"] = hardware.weights_ms
-        if f"{ALONE}_tpot_ms_p50" in turn:  # absent if every request failed
-            tpot_ms = turn[f"{ALONE}_tpot_ms_p50"]
-            found[f"{ALONE}_tpot_of_weights_read"] = tpot_ms / hardware.weights_ms
+        prompt = ClosedLoad(1, 1, self.loads()[ALONE].input_tokens, output_tokens=1)
+        prompt_ms = hardware.ceiling(prompt, budget).cost.total
+        found |= weights_read_figures(turn, hardware.weights_ms)
+        found[f"{ALONE}_prompt_ms"] = prompt_ms
+        if f"{ALONE}_ttft_ms_p50" in turn:  # absent if every request failed
+            found[f"{ALONE}_ttft_of_prompt"] = turn[f"{ALONE}_ttft_ms_p50"] / prompt_ms
         return found
 
     def notes(self) -> Sequence[str]:

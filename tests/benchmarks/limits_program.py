@@ -23,9 +23,11 @@ from worker.device.devices import create_device
 from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
 from worker.layers.embedding import EmbeddingTable
+from worker.layers.kernel_weights import KernelWeight
 from worker.layers.linear import Linear
-from worker.loaded_model import load, weight_format_for
+from worker.loaded_model import load
 from worker.loader.files import read_index
+from worker.loader.format_choice import weight_format_for
 from worker.loader.formats import BuildEnds, BuildLinear, Ends, Product, WeightFormat
 from worker.loader.source import WeightSource
 from worker.parallel.group import RankGroup
@@ -61,6 +63,10 @@ class NotedFormat:
     def dense_names(self) -> list[str]:
         return self._form.dense_names
 
+    @property
+    def kernel_weights(self) -> list[KernelWeight]:
+        return self._form.kernel_weights
+
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         finish = self._form.read_product(source, product)
         columns = source.columns_of(product.weights[0])
@@ -80,6 +86,12 @@ class NotedFormat:
             return table, head
 
         return noted
+
+    def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        return self._form.product_bytes(source, product)
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        return self._form.ends_bytes(source, ends)
 
 
 class LimitsWorker:

@@ -53,7 +53,9 @@ def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
 
 def rotated_form(kernels: Kernels) -> Form:
     """Rotated weights of 8 bits, except the head, which this format does not support."""
-    weights = [RotatedWeight(kernels, torch.randn(shape)) for shape in LAYER_SHAPES * LAYERS]
+    weights = [
+        RotatedWeight.from_dense(kernels, torch.randn(shape)) for shape in LAYER_SHAPES * LAYERS
+    ]
 
     def step(inputs: dict[int, torch.Tensor]) -> None:
         for weight in weights:
@@ -77,13 +79,15 @@ def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedW
         return PackedWeight.from_dense(kernels, torch.randn(shape))
     num_bytes = GGUF_BLOCKS[gguf_type][1] * shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
     raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
-    return PackedWeight.from_blocks(kernels, gguf_type, shape, raw)
+    weight = PackedWeight(kernels, gguf_type, shape)
+    weight.put_blocks(0, raw)
+    return weight
 
 
 def bf16_form(kernels: Kernels) -> Form:
     """bfloat16 in our panel layout."""
     shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
-    weights = [Bf16Weight(kernels, torch.randn(shape).bfloat16()) for shape in shapes]
+    weights = [Bf16Weight.from_dense(kernels, torch.randn(shape).bfloat16()) for shape in shapes]
 
     def step(inputs: dict[int, torch.Tensor]) -> None:
         for weight in weights:

@@ -171,8 +171,8 @@ SETTINGS: Final = (
     Setting("bf16", 0.5, ("--cpu-weights", "bf16")),
     Setting("int8", 1.0, ("--cpu-weights", "int8")),
     Setting("int8 KV", 0.5, (*EXACT, "--kv-cache-dtype", "int8")),
-    Setting("auto", 1.0, ()),
-    Setting("auto, 4 rows", 0.5, ("--max-num-batched-tokens", "4")),
+    Setting("packed+int8", 1.0, ("--cpu-weights", "packed+int8")),
+    Setting("auto", 0.5, ()),
 )
 
 

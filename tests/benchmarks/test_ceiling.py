@@ -168,6 +168,10 @@ def test_a_comparison_shows_the_ceiling_of_every_run(
             turn["at_2_output_tokens_per_s"] / ceiling.output_tokens_per_s
         )
         assert turn["alone_tpot_of_weights_read"] == pytest.approx(turn["alone_tpot_ms_p50"] / 7)
+        prompt = limits.measure().cost(Step([], prompt_tokens=5, prompt_pairs=15, num_sampled=1))
+        assert turn["alone_ttft_of_prompt"] == pytest.approx(
+            turn["alone_ttft_ms_p50"] / prompt.total
+        )
         assert turn["limits"]["weights"] == "packed"
         assert "limits" not in each["other"]
     assert found["figures"]["at_2_share_of_ceiling"]["medians"]["other"] is None

@@ -1,4 +1,6 @@
-"""Greedy outputs alone and in a batch of eight, for every weight format."""
+"""Greedy outputs alone and in a batch of eight, for every weight format; with the default also in
+batches of other sizes, in chunks, from cached prefixes and after preemptions.
+"""
 
 import asyncio
 from typing import Any
@@ -38,17 +40,17 @@ def first_difference(alone: list[int], together: list[int]) -> int | None:
 @pytest.mark.parametrize(
     ("flags", "max_different"),
     [
-        pytest.param(("--cpu-weights", "packed"), 0, id="packed"),
         pytest.param(("--cpu-weights", "int8"), 0, id="int8"),
         pytest.param(("--cpu-weights", "bf16"), 0, id="bf16"),
         pytest.param(("--cpu-weights", "f32"), 0, id="f32"),
-        pytest.param((), None, id="default"),
+        pytest.param((), 0, id="default"),
+        pytest.param(("--cpu-weights", "packed+int8"), None, id="packed+int8"),
     ],
 )
 async def test_greedy_outputs_alone_and_in_a_batch_of_eight(
     flags: tuple[str, ...], max_different: int | None, reference: Reference
 ) -> None:
-    """The default is only measured: with two formats the number of rows decides which is used."""
+    """With two formats the number of rows decides which is used: this is only measured."""
     token_prompts = [each[:120] for each in prompts(reference.tokenizer.encode)]
     differences = []
     with Daemon(*flags, "--no-enable-prefix-caching") as daemon:
@@ -62,3 +64,27 @@ async def test_greedy_outputs_alone_and_in_a_batch_of_eight(
     print(f"{len(where)} of {len(differences)} answers differ, first at tokens {where}")
     if max_different is not None:
         assert len(where) <= max_different
+
+
+async def test_greedy_outputs_do_not_depend_on_how_they_are_computed(reference: Reference) -> None:
+    """With the default: batches of 1 to 64, odd chunks, cached prefixes, preemptions.
+
+    The answers of 24 requests are compared with those that each has alone, in whole prompts.
+    """
+    token_prompts = [each[:400] for each in prompts(reference.tokenizer.encode)]
+    with Daemon("--no-enable-prefix-caching", "--max-num-batched-tokens", "512") as daemon:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
+            alone = [await complete(client, each) for each in token_prompts]
+    # 6,000 tokens in the pool: 64 sequences do not fit.
+    flags = ("--max-num-batched-tokens", "67", "--num-gpu-blocks-override", "376")
+    with Daemon(*flags, "--max-num-seqs", "64") as daemon:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
+            for at_once in (1, 5, 64):
+                requests = [each % 24 for each in range(max(at_once, 24))]
+                for first in range(0, len(requests), at_once):
+                    numbers = requests[first : first + at_once]
+                    coming = (complete(client, token_prompts[each]) for each in numbers)
+                    for number, answer in zip(numbers, await asyncio.gather(*coming), strict=True):
+                        assert first_difference(alone[number], answer) is None, (at_once, number)
+        assert daemon.metric("vllm:num_preemptions_total") > 0
+        assert daemon.metric("vllm:prefix_cache_hits_total") > 1000

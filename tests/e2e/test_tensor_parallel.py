@@ -71,7 +71,7 @@ def test_every_worker_holds_its_shard_of_weights_and_kv(two: Daemon) -> None:
     assert "179 blocks of 16" in two.text
 
 
-@pytest.mark.parametrize("form", ["packed", "auto"])
+@pytest.mark.parametrize("form", ["packed+int8", "auto"])
 async def test_the_files_blocks_are_sharded_without_conversion(form: str) -> None:
     """All cuts are between blocks: no weight becomes dense, and the sizes add up."""
     flags = () if form == "auto" else ("--cpu-weights", form)

@@ -7,14 +7,16 @@ alone where the two best logits are closer than this noise.
 """
 
 import asyncio
+import json
 import math
 import re
+import subprocess
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import TOKEND, Daemon
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 
@@ -49,13 +51,29 @@ def assert_same_up_to_ties(alone: dict[str, Any], together: dict[str, Any]) -> N
             return
 
 
+def run_plan(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TOKEND, "plan", *words], capture_output=True, text=True, check=False)
+
+
+def test_a_plan_that_does_not_fit_has_exit_status_2_and_names_flags() -> None:
+    plan = run_plan("--kv-cache-memory", "100000G")
+    assert (plan.returncode, plan.stderr) == (2, "")
+    assert "KV cache   100000.00 GiB" in plan.stdout
+    assert "it fits with --kv-cache-memory " in plan.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     dtype: str, reference: Reference
 ) -> None:
     token_prompts = [each[:200] for each in prompts(reference.tokenizer.encode)[:16]]
     flags = ("--cpu-weights", "packed", "--dtype", dtype, "--no-enable-prefix-caching")
+    flags += ("--kv-cache-memory", "1G")
+    planned = json.loads(run_plan(*flags, "--json").stdout)
     with Daemon(*flags) as daemon:
+        assert planned["fits"]
+        assert sum(planned["weights_bytes"].values()) == daemon.metric("tokend:weights_bytes")
+        assert f"for {planned['kv_cache_tokens']:,} tokens" in daemon.text
         assert re.search("weights: .* MiB GGUF blocks as stored", daemon.text)
         assert 80 < daemon.metric("tokend:weights_bytes") / 2**20 < 110
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
@@ -70,14 +88,15 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     assert same >= 0.75 * len(alone)
 
 
-@pytest.mark.parametrize("form", ["auto", "packed", "int8", "bf16", "f32"])
+@pytest.mark.parametrize("form", ["auto", "int8", "packed+int8", "bf16", "f32"])
 async def test_every_weight_format_predicts_a_text_like_float32(
     form: str, reference: Reference
 ) -> None:
     """A coarse bound on one text; tests.benchmarks.quality has finer ones on many texts."""
     text = "The sea is the largest part of the surface of the earth, and most of it is deep. " * 3
     with Daemon("--cpu-weights", form) as daemon:
-        written = {"packed": "GGUF blocks as stored", "auto": "(GGUF blocks as stored|8-bit copy)"}
+        stored = "GGUF blocks as stored"
+        written = {"auto": stored, "packed+int8": rf"int8 \+ .* MiB {stored}"}
         assert re.search(f"weights: .* MiB {written.get(form, form)}", daemon.text)
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             answer = await complete(client, text, echo=True, max_tokens=1)

@@ -11,6 +11,7 @@ class DenseAttention:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._scale = spec.attention_shape.scale
+        self._soft_cap = spec.attention_shape.soft_cap
         self._windows = spec.windows
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -22,6 +23,7 @@ class DenseAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, Hq, D], key and value [T, Hkv, D], appended; a new [T, Hq, D]."""
         query, key = rotate(query, rotation), rotate(key, rotation)
@@ -32,11 +34,16 @@ class DenseAttention:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * self._scale
+        if self._soft_cap:
+            scores = self._soft_cap * torch.tanh(scores / self._soft_cap)
         new, total = query.shape[0], key.shape[0]
         visible = torch.ones(new, total).tril(total - new).bool()
         window = self._windows[layer]
         if window is not None:
             visible = visible.triu(total - new - window + 1)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :total]
         result = torch.einsum("hqk,khd->qhd", weights, value.float())
         return result.to(query.dtype).contiguous()

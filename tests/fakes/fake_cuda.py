@@ -49,9 +49,11 @@ class FakeCuda(TorchFunctionMode):
             return CUDA
         name = getattr(func, "__name__", "")
         if name == "linear":
-            x, weight, bias = args
+            x, weight, bias = (*args, None)[:3]
             product = (x.double() @ weight.double().t()).to(x.dtype)
             return product if bias is None else product.add_(bias)
+        if name == "grouped_mm":
+            return device.adopt(_grouped_product(*map(on_host, (*args, kwargs["offs"]))))
         if name == "addmm_":
             residual, x, transposed = args
             return residual.add_((x.double() @ transposed.double()).to(x.dtype))
@@ -70,6 +72,16 @@ class FakeCuda(TorchFunctionMode):
             on_host(args[0]).copy_(on_host(args[1]))
             return args[0]
         return func(*args, **kwargs)
+
+
+def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the product of each group of rows, which ends where `ends` says, and its weight."""
+    starts = [0, *ends.tolist()]
+    parts = [
+        (x[first:end].double() @ weight.double()).to(x.dtype)
+        for first, end, weight in zip(starts, ends.tolist(), weights, strict=False)
+    ]
+    return torch.cat(parts)
 
 
 class SameThreadExecutor:

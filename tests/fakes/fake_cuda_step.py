@@ -76,7 +76,48 @@ _GEMMA3 = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def _family(architecture: str, **keys: Any) -> dict[str, Any]:
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    return _LLAMA | {"architectures": [architecture], "model_type": model_type} | keys
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": _family("Cohere2ForCausalLM", **_WINDOWED),
+    "gemma2": _family("Gemma2ForCausalLM", hidden_activation="gelu_pytorch_tanh", **_WINDOWED),
+    "glm4": _family("Glm4ForCausalLM"),
+    "granite": _family("GraniteForCausalLM", logits_scaling=8.0),
+    "ministral": _family("MinistralForCausalLM", **_WINDOWED),
+    "olmo2": _family("Olmo2ForCausalLM"),
+    "olmo3": _family("Olmo3ForCausalLM", **_WINDOWED),
+    "phi3": _family("Phi3ForCausalLM", partial_rotary_factor=0.75),
+    "smollm3": _family("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
+    "starcoder2": _family("Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh"),
+    "mixtral": _family("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": _family("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2),
+    "granitemoe": _family("GraniteMoeForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": _family(
+        "Qwen2MoeForCausalLM",
+        **_EXPERTS,
+        model_type="qwen2_moe",
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+    ),
+    "qwen3_moe": _family("Qwen3MoeForCausalLM", **_EXPERTS, model_type="qwen3_moe", num_experts=4),
+    "glm4_moe": _family(
+        "Glm4MoeForCausalLM",
+        **_EXPERTS,
+        model_type="glm4_moe",
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        partial_rotary_factor=0.5,
+    ),
     "llama": _LLAMA,
     "mistral": _LLAMA
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},

@@ -45,7 +45,7 @@ def main(run_parent: str, choices: list[str]) -> int:
         architecture="FakeForCausalLM",
         vocab_size=256,
         max_position=128,
-        weights_sha256="0" * 64,
+        weights_sample="0" * 64,
     )
     listener = listen("127.0.0.1", 0)
 

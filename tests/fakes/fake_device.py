@@ -274,11 +274,13 @@ class DeviceAttentionForHost:
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         adopt = self._device.adopt
         # A backend may rotate queries and keys in place.
         query, key = query.clone(), key.clone()
-        result = self._backend.run(layer, adopt(query), adopt(key), adopt(value), adopt(rotation))
+        parts = (adopt(part) for part in (query, key, value, rotation))
+        result = self._backend.run(layer, *parts, None if sinks is None else adopt(sinks))
         assert self._device.holds(result)
         return on_host(result)
 

@@ -45,6 +45,7 @@ def small_file(tensors: int = 2) -> bytes:
         setting("tokenizer.ggml.model", STRING, text("gpt2")),
         setting("tokenizer.ggml.tokens", ARRAY, array(STRING, [text("a"), text("b")])),
         setting("tokenizer.ggml.scores", ARRAY, array(F32, [struct.pack("<f", 1.5)] * 2)),
+        setting("nested", ARRAY, array(ARRAY, [array(U8, [b"\1", b"\2"]), array(STRING, [])])),
         *(
             setting(f"k{kind}", kind, struct.pack(f"<{packed}", 1))
             for kind, packed in enumerate("BbHhIif?")

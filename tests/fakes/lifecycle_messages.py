@@ -19,7 +19,7 @@ def model(**changes: Any) -> PreparedModel:
         "architecture": "LlamaForCausalLM",
         "vocab_size": 256,
         "max_position": 128,
-        "weights_sha256": "0" * 64,
+        "weights_sample": "0" * 64,
     }
     return PreparedModel(**(fields | changes))
 

@@ -11,6 +11,7 @@ import torch
 
 from proto.codec import encode
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from worker.layers.norm import NormWeight
 from worker.loader.formats import DenseFormat
 from worker.loader.source import WeightSource
 from worker.loader.weights import DecoderBuilder
@@ -35,7 +36,7 @@ def prepare(
         "architecture": config["architectures"][0],
         "vocab_size": config["vocab_size"],
         "max_position": config["max_position_embeddings"],
-        "weights_sha256": "0" * 64,
+        "weights_sample": "0" * 64,
     }
     return PreparedModel(**(values | fields))
 
@@ -81,19 +82,36 @@ def gguf_index(path: Path) -> TensorIndex:
 
 
 class TensorSource(WeightSource):
-    """Weights from `make`, by tokend's names, created when the loader reads them."""
+    """Weights from `make`, by tokend's names, created when the loader reads them.
 
-    def __init__(self, spec: ModelSpec, make: Callable[[str], torch.Tensor]) -> None:
-        self._adds_one = spec.norms_add_one
+    device: not that of the weights; there is no file in which a table could stay mapped.
+    """
+
+    device = torch.device("meta")
+
+    def __init__(
+        self, spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        self.dtype = dtype
+        self._model = spec
         self._make = make
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensors = [self._make(name) for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        result = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return result if dtype is None else result.to(dtype)
 
-    def read_norm(self, name: str) -> torch.Tensor:
-        weight = self._make(name)
-        return weight.float() + 1 if self._adds_one else weight
+    def read_norm(self, name: str) -> NormWeight:
+        spec, weight = self._model, self._make(f"{name}.weight")
+        bias = self._make(f"{name}.bias") if spec.norm_bias else None
+        weight = weight.float() + 1 if spec.norms_add_one else weight
+        return NormWeight(weight, spec.norm_eps, spec.norm_kind == "layer", bias)
+
+    def type_of(self, name: str) -> str:
+        return "made in memory"
+
+    def check_tied_head(self) -> None:
+        """There is no file with a second head."""
 
     def scaled_rope(self, rope: Rope) -> Rope:
         return rope
@@ -103,7 +121,7 @@ def build_decoder(
     spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Build a decoder with dense weights as the loader does. make: returns the weight of a name."""
-    source = TensorSource(spec, make)
+    source = TensorSource(spec, make, dtype)
     builder = DecoderBuilder(source, shard_model(spec, 1), DenseFormat(dtype), device)
     layers = [builder.read_layer(layer)() for layer in range(spec.num_layers)]
     return builder.read_ends()(layers)

@@ -6,12 +6,28 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 _SIZES: dict[str, Any] = {
@@ -51,7 +67,99 @@ _GEMMA3: dict[str, Any] = _SIZES | {
     **_WINDOW,
 }
 
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GLM4_MOE: dict[str, Any] = _EXPERTS | {"n_routed_experts": 6, "head_dim": 16, "pad_token_id": 0}
+
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [2.0 + pair for pair in range(6)],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+}
+_KINDS: dict[str, Any] = _WINDOW | {"layer_types": _GEMMA3["layer_types"]}
+
 CONFIGS: dict[str, PretrainedConfig] = {
+    "cohere2": Cohere2Config(**_SIZES | _KINDS, logit_scale=0.5, pad_token_id=0),
+    "cohere2-biases": Cohere2Config(
+        **_SIZES, sliding_window=5, attention_bias=True, logit_scale=0.5, pad_token_id=0
+    ),
+    "gemma2": Gemma2Config(
+        **_SIZES | _WINDOW,
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma2-uncapped": Gemma2Config(
+        **_SIZES, head_dim=32, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "glm4": Glm4Config(**_SIZES, head_dim=16, pad_token_id=0),
+    "glm4-without-biases": Glm4Config(
+        **_SIZES, head_dim=32, attention_bias=False, tie_word_embeddings=True, pad_token_id=0
+    ),
+    "glm4moe": Glm4MoeConfig(**_SIZES | _GLM4_MOE, use_qk_norm=True, attention_bias=True),
+    "glm4moe-groups": Glm4MoeConfig(
+        **_SIZES | _GLM4_MOE | {"n_routed_experts": 8},
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+    ),
+    "granitemoe": GraniteMoeConfig(
+        **_SIZES,
+        num_local_experts=6,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.2,
+        logits_scaling=0.5,
+    ),
+    "granite": GraniteConfig(
+        **_SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.2,
+        logits_scaling=0.5,
+    ),
+    "granite-biases": GraniteConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    "ministral": MinistralConfig(**_SIZES | _KINDS, head_dim=24),
+    "olmoe": OlmoeConfig(**_SIZES, num_experts=6, num_experts_per_tok=2),
+    "olmoe-biases": OlmoeConfig(
+        **_SIZES,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "olmo2": Olmo2Config(**_SIZES),
+    "olmo2-biases": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
+    "olmo3": Olmo3Config(
+        **_SIZES | _KINDS,
+        rope_parameters={
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "phi3": Phi3Config(**_SIZES, pad_token_id=0),
+    "phi3-window": Phi3Config(**_SIZES | _WINDOW, pad_token_id=0),
+    "phi3-longrope": Phi3Config(
+        **_SIZES, original_max_position_embeddings=16, rope_parameters=_LONGROPE, pad_token_id=0
+    ),
+    "smollm3": SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1], pad_token_id=0),
+    "smollm3-window": SmolLM3Config(
+        **_SIZES | _WINDOW,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        attention_bias=True,
+        pad_token_id=0,
+    ),
+    "starcoder2": Starcoder2Config(**_SIZES),
+    "starcoder2-window": Starcoder2Config(
+        **_SIZES | _WINDOW, use_bias=False, tie_word_embeddings=False
+    ),
     "gemma3": Gemma3TextConfig(**_GEMMA3),
     "gemma3-pattern-untied": Gemma3TextConfig(
         **_GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2},
@@ -74,6 +182,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**_SIZES, sliding_window=None),
     "mistral-wide-heads": MistralConfig(**_SIZES, sliding_window=None, head_dim=24),
     "mistral-window": MistralConfig(**_SIZES, **_WINDOW),
+    "mixtral": MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-window": MixtralConfig(**_SIZES, **_WINDOW, num_local_experts=3),
     "qwen2": Qwen2Config(**_SIZES),
     "qwen2-window": Qwen2Config(**_SIZES, **_WINDOW, use_sliding_window=True, max_window_layers=1),
     "qwen2-tied-yarn": Qwen2Config(**_SIZES, tie_word_embeddings=True, rope_parameters=_YARN),
@@ -85,6 +195,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2-yarn-fractional": Qwen2Config(
         **_SIZES, rope_parameters=_YARN | {"truncate": False, "attention_factor": 0.8}
     ),
+    "qwen2moe": Qwen2MoeConfig(
+        **_SIZES, **_EXPERTS, num_experts=6, shared_expert_intermediate_size=96
+    ),
+    "qwen2moe-window": Qwen2MoeConfig(
+        **_SIZES | _EXPERTS | _WINDOW,
+        num_experts=5,
+        shared_expert_intermediate_size=32,
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
     "qwen3": Qwen3Config(**_SIZES, head_dim=32),
     "qwen3-window": Qwen3Config(
         **_SIZES, **_WINDOW, head_dim=32, use_sliding_window=True, max_window_layers=0
@@ -92,13 +213,28 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3-biases-tied": Qwen3Config(
         **_SIZES, head_dim=48, attention_bias=True, tie_word_embeddings=True
     ),
+    "qwen3moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, head_dim=32, num_experts=6),
+    "qwen3moe-dense-layers": Qwen3MoeConfig(
+        **_SIZES | _EXPERTS | {"num_experts_per_tok": 3, "num_hidden_layers": 5},
+        head_dim=32,
+        num_experts=7,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
 }
 """Every family with every variation of the arithmetic that it supports."""
+
+
+def architecture_of(config: PretrainedConfig) -> str:
+    """Return what `architectures` of a configuration of this type says."""
+    return type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
 
 
 def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
     """Return a transformers model in which every weight, norm and bias affects the logits."""
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -110,6 +246,9 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of a router
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

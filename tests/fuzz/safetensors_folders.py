@@ -96,7 +96,6 @@ class SafetensorsFolders:
                 source=str(self._folder),
                 target=str(target),
                 final=str(target),
-                report=_ignore_progress,
             )
             return load(prepared)
         except ModelError as error:
@@ -184,5 +183,5 @@ def _mutate_document(document: bytes, edits: Sequence[Edit]) -> bytes:
         return mutate_bytes(document, edits, ())
 
 
-def _ignore_progress(what: str, fraction: float | None) -> None:
+def _ignore_progress(what: str) -> None:
     """Ignore progress."""

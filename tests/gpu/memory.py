@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 from tests.gpu.hardware import hardware, rehearsing
 from tests.gpu.kernels import ATTENTION, ROOT
@@ -11,6 +12,11 @@ from tests.gpu.models import DTYPE
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.gpu.report import Report, demand
 from tests.gpu.serving import overlapped_steps
+from tests.worker.attention.test_flashinfer_gpu import (
+    test_a_replayed_graph_uses_the_latest_plan,
+    test_output_equals_float64,
+    test_plans_made_ahead_of_the_device_do_not_interfere,
+)
 from worker.models.registry import spec_from_config
 
 TINY = CONFIGS["1B"] | {
@@ -23,15 +29,21 @@ TINY = CONFIGS["1B"] | {
     "max_position_embeddings": 256,
 }
 
+# On the fake GPU only these run.
+GRAPHS = (
+    test_a_replayed_graph_uses_the_latest_plan,
+    test_plans_made_ahead_of_the_device_do_not_interfere,
+)
+
 
 def mixed(report: Report) -> None:
     """Decodes and prefills in one step. Tensors have their own allocations, to find overruns."""
-    checked(report, tests("test_output_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    checked(report, tests(test_output_equals_float64), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def graphs(report: Report) -> None:
     """Graphs, and plans ahead of the device; graphs need torch's caching allocator."""
-    checked(report, tests("moment or ahead"))
+    checked(report, tests(*GRAPHS))
 
 
 def overlapped(report: Report) -> None:
@@ -52,13 +64,11 @@ def steps(report: Report) -> None:
     overlapped_steps(report, decoder, 4, 40, 16)
 
 
-def tests(names: str) -> list[str]:
-    """Arguments of Python that run these tests."""
-    marks = hardware().pytest_marks
-    if rehearsing():
-        names = "fake and moment"
-    words = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", marks, "-k", names]
-    return [*words, ATTENTION]
+def tests(*functions: Callable[..., None]) -> list[str]:
+    """Arguments of Python that run these tests of attention."""
+    chosen = GRAPHS if rehearsing() else functions
+    words = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", hardware().pytest_marks]
+    return [*words, *(f"{ATTENTION}::{function.__name__}" for function in chosen)]
 
 
 def checked(report: Report, words: list[str], **variables: str) -> None:

@@ -687,8 +687,8 @@ DEPLOY = (
     Fault(
         "gguf_rope_scaling_lost",
         "deploy/models/gguf_file.py",
-        "    _add_rope_scaling(config, own, prefix)\n",
-        "",
+        '    return {**rope, "rope_type": kind, **given}\n',
+        "    return rope\n",
         "A GGUF model with scaled positions answers nonsense beyond its first context.",
         ("tests/deploy/test_prepare.py",),
     ),

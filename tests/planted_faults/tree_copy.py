@@ -102,8 +102,11 @@ def copy_working_tree(folder: Path) -> TreeCopy:
         check=True,
     )
     names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    variants = build_kernels.usable_variants(
+        build_kernels.machine_variants(), build_kernels.cpu_flags()
+    )
     libraries = [
-        build_kernels.best_variant().library(build_kernels.SOURCE_DIR),
+        *(variant.library(build_kernels.SOURCE_DIR) for variant in variants),
         build_native.library(build_native.SOURCE.parent),
     ]
     names += [str(path.relative_to(ROOT)) for path in libraries if path.exists()]

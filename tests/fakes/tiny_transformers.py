@@ -1,0 +1,86 @@
+"""Tiny random models of transformers' causal language models, one for each model type."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MODEL_TYPES: Final[tuple[str, ...]] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST_NUMBERS: Final = 5_000_000
+_NUM_LAYERS: Final = 4
+_SMALL: Final[dict[str, Any]] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _NUM_LAYERS),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "vocab_size": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+}
+
+
+_OF_TYPES: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16, "num_key_value_heads": 2},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "phi4_multimodal": {},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """Return a small configuration; raises what transformers raises for an impossible one."""
+    cls = CONFIG_MAPPING[model_type]
+    default = cls()
+    keys: dict[str, Any] = {
+        key: value for key, value in _SMALL.items() if getattr(default, key, None) is not None
+    }
+    if hasattr(default, "pad_token_id"):
+        keys["pad_token_id"] = 0
+    if getattr(default, "kv_lora_rank", None):
+        keys |= {"num_key_value_heads": 4, "head_dim": keys["qk_rope_head_dim"]}
+    if kinds := list(dict.fromkeys(getattr(default, "layer_types", None) or ())):
+        keys["layer_types"] = [kinds[layer % len(kinds)] for layer in range(_NUM_LAYERS)]
+    return cls(**keys | _OF_TYPES.get(model_type, {}))
+
+
+def save_tiny_transformers(model_type: str, folder: Path) -> Any:
+    """Save a random model and return it as transformers reads it."""
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        numbers = sum(parameter.numel() for parameter in cls(config).parameters())
+    if numbers > MOST_NUMBERS:
+        raise ValueError(f"its smallest configuration here has {numbers:,} numbers")
+    torch.manual_seed(0)
+    model = cls(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return cls.from_pretrained(folder, dtype=torch.float32).eval()
