@@ -37,33 +37,93 @@ _SMALL: Final[dict[str, Any]] = {
 
 
 _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
-    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [4, 2, 2],
+            },
+        },
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "cpmant": {"segment_types": 4, "prompt_types": 4, "prompt_length": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "max_seq_len": 128,
+    },
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "ministral": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "zaya": {"num_experts_per_tok": 1},
-    "phi4_multimodal": {},
-    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
 }
 
 
 def tiny_config(model_type: str) -> Any:
     """Return a small configuration; raises what transformers raises for an impossible one."""
     cls = CONFIG_MAPPING[model_type]
-    default = cls()
+    default, of_type = cls(), _OF_TYPES.get(model_type, {})
+
+    def default_of(key: str) -> Any:
+        try:
+            return getattr(default, key, None)
+        except Exception:  # keys whose values differ by layer cannot be read
+            return None
+
+    def is_derived(key: str) -> bool:
+        return isinstance(getattr(cls, key, None), property)
+
     keys: dict[str, Any] = {
-        key: value for key, value in _SMALL.items() if getattr(default, key, None) is not None
+        key: value
+        for key, value in _SMALL.items()
+        if default_of(key) is not None and not is_derived(key)
     }
     if hasattr(default, "pad_token_id"):
         keys["pad_token_id"] = 0
-    if getattr(default, "kv_lora_rank", None):
+    if default_of("kv_lora_rank"):
         keys |= {"num_key_value_heads": 4, "head_dim": keys["qk_rope_head_dim"]}
-    if kinds := list(dict.fromkeys(getattr(default, "layer_types", None) or ())):
+    kinds = list(dict.fromkeys(default_of("layer_types") or ()))
+    if kinds and not is_derived("layer_types"):
         keys["layer_types"] = [kinds[layer % len(kinds)] for layer in range(_NUM_LAYERS)]
-    return cls(**keys | _OF_TYPES.get(model_type, {}))
+    config = cls(**keys | of_type)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    return config
 
 
 def save_tiny_transformers(model_type: str, folder: Path) -> Any:

@@ -23,6 +23,7 @@ from worker.models.transformers_model import (
     TransformersSpec,
     model_class,
     transformers_config,
+    without_padding,
 )
 
 
@@ -64,19 +65,18 @@ def load_transformers(
         for name in sorted(map(str, names)):
             raise ModelError(f"tensor {name} {problem} ({len(names)} such tensors)")
     progress(0.5)
-    model.eval().to(device)
+    without_padding(model.eval().to(device))
+    # A router in float32 stays what it is.
     linears = [
-        (name, module) for name, module in model.named_modules() if type(module) is nn.Linear
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module.weight.dtype == dtype
     ]
     for number, (name, linear) in enumerate(linears):
         bias = None if linear.bias is None else linear.bias.detach()
         built = weight_format.build(linear.weight.detach(), bias)
         parent, _, child = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent),
-            child,
-            LinearModule(built, linear.in_features, linear.out_features),
-        )
+        setattr(model.get_submodule(parent), child, LinearModule(built, linear))
         progress(0.5 + 0.5 * (number + 1) / len(linears))
     weight_format.memory[weight_format.name] += sum(
         parameter.nbytes for parameter in model.parameters()

@@ -16,6 +16,7 @@ call, or passes something that attention backends cannot compute.
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,13 +106,12 @@ class TransformersSpec(ModelSpec):
 
     @cached_property
     def attention_shape(self) -> AttentionShape:
-        """Heads of the KV cache: as large as the largest key or value of any layer."""
+        """Heads of the KV cache: the largest and most of any layer."""
         first = self.calls[0]
         largest = max(max(call.key_dim, call.value_dim) for call in self.calls)
         head_dim = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        return AttentionShape(
-            first.num_heads, first.num_kv_heads, head_dim, first.scale, first.soft_cap
-        )
+        num_kv_heads = max(call.num_kv_heads for call in self.calls)
+        return AttentionShape(first.num_heads, num_kv_heads, head_dim, first.scale, first.soft_cap)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -151,7 +151,7 @@ class TransformersDecoder(Decoder):
         self.spec: TransformersSpec = spec
         self.implementation = f"transformers {_import().__version__}"
         self._head_model = model
-        self._body: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self._body: nn.Module = body_of(model)
         self._given = _GivenHiddenStates()
         (name,) = (name for name, module in model.named_modules() if module is self._body)
         model.set_submodule(name, self._given)
@@ -202,10 +202,12 @@ class _BodyOutput(tuple[torch.Tensor]):
 class LinearModule(nn.Module):
     """One of tokend's linear layers in the place of an nn.Linear."""
 
-    def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
+    def __init__(self, linear: Linear, replaced: nn.Linear) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = replaced.in_features
+        self.out_features = replaced.out_features
+        # Some models ask for the dtype of a weight.
+        self.weight = replaced.weight.detach().to("meta")
         self._linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,8 +239,9 @@ def attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
 class _PagedAttention:
     """The attention function of one step: layers call it in their order.
 
-    Narrow heads are padded with zeros to those of the KV cache, which changes no product, and a
-    layer whose scale is not the backend's has its queries scaled.
+    Narrow heads are padded with zeros to those of the KV cache, which changes no product. A layer
+    with fewer KV heads has each of them several times, and a layer whose scale is not the backend's
+    has its queries scaled.
     """
 
     def __init__(
@@ -257,18 +260,23 @@ class _PagedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         *others: Any,
+        s_aux: torch.Tensor | None = None,
         **arguments: Any,
     ) -> tuple[torch.Tensor, None]:
         layer, self._next_layer = self._next_layer, self._next_layer + 1
         call, shape = self._spec.calls[layer], self._spec.attention_shape
         if call.scale != shape.scale:
             query = query * (call.scale / shape.scale)
+        if (copies := shape.num_kv_heads // call.num_kv_heads) > 1:
+            key, value = (heads.repeat_interleave(copies, dim=1) for heads in (key, value))
+        sinks = None if s_aux is None else s_aux.reshape(-1).float().contiguous()
         attended = self._attention.run(
             layer,
             _packed(query, shape.head_dim),
             _packed(key, shape.head_dim).to(query.dtype),
             _packed(value, shape.head_dim).to(query.dtype),
             self._no_rotation(query.device),
+            sinks,
         )
         return attended[None, :, :, : call.value_dim], None
 
@@ -310,9 +318,12 @@ class _CallRecorder:
         sliding_window: int | None = None,
         softcap: float | None = None,
         is_causal: bool | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         tokens, key_dim = query.shape[2], query.shape[3]
+        if s_aux is not None and s_aux.numel() != query.shape[1]:
+            raise self._refuse(f"s_aux has {s_aux.numel()} numbers for {query.shape[1]} heads")
         if attention_mask is not None:
             raise self._refuse("its attention has a mask or a bias of its own")
         if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -339,10 +350,13 @@ class _CallRecorder:
 # ---- From a configuration to a spec ----
 
 
-def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
+def spec_of_transformers(
+    config: Mapping[str, Any], max_model_len: int | None = None
+) -> TransformersSpec:
     """Return the spec of a model for transformers' code; no weight is read.
 
-    Raises ModelError naming the architecture and what in it cannot be run.
+    max_model_len: tokens of the longest request; None for the model's length. Raises ModelError
+    naming the architecture and what in it cannot be run.
     """
     architecture = config["architectures"][0]
 
@@ -362,8 +376,10 @@ def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
     model = build_on_meta(config, torch.float32)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise refuse("its positions depend on which tokens are padding")
-    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
-        raise refuse("it takes no position_ids")
+    if any("alibi" in name for name in dir(body_of(model))):
+        raise refuse("its attention adds ALiBi to products, which no attention backend does")
+    if "position_ids" not in inspect.signature(body_of(model).forward).parameters:
+        raise refuse("it takes no position_ids, so it cannot compute a packed batch")
     if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
         raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
     recorder = _CallRecorder(refuse)
@@ -373,7 +389,7 @@ def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
             output = model(
                 input_ids=token_ids, position_ids=token_ids, use_cache=False, return_dict=True
             )
-            body = model.get_decoder()(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+            body = body_of(model)(input_ids=token_ids, position_ids=token_ids, use_cache=False)
     except ModelError:
         raise
     except Exception as error:
@@ -386,14 +402,22 @@ def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
             "interface, so they would keep state of their own"
         )
     for what, values in (
-        ("query and KV heads", {(call.num_heads, call.num_kv_heads) for call in calls}),
+        ("query heads", {call.num_heads for call in calls}),
         ("soft cap", {call.soft_cap for call in calls}),
     ):
         if len(values) > 1:
             raise refuse(f"layers differ in {what}: {sorted(values)}")
+    most = max(call.num_kv_heads for call in calls)
+    if any(most % call.num_kv_heads for call in calls):
+        raise refuse(f"{most} KV heads are no multiple of those of each layer")
     max_position = getattr(settings, "max_position_embeddings", None)
     if type(max_position) is not int or max_position < 1:
         raise refuse("max_position_embeddings is missing")
+    if (longest := _unchanged_rope(settings)) < min(max_model_len or max_position, max_position):
+        raise refuse(
+            "its longrope gives a step with a request of more than "
+            f"{longest} tokens another rotation than others; use --max-model-len {longest}"
+        )
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     numbers = sum(
         parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
@@ -412,6 +436,26 @@ def spec_of_transformers(config: Mapping[str, Any]) -> TransformersSpec:
     )
 
 
+def _unchanged_rope(settings: Any) -> float:
+    """Return the length up to which transformers rotates every step alike.
+
+    LongRoPE's factors are those of the longest request in a step.
+    """
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    longest = math.inf
+    for rope in (parameters, *(each for each in parameters.values() if isinstance(each, dict))):
+        differs = any(rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale"))
+        if rope.get("rope_type") == "longrope" and differs:
+            longest = min(longest, rope["original_max_position_embeddings"])
+    return longest
+
+
+def body_of(model: Any) -> nn.Module:
+    """Return the part of a causal language model that gives hidden states."""
+    body: nn.Module = model.get_decoder()
+    return body if hasattr(body, "config") else model.base_model
+
+
 def transformers_config(config: Mapping[str, Any]) -> Any:
     """Return transformers' object for a configuration; raises ModelError naming what is wrong."""
     _import()
@@ -421,7 +465,8 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type {model_type!r} is unknown to transformers")
     try:
-        settings = CONFIG_MAPPING[model_type].from_dict(dict(config))
+        cls = CONFIG_MAPPING[model_type]
+        settings = cls.from_dict(cls._decode_special_floats(dict(config)))
     except Exception as error:
         raise ModelError(f"config.json: {error}".splitlines()[0]) from error
     settings.use_cache = False
@@ -460,7 +505,13 @@ def build_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     # Experts' loops ask for numbers; this way of computing them does not.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
-    return model.eval()
+    return without_padding(model.eval())
+
+
+def without_padding(model: Any) -> Any:
+    """Keep a model from searching its input for padding, which a packed batch does not have."""
+    model.config.pad_token_id = None
+    return model
 
 
 def _import() -> Any:
