@@ -51,7 +51,7 @@ _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
     },
     "cpmant": {"segment_types": 4, "prompt_types": 4, "prompt_length": 4},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "max_seq_len": 128,
     },
@@ -79,18 +79,22 @@ _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
         "num_global_key_value_heads": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gpt_neo": {
-        "num_layers": 2,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 8,
-    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "ministral": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "roc_bert": {
+        **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), 128),
+        **dict.fromkeys(("shape_embed_dim", "pronunciation_embed_dim"), 16),
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -98,7 +102,8 @@ _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
 def tiny_config(model_type: str) -> Any:
     """Return a small configuration; raises what transformers raises for an impossible one."""
     cls = CONFIG_MAPPING[model_type]
-    default, of_type = cls(), _OF_TYPES.get(model_type, {})
+    of_type = _OF_TYPES.get(model_type, {})
+    default = cls(**of_type)
 
     def default_of(key: str) -> Any:
         try:
@@ -107,7 +112,7 @@ def tiny_config(model_type: str) -> Any:
             return None
 
     def is_derived(key: str) -> bool:
-        return isinstance(getattr(cls, key, None), property)
+        return isinstance(getattr(cls, cls.attribute_map.get(key, key), None), property)
 
     keys: dict[str, Any] = {
         key: value

@@ -23,7 +23,7 @@ from worker.models.transformers_model import (
     TransformersSpec,
     model_class,
     transformers_config,
-    without_padding,
+    without_padding_check,
 )
 
 
@@ -65,13 +65,10 @@ def load_transformers(
         for name in sorted(map(str, names)):
             raise ModelError(f"tensor {name} {problem} ({len(names)} such tensors)")
     progress(0.5)
-    without_padding(model.eval().to(device))
+    without_padding_check(model.eval().to(device))
+    modules = {name: model.get_submodule(name) for name in spec.linear_shapes}
     # A router in float32 stays what it is.
-    linears = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.weight.dtype == dtype
-    ]
+    linears = [(name, each) for name, each in modules.items() if each.weight.dtype == dtype]
     for number, (name, linear) in enumerate(linears):
         bias = None if linear.bias is None else linear.bias.detach()
         built = weight_format.build(linear.weight.detach(), bias)

@@ -83,9 +83,7 @@ def _transformers_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpe
     # transformers takes a second to import, and families of tokend's own do not need it
     from worker.models.transformers_model import spec_of_transformers
 
-    spec: ModelSpec = spec_of_transformers(
-        read_config(prepared), config.model.max_model_len
-    )
+    spec: ModelSpec = spec_of_transformers(read_config(prepared), config.model.max_model_len)
     return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
 
 

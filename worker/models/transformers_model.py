@@ -82,23 +82,25 @@ class AttentionCall:
 class TransformersSpec(ModelSpec):
     """A model that runs on transformers' code. It has no `layers`; `calls` describes them.
 
-    linear_shapes: [out, in] of each linear layer, the head included. other_size: numbers in all
-    other weights.
+    linear_shapes: [out, in] of each linear layer that a step calls, by name, the head included.
+    other_size: numbers in all other weights.
     """
 
     calls: tuple[AttentionCall, ...]
-    linear_shapes: tuple[tuple[int, int], ...]
+    linear_shapes: dict[str, tuple[int, int]]
     other_size: int
 
     @property
     def num_weights(self) -> int:
         """Numbers in all weights; a tied head counts beside the embedding."""
-        return self.other_size + sum(rows * columns for rows, columns in self.linear_shapes)
+        return self.other_size + sum(
+            rows * columns for rows, columns in self.linear_shapes.values()
+        )
 
     @property
     def outputs_per_layer(self) -> int:
         """Numbers that the linear layers of one token give, in a layer of mean size."""
-        return sum(rows for rows, _ in self.linear_shapes) // self.num_layers
+        return sum(rows for rows, _ in self.linear_shapes.values()) // self.num_layers
 
     @property
     def num_layers(self) -> int:
@@ -130,7 +132,7 @@ class TransformersSpec(ModelSpec):
     def compute_shape(self) -> ComputeShape:
         """The FLOPs of a forward pass, as if every expert were used."""
         head = 2 * self.vocab_size * self.hidden_size
-        linear = sum(2 * rows * columns for rows, columns in self.linear_shapes)
+        linear = sum(2 * rows * columns for rows, columns in self.linear_shapes.values())
         by_window: dict[int | None, int] = {}
         for call, window in zip(self.calls, self.windows, strict=True):
             flops = 2 * call.num_heads * (call.key_dim + call.value_dim)
@@ -368,7 +370,7 @@ def spec_of_transformers(
     if config.get("quantization_config"):
         raise refuse("quantization_config is not supported; use unquantised weights")
     settings = transformers_config(config)
-    if settings.get_text_config() is not settings:
+    if _has_several_models(settings):
         raise refuse("it is made of several models, of which the language model is one")
     kinds = sorted(set(getattr(settings, "layer_types", None) or ()) - set(_KINDS_OF_LAYERS))
     if kinds:
@@ -382,7 +384,7 @@ def spec_of_transformers(
         raise refuse("it takes no position_ids, so it cannot compute a packed batch")
     if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
         raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
-    recorder = _CallRecorder(refuse)
+    recorder, linear_shapes = _CallRecorder(refuse), _record_linear_shapes(model)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode(), _attention_function(recorder):
@@ -393,7 +395,10 @@ def spec_of_transformers(
     except ModelError:
         raise
     except Exception as error:
-        raise refuse(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if any(word in reason for word in ("meta tensor", "register_meta")):
+            reason = "it reads numbers of tensors, so it cannot be examined before its weights load"
+        raise refuse(reason) from error
     calls = tuple(recorder.calls[: len(recorder.calls) // 2])
     num_layers = getattr(settings, "num_hidden_layers", 0)
     if len(calls) < max(1, num_layers):
@@ -418,11 +423,9 @@ def spec_of_transformers(
             "its longrope gives a step with a request of more than "
             f"{longest} tokens another rotation than others; use --max-model-len {longest}"
         )
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
     numbers = sum(
         parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
     )
-    shapes = tuple((linear.out_features, linear.in_features) for linear in linears)
     return TransformersSpec(
         architecture=architecture,
         vocab_size=output.logits.shape[-1],
@@ -431,9 +434,29 @@ def spec_of_transformers(
         norm_eps=0.0,
         layers=(),
         calls=calls,
-        linear_shapes=shapes,
-        other_size=numbers - sum(rows * columns for rows, columns in shapes),
+        linear_shapes=linear_shapes,
+        other_size=numbers - sum(rows * columns for rows, columns in linear_shapes.values()),
     )
+
+
+def _has_several_models(settings: Any) -> bool:
+    """Return whether a configuration is that of a language model beside others."""
+    if {"vision_config", "audio_config", "decoder"} & set(settings.sub_configs):
+        return True
+    return settings.get_text_config() is not settings
+
+
+def _record_linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the [out, in] of linear layers by name, filled by the steps that call them."""
+    shapes: dict[str, tuple[int, int]] = {}
+
+    def record(linear: nn.Linear, name: str) -> None:
+        shapes[name] = linear.out_features, linear.in_features
+
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            module.register_forward_pre_hook(lambda linear, _, name=name: record(linear, name))
+    return shapes
 
 
 def _unchanged_rope(settings: Any) -> float:
@@ -444,7 +467,9 @@ def _unchanged_rope(settings: Any) -> float:
     parameters = getattr(settings, "rope_parameters", None) or {}
     longest = math.inf
     for rope in (parameters, *(each for each in parameters.values() if isinstance(each, dict))):
-        differs = any(rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale"))
+        differs = any(
+            rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale")
+        )
         if rope.get("rope_type") == "longrope" and differs:
             longest = min(longest, rope["original_max_position_embeddings"])
     return longest
@@ -505,12 +530,14 @@ def build_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     # Experts' loops ask for numbers; this way of computing them does not.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
-    return without_padding(model.eval())
+    return without_padding_check(model.eval())
 
 
-def without_padding(model: Any) -> Any:
-    """Keep a model from searching its input for padding, which a packed batch does not have."""
-    model.config.pad_token_id = None
+def without_padding_check(model: Any) -> Any:
+    """Keep a model from searching its input for padding, to warn; a packed batch has none."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model
 
 
