@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MODEL_TYPES: Final[tuple[str, ...]] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-MOST_NUMBERS: Final = 5_000_000
+MOST_NUMBERS: Final = 8_000_000
 _NUM_LAYERS: Final = 4
 _SMALL: Final[dict[str, Any]] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
@@ -99,10 +99,10 @@ _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a small configuration; raises what transformers raises for an impossible one."""
     cls = CONFIG_MAPPING[model_type]
-    of_type = _OF_TYPES.get(model_type, {})
+    of_type = _OF_TYPES.get(model_type, {}) | changes
     default = cls(**of_type)
 
     def default_of(key: str) -> Any:
@@ -131,10 +131,10 @@ def tiny_config(model_type: str) -> Any:
     return config
 
 
-def save_tiny_transformers(model_type: str, folder: Path) -> Any:
+def save_tiny_transformers(model_type: str, folder: Path, **changes: Any) -> Any:
     """Save a random model and return it as transformers reads it."""
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     with torch.device("meta"):
         numbers = sum(parameter.numel() for parameter in cls(config).parameters())
     if numbers > MOST_NUMBERS:

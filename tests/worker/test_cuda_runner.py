@@ -4,6 +4,7 @@ Weights, cache, attention by the strict fake FlashInfer, graphs, sampling and pe
 a fake device, which refuses calls that would wait or race.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,25 +28,29 @@ from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.tiny_transformers import save_tiny_transformers
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner
+from worker.attention.flashinfer import HEAD_DIMS
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
 from worker.loader import formats, weights
+from worker.loader.transformers_weights import load_transformers
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
+from worker.models.transformers_model import spec_of_transformers
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
-HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
+HEADS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
 
 
 class SyncRunner:
@@ -63,7 +68,7 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         plain = CONFIGS[name]
-        config = type(plain)(**plain.to_dict() | {"head_dim": HEAD_DIMS[name]})
+        config = type(plain)(**plain.to_dict() | {"head_dim": HEADS[name]})
         tiny_model(config).save_pretrained(folder)
         self.prepared = prepare_checkpoint(folder, folder / "prepared")
         self.spec = spec_of(self.prepared)
@@ -88,6 +93,23 @@ class Model:
             seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
             for seq_id, chunks in CHUNKS.items()
         }
+
+
+class TransformersModel(Model):
+    """A tiny model on transformers' code; its heads are narrower than those of the kernels."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        save_tiny_transformers(name, folder)
+        self.prepared = prepare_checkpoint(folder, folder / "prepared")
+        config = json.loads((folder / "config.json").read_text())
+        self.spec: Any = spec_of_transformers(config, head_dims=HEAD_DIMS)
+        self._reference_tokens = None
+
+    def load(self, device: torch.device) -> Decoder:
+        form = formats.DenseFormat(DTYPE)
+        return load_transformers(
+            self.prepared, self.spec, DTYPE, device, lambda fraction: None, form
+        )
 
 
 class OnFakeCuda:
@@ -178,6 +200,17 @@ def test_tokens_equal_the_reference(model: Model, cuda: FakeCuda) -> None:
     engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
     assert engine.generate(model.prompts()) == reference_tokens(model)
     assert cuda.device.num_replays > 30
+
+
+def test_transformers_code_gives_the_tokens_of_the_reference(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Without graphs, with windows and sinks; no operation of a step waits for the device."""
+    model = TransformersModel("granite_swa", tmp_path)
+    worker = OnFakeCuda(model, cuda, len(CHUNKS))
+    engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
+    assert engine.generate(model.prompts()) == reference_tokens(model)
+    assert cuda.device.num_replays == 0
 
 
 def test_a_graph_keeps_its_memory_when_a_longer_step_runs(cuda: FakeCuda) -> None:

@@ -8,7 +8,6 @@ weight format, as for families of tokend's own.
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel

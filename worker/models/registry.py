@@ -10,9 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from proto.config import ModelImpl, ServeConfig
 from proto.errors import ConfigError, ModelError
 from proto.prepared_model import FAMILIES, PreparedModel, family_of
+from worker.attention.flashinfer import HEAD_DIMS
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
@@ -83,7 +86,10 @@ def _transformers_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpe
     # transformers takes a second to import, and families of tokend's own do not need it
     from worker.models.transformers_model import spec_of_transformers
 
-    spec: ModelSpec = spec_of_transformers(read_config(prepared), config.model.max_model_len)
+    on_gpu = config.device.device != "cpu" and torch.cuda.is_available()
+    spec: ModelSpec = spec_of_transformers(
+        read_config(prepared), config.model.max_model_len, HEAD_DIMS if on_gpu else ()
+    )
     return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
 
 

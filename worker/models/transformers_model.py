@@ -83,12 +83,14 @@ class TransformersSpec(ModelSpec):
     """A model that runs on transformers' code. It has no `layers`; `calls` describes them.
 
     linear_shapes: [out, in] of each linear layer that a step calls, by name, the head included.
-    other_size: numbers in all other weights.
+    other_size: numbers in all other weights. head_dims: sizes of heads that the device has kernels
+    for, ascending; empty for any multiple of 8.
     """
 
     calls: tuple[AttentionCall, ...]
     linear_shapes: dict[str, tuple[int, int]]
     other_size: int
+    head_dims: tuple[int, ...] = ()
 
     @property
     def num_weights(self) -> int:
@@ -111,7 +113,8 @@ class TransformersSpec(ModelSpec):
         """Heads of the KV cache: the largest and most of any layer."""
         first = self.calls[0]
         largest = max(max(call.key_dim, call.value_dim) for call in self.calls)
-        head_dim = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        rounded = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        head_dim = next((each for each in self.head_dims if each >= largest), rounded)
         num_kv_heads = max(call.num_kv_heads for call in self.calls)
         return AttentionShape(first.num_heads, num_kv_heads, head_dim, first.scale, first.soft_cap)
 
@@ -270,7 +273,10 @@ class _PagedAttention:
         if call.scale != shape.scale:
             query = query * (call.scale / shape.scale)
         if (copies := shape.num_kv_heads // call.num_kv_heads) > 1:
-            key, value = (heads.repeat_interleave(copies, dim=1) for heads in (key, value))
+            key, value = (
+                heads[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
+                for heads in (key, value)
+            )
         sinks = None if s_aux is None else s_aux.reshape(-1).float().contiguous()
         attended = self._attention.run(
             layer,
@@ -353,12 +359,14 @@ class _CallRecorder:
 
 
 def spec_of_transformers(
-    config: Mapping[str, Any], max_model_len: int | None = None
+    config: Mapping[str, Any],
+    max_model_len: int | None = None,
+    head_dims: tuple[int, ...] = (),
 ) -> TransformersSpec:
     """Return the spec of a model for transformers' code; no weight is read.
 
-    max_model_len: tokens of the longest request; None for the model's length. Raises ModelError
-    naming the architecture and what in it cannot be run.
+    max_model_len: tokens of the longest request; None for the model's length. head_dims: as in
+    TransformersSpec. Raises ModelError naming the architecture and what in it cannot be run.
     """
     architecture = config["architectures"][0]
 
@@ -436,6 +444,7 @@ def spec_of_transformers(
         calls=calls,
         linear_shapes=linear_shapes,
         other_size=numbers - sum(rows * columns for rows, columns in linear_shapes.values()),
+        head_dims=head_dims,
     )
 
 
