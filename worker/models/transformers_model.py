@@ -5,10 +5,10 @@ name "tokend". A step is one packed batch [1, T] of the tokens of all sequences,
 whose positions transformers gets as `position_ids`. Queries and keys come rotated, so the attention
 backend gets a rotation that changes nothing.
 
-Before a weight is read, `spec_of_transformers` builds the model on torch's device "meta", where
-tensors have no numbers, and runs a step of two tokens. The calls of the attention function in that
-step show the heads, scale and window of each layer. A model is refused if a layer makes no such
-call, or passes something that attention backends cannot compute.
+Before a weight is read, `spec_of_transformers` builds the model with zeros that take no memory and
+runs a step of two tokens, without the products. The calls of the attention function in that step
+show the heads, scale and window of each layer. A model is refused if a layer makes no such call, or
+passes something that attention backends cannot compute.
 
     forward   tokens, positions ─▶ transformers' body ──▶ hidden states [T, hidden]
                                      └─ each layer ─▶ paged attention ─▶ AttentionBackend
@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from proto.errors import ModelError
 from proto.lifecycle import ComputeShape
@@ -305,7 +306,7 @@ def _packed(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class _CallRecorder:
-    """The attention function of the step on "meta"; notes what layers pass.
+    """The attention function of the examined step; notes what layers pass.
 
     Raises ModelError for what attention backends cannot compute.
     """
@@ -352,7 +353,7 @@ class _CallRecorder:
                 sliding_window,
             )
         )
-        return query.new_empty(1, tokens, query.shape[1], value.shape[3]), None
+        return query.new_zeros(1, tokens, query.shape[1], value.shape[3]), None
 
 
 # ---- From a configuration to a spec ----
@@ -383,7 +384,7 @@ def spec_of_transformers(
     kinds = sorted(set(getattr(settings, "layer_types", None) or ()) - set(_KINDS_OF_LAYERS))
     if kinds:
         raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
-    model = build_on_meta(config, torch.float32)
+    model = _build_of_zeros(config)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise refuse("its positions depend on which tokens are padding")
     if any("alibi" in name for name in dir(body_of(model))):
@@ -393,9 +394,9 @@ def spec_of_transformers(
     if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
         raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
     recorder, linear_shapes = _CallRecorder(refuse), _record_linear_shapes(model)
-    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     try:
-        with torch.inference_mode(), _attention_function(recorder):
+        with torch.inference_mode(), _WithoutProducts(), _attention_function(recorder):
             output = model(
                 input_ids=token_ids, position_ids=token_ids, use_cache=False, return_dict=True
             )
@@ -403,10 +404,7 @@ def spec_of_transformers(
     except ModelError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if any(word in reason for word in ("meta tensor", "register_meta")):
-            reason = "it reads numbers of tensors, so it cannot be examined before its weights load"
-        raise refuse(reason) from error
+        raise refuse(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     calls = tuple(recorder.calls[: len(recorder.calls) // 2])
     num_layers = getattr(settings, "num_hidden_layers", 0)
     if len(calls) < max(1, num_layers):
@@ -521,14 +519,16 @@ def model_class(config: Mapping[str, Any]) -> Any:
     return getattr(transformers, architecture)
 
 
-def build_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return the model with tensors that have no numbers; raises ModelError if that fails."""
+def _build_of_zeros(config: Mapping[str, Any]) -> Any:
+    """Return the model with weights and buffers of zeros; raises ModelError if that fails."""
     cls, settings = model_class(config), transformers_config(config)
     try:
         from transformers.initialization import no_init_weights
 
         with torch.device("meta"), no_init_weights():
-            model = cls._from_config(settings, attn_implementation=ATTENTION_NAME, dtype=dtype)
+            model = cls._from_config(
+                settings, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            )
     except Exception as error:
         reason = "it has no attention interface" if error.args == (ATTENTION_NAME,) else str(error)
         raise ModelError(
@@ -536,10 +536,35 @@ def build_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
                 0
             ]
         ) from error
-    # Experts' loops ask for numbers; this way of computing them does not.
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = nn.Parameter(_zeros_like(weight), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _zeros_like(buffer)
+    # Other implementations copy the weights of experts.
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")
+        model.set_experts_implementation("eager")
     return without_padding_check(model.eval())
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of this shape in the memory of one number."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+class _WithoutProducts(TorchFunctionMode):
+    """Products with weights give zeros, without the time to compute them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        if func in (torch.matmul, torch.Tensor.matmul) and args[1].dim() == 2:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1])
+        return func(*args, **kwargs or {})
 
 
 def without_padding_check(model: Any) -> Any:

@@ -129,7 +129,6 @@ def test_typical_models_agree_with_transformers(model_type: str, tmp_path: Path)
         ("roberta", "positions depend on which tokens are padding"),
         ("doge", "a mask or a bias of its own"),
         ("musicgen", "made of several models"),
-        ("jetmoe", "reads numbers of tensors"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(model_type: str, reason: str) -> None:
