@@ -65,7 +65,7 @@ class FakeCuda(TorchFunctionMode):
         if name == "to" and any(map(_is_cuda, args[1:])):
             if not self._is_loading and not device.holds(args[0]):
                 raise DeviceError("a copy from memory that is not page-locked waits for the device")
-            rest = [each for each in args[1:] if not _is_cuda(each)]
+            rest = [each for each in args[1:] if isinstance(each, torch.dtype)]
             source = on_host(args[0])
             return device.adopt(source.to(*rest, **kwargs | {"copy": True}))
         if self._is_loading and name == "copy_" and device.holds(args[0]):

@@ -79,12 +79,16 @@ _OF_TYPES: Final[dict[str, dict[str, Any]]] = {
         "num_global_key_value_heads": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "gpt_neo": {
         "num_layers": _NUM_LAYERS,
         "attention_types": [[["global", "local"], 2]],
         "window_size": 8,
     },
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},

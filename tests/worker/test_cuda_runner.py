@@ -66,6 +66,8 @@ class SyncRunner:
 class Model:
     """A tiny model that can be loaded on any device."""
 
+    dtype = DTYPE
+
     def __init__(self, name: str, folder: Path) -> None:
         plain = CONFIGS[name]
         config = type(plain)(**plain.to_dict() | {"head_dim": HEADS[name]})
@@ -77,10 +79,12 @@ class Model:
     def load(self, device: torch.device) -> Decoder:
         return weights.load_model(self.prepared, self.spec, DTYPE, device, lambda fraction: None)
 
-    def cache(self, device: torch.device, dtype: torch.dtype = DTYPE) -> KVCache:
+    def cache(self, device: torch.device, dtype: torch.dtype | None = None) -> KVCache:
         layout = kv_layout(self.spec.windows)
         heads = self.spec.attention_shape
-        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, dtype)
+        geometry = kv_cache_geometry(
+            layout, heads.num_kv_heads, heads.head_dim, dtype or self.dtype
+        )
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
     def rows(self, count: int) -> InputBatch:
@@ -98,18 +102,29 @@ class Model:
 class TransformersModel(Model):
     """A tiny model on transformers' code; its heads are narrower than those of the kernels."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        save_tiny_transformers(name, folder)
+    dtype = torch.float16
+
+    def __init__(self, name: str, folder: Path, **changes: Any) -> None:
+        save_tiny_transformers(name, folder, **changes)
         self.prepared = prepare_checkpoint(folder, folder / "prepared")
         config = json.loads((folder / "config.json").read_text())
         self.spec: Any = spec_of_transformers(config, head_dims=HEAD_DIMS)
         self._reference_tokens = None
 
     def load(self, device: torch.device) -> Decoder:
-        form = formats.DenseFormat(DTYPE)
+        form = formats.DenseFormat(self.dtype)
         return load_transformers(
-            self.prepared, self.spec, DTYPE, device, lambda fraction: None, form
+            self.prepared, self.spec, self.dtype, device, lambda fraction: None, form
         )
+
+
+def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Do what Module.to does, without its checks, which fake tensors do not pass."""
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = None if tensor is None else tensor.detach().to(device)
+    return module
 
 
 class OnFakeCuda:
@@ -120,7 +135,7 @@ class OnFakeCuda:
         model: Model,
         cuda: FakeCuda,
         num_rows: int,
-        kv_dtype: torch.dtype = DTYPE,
+        kv_dtype: torch.dtype | None = None,
         library: FakeFlashInfer | None = None,
         **settings: Any,
     ) -> None:
@@ -136,7 +151,7 @@ class OnFakeCuda:
             cuda.device,
             DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
             Sampler(TorchBackend()),
-            DTYPE,
+            model.dtype,
         )
         self.runner = self.builder.build(self.cache, self.rows, self.progress.append)
 
@@ -203,10 +218,11 @@ def test_tokens_equal_the_reference(model: Model, cuda: FakeCuda) -> None:
 
 
 def test_transformers_code_gives_the_tokens_of_the_reference(
-    cuda: FakeCuda, tmp_path: Path
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without graphs, with windows and sinks; no operation of a step waits for the device."""
-    model = TransformersModel("granite_swa", tmp_path)
+    monkeypatch.setattr(torch.nn.Module, "to", move_module)
+    model = TransformersModel("granite_swa", tmp_path, attention_multiplier=0.25)
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
     engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
     assert engine.generate(model.prompts()) == reference_tokens(model)
