@@ -179,10 +179,10 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    return {name: Model(name, tmp_path_factory.mktemp(name)) for name in HEAD_DIMS}
+    return {name: Model(name, tmp_path_factory.mktemp(name)) for name in HEADS}
 
 
-@pytest.fixture(params=HEAD_DIMS)
+@pytest.fixture(params=HEADS)
 def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
@@ -508,7 +508,7 @@ def test_norms_and_gates_use_the_library(
     assert sum(same) > 0.8 * len(same)
     # Gemma's norm weights include the added 1, in float32.
     gemma = {"gelu_tanh_and_mul"}
-    is_gemma = model.spec.attention_shape.head_dim == HEAD_DIMS["gemma3-pattern-untied"]
+    is_gemma = model.spec.attention_shape.head_dim == HEADS["gemma3-pattern-untied"]
     assert set(library.num_calls) == (gemma if is_gemma else {"silu_and_mul", "rmsnorm"})
     assert worker.library.num_calls.keys() == {"rope"}
 
