@@ -478,7 +478,8 @@ def _unchanged_rope(settings: Any) -> float:
             rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale")
         )
         if rope.get("rope_type") == "longrope" and differs:
-            longest = min(longest, rope["original_max_position_embeddings"])
+            original = rope.get("original_max_position_embeddings")
+            longest = min(longest, original or settings.max_position_embeddings)
     return longest
 
 
