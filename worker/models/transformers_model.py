@@ -543,7 +543,8 @@ def _build_of_zeros(config: Mapping[str, Any]) -> Any:
                 module._parameters[name] = nn.Parameter(_zeros_like(weight), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _zeros_like(buffer)
+                # LongRoPE writes its buffer.
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     # Other implementations copy the weights of experts.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
