@@ -142,7 +142,7 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     ),
     "qwen3": TinyGguf(),
     "qwen3moe": TinyGguf(_MANY_EXPERTS, changes={"norm_topk_prob": True}),
-    "smollm3": TinyGguf(changes={"no_rope_layers": None, "num_hidden_layers": 4}, permuted=True),
+    "smollm3": TinyGguf(changes=_FULL_AT | {"no_rope_layers": None}, permuted=True),
     "starcoder2": TinyGguf({"attention.layer_norm_epsilon": "norm_epsilon"}),
 }
 """By the family's module in worker.models."""
@@ -246,7 +246,7 @@ def _converted(
             array = permute_heads(array, heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1.0
-        converted[new] = array
+        converted[new] = array.squeeze()
     return converted
 
 

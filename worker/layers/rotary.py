@@ -56,8 +56,9 @@ class RotaryEmbedding:
         self.query_scales: torch.Tensor | None = None
         """Factor of the query at each position, float32 [max_position]; None: all are 1."""
         if isinstance(rope, YarnRope) and rope.query_growth:
-            lengths = torch.arange(max_position, device=device) // rope.original_max_position
-            self.query_scales = 1.0 + rope.query_growth * lengths.float().log1p()
+            lengths = torch.arange(max_position) // rope.original_max_position
+            scales = 1.0 + rope.query_growth * lengths.float().log1p()
+            self.query_scales = scales.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of each token for positions int64 [T]; called once per step."""
