@@ -113,7 +113,7 @@ GGUFS: Final[dict[str, TinyGguf]] = {
         _GRANITE | _EXPERTS | {"expert_count": "num_local_experts"}, permuted=True
     ),
     "llama": TinyGguf(permuted=True),
-    "ministral": TinyGguf(changes={"layer_types": None, "sliding_window": None}, permuted=True),
+    "ministral": TinyGguf(changes={"layer_types": None, "sliding_window": 128}, permuted=True),
     "ministral3": TinyGguf(
         values=_YARN_VALUES
         | {
