@@ -95,7 +95,8 @@ class AppState:
 
     model_name: as clients call it. in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
-    settings: all of the daemon. harmony: None for a model of another format. open_streams: token streams of all requests that have not ended.
+    settings: all of the daemon. harmony: None for a model of another format.
+    open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     API servers, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off.

@@ -253,8 +253,8 @@ class HarmonyOutput(OutputFormat):
 def open_header(prompt: str) -> str | None:
     """Return the header of the message that a prompt leaves open within its text.
 
-        …<|end|><|start|>assistant                                       None: a header follows
-        …<|end|><|start|>assistant<|channel|>final<|message|>It is       assistant<|channel|>final
+    …<|end|><|start|>assistant                                       None: a header follows
+    …<|end|><|start|>assistant<|channel|>final<|message|>It is       assistant<|channel|>final
     """
     last = prompt[prompt.rfind("<|start|>") :].removeprefix("<|start|>")
     header, found, content = last.partition("<|message|>")
@@ -372,7 +372,7 @@ class Harmony:
         if tools:
             last.append("call")
             calls = " | ".join(
-                f"{quoted(f'{tool.name} ')} {constrain}? \"json\" {message} arguments_{index}"
+                f'{quoted(f"{tool.name} ")} {constrain}? "json" {message} arguments_{index}'
                 for index, tool in enumerate(tools)
             )
             rules.append(f'call: {channel} "commentary to=functions." ({calls})')

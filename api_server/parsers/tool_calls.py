@@ -206,7 +206,8 @@ def _calls_or_schema(
         answer = json_rules("answer", decoded(text_grammar.source))
     except InvalidRequestError as error:
         raise error.in_field(text_grammar.field) from None
-    field = strict_field(rules.tools) if any(tool.strict for tool in rules.tools) else text_grammar.field
+    has_strict = any(tool.strict for tool in rules.tools)
+    field = strict_field(rules.tools) if has_strict else text_grammar.field
     return _grammar_source(["start: calls | answer", *answer], grammar, rules, field=field)
 
 

@@ -4,7 +4,8 @@
     <|start|>developer<|message|># Instructions …  # Tools … namespace functions {…}<|end|>
     <|start|>user<|message|>Is it cold in Paris?<|end|>
     <|start|>assistant<|channel|>analysis<|message|>I should look.<|end|>
-    <|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{…}<|call|>
+    <|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>
+      {"city": "Paris"}<|call|>
     <|start|>functions.weather to=assistant<|channel|>commentary<|message|>3 degrees<|end|>
     <|start|>assistant
 
@@ -220,7 +221,8 @@ def _messages(conversation: Conversation) -> list[Any]:
     if num_leading or conversation.tools:
         instructions = "\n\n".join(message["content"] for message in given[:num_leading])
         converted.append(_developer_message(instructions, conversation.tools or ()))
-    last_final = max((index for index, message in enumerate(given) if _is_final(message)), default=0)
+    finals = [index for index, message in enumerate(given) if _is_final(message)]
+    last_final = max(finals, default=-1)
     calls = _Calls(given)
     for index, message in enumerate(given[num_leading:], start=num_leading):
         role, content = message["role"], message.get("content") or ""
