@@ -31,7 +31,8 @@ SPECIAL_TOKENS: Final = (
 def o200k_ranks() -> dict[str, int] | None:
     """Return byte-level token → id; None if the package is not installed.
 
-    Its file: the number of tokens; for each token its length (2 bytes), its bytes, its id (4 bytes).
+    Its file: the number of tokens (4 bytes); for each token its length (2 bytes), its bytes, its id
+    (4 bytes).
     """
     found = importlib.util.find_spec("quicktok")
     if found is None or found.origin is None:
