@@ -1,14 +1,16 @@
 """The harmony format: vocabulary, parser and prompts, with `openai-harmony` as the reference."""
 
 import json
+import os
 
 import pytest
 from openai_harmony import Author, HarmonyError, Message, Role
+from openai_harmony import Conversation as Messages
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from api_server.parsers.harmony import HarmonyTokenCounter, open_header
+from api_server.parsers.harmony import HarmonyParser, HarmonyTokenCounter, open_header
 from api_server.text.chat_template import Conversation
-from api_server.text.detokenizer import MarkerDetokenizer
+from api_server.text.detokenizer import MarkerDetokenizer, byte_alphabet
 from api_server.text.harmony import (
     VOCABULARY_FOLDER,
     HarmonyTemplate,
@@ -117,8 +119,6 @@ def test_answers_cut_at_every_token_and_byte(name):
 
 
 def tokenizer_byte(tokenizer: Tokenizer, byte: int) -> int:
-    from api_server.text.detokenizer import byte_alphabet
-
     (character,) = (one for one, value in byte_alphabet().items() if value == byte)
     return tokenizer.token_to_id(character)
 
@@ -192,8 +192,6 @@ def test_reasoning_tokens_are_counted():
     tokenizer, harmony = harmony_tokenizer(), harmony_of(harmony_tokenizer())
     said = f"{ANALYSIS}the fox 😀{NEXT}{ANALYSIS}over{NEXT}{FINAL}the sea"
     detokenizer = MarkerDetokenizer(ModelTokenizer(tokenizer).detokenizer([]), harmony.markers)
-    from api_server.parsers.harmony import HarmonyParser
-
     counter = HarmonyTokenCounter(detokenizer, HarmonyParser(harmony.encoding, None, ()))
     for token_id in tokenizer.encode(said).ids:
         counter.decode_token(token_id)
@@ -216,7 +214,7 @@ def test_the_library_is_built_from_the_tokenizer_of_the_model(tmp_path, monkeypa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     encoding = load_encoding(tmp_path / "tokenizer.json")
     assert encoding.inner.encode("<|call|>", allowed_special="all") == [200012]
-    assert VOCABULARY_FOLDER not in __import__("os").environ
+    assert VOCABULARY_FOLDER not in os.environ
 
 
 def test_another_vocabulary_is_refused(tmp_path, monkeypatch):
@@ -286,8 +284,8 @@ def test_system_and_developer_messages():
     assert "# Valid channels: analysis, commentary, final." in system
     assert "commentary channel: 'functions'" in system
     assert developer == (
-        "developer<|message|># Instructions\n\nBe brief.\n\nIn verse.\n\n# Tools\n\n## functions\n\n"
-        "namespace functions {\n\n// Look.\n// Twice.\ntype find = (_: {\n// What.\ntext: string,\n"
+        "developer<|message|># Instructions\n\nBe brief.\n\nIn verse.\n\n# Tools\n\n"
+        "## functions\n\nnamespace functions {\n\n// Look.\n// Twice.\ntype find = (_: {\n// What.\ntext: string,\n"
         'kind?: "a" | "b", // default: a\n}) => any;\n\ntype now = () => any;\n\n'
         "} // namespace functions<|end|>"
     )
@@ -396,8 +394,6 @@ def test_a_prompt_is_what_the_library_renders():
         .with_channel("commentary")
         .with_recipient("assistant"),
     ]
-    from openai_harmony import Conversation as Messages
-
     ids = encoding.render_conversation_for_completion(
         Messages.from_messages(messages), Role.ASSISTANT
     )

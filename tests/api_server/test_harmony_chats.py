@@ -32,7 +32,9 @@ from tests.api_server.test_harmony import ANALYSIS, ARGUMENTS, CALL, FINAL, FIND
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = f"{ANALYSIS}the fox 😀{NEXT}{FINAL}over the sea<|return|>"
-CALLED = f"{ANALYSIS}the fox 😀{NEXT}<|channel|>commentary<|message|>Look:{NEXT}{CALL}{ARGUMENTS}<|call|>"
+PREAMBLE = "<|channel|>commentary<|message|>Look:"
+CALLED = f"{ANALYSIS}the fox 😀{NEXT}{PREAMBLE}{NEXT}{CALL}{ARGUMENTS}<|call|>"
+RESULT = "<|start|>functions.find to=assistant<|channel|>commentary<|message|>3<|end|>"
 
 
 @pytest.fixture
@@ -353,8 +355,7 @@ def test_strict_tools(backend):
     source = grammar(tools=[STRICT])
     assert source.field == "tools[0].function.parameters"
     assert admits(backend, source, f"{THINKS}{FINAL}Hi.<|return|>")
-    preamble = f"<|channel|>commentary<|message|>Look:{NEXT}"
-    assert admits(backend, source, f"{THINKS}{preamble}{CALL}{ARGUMENTS}<|call|>")
+    assert admits(backend, source, f"{THINKS}{PREAMBLE}{NEXT}{CALL}{ARGUMENTS}<|call|>")
     assert not admits(backend, source, f'{THINKS}{CALL}{{"other": 1}}<|call|>')
 
 

@@ -22,9 +22,8 @@ class HarmonyAnswers:
     name = "harmony"
 
     def seeds(self) -> list[bytes]:
-        return [
-            bytes([number, 3]) + text.encode() for number, (text, _) in enumerate(CASES.values())
-        ]
+        texts = [text for text, _ in CASES.values()]
+        return [bytes([number, 3]) + text.encode() for number, text in enumerate(texts)]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
         def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
