@@ -285,7 +285,8 @@ def test_system_and_developer_messages():
     assert "commentary channel: 'functions'" in system
     assert developer == (
         "developer<|message|># Instructions\n\nBe brief.\n\nIn verse.\n\n# Tools\n\n"
-        "## functions\n\nnamespace functions {\n\n// Look.\n// Twice.\ntype find = (_: {\n// What.\ntext: string,\n"
+        "## functions\n\nnamespace functions {\n\n// Look.\n// Twice.\n"
+        "type find = (_: {\n// What.\ntext: string,\n"
         'kind?: "a" | "b", // default: a\n}) => any;\n\ntype now = () => any;\n\n'
         "} // namespace functions<|end|>"
     )
