@@ -314,7 +314,8 @@ class Harmony:
         final message. Raises InvalidRequestError.
         """
         tools = request.callable_tools
-        budget = 0 if request.reasoning_effort == "none" else request.thinking_token_budget
+        effort = request.chat_template_kwargs.get("reasoning_effort", request.reasoning_effort)
+        budget = 0 if effort == "none" else request.thinking_token_budget
         has_strict = any(tool.strict for tool in tools)
         if request.continue_final_message:
             if request.must_call:

@@ -365,7 +365,11 @@ def test_reasoning_is_limited_or_left_out(backend):
     assert number == 3
     assert admits(backend, source, f"{ANALYSIS}abc{NEXT}{FINAL}Hi.<|return|>")
     assert not admits(backend, source, f"{ANALYSIS}abcd{NEXT}{FINAL}Hi.<|return|>")
-    for fields in ({"thinking_token_budget": 0}, {"reasoning_effort": "none"}):
+    for fields in (
+        {"thinking_token_budget": 0},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"reasoning_effort": "none"}},
+    ):
         source = grammar(**fields)
         assert admits(backend, source, f"{FINAL}Hi.<|return|>")
         assert not admits(backend, source, f"{THINKS}{FINAL}Hi.<|return|>")
