@@ -14,7 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from api_server.parsers.output import OutputParser, OutputPart, ReasoningText
+from api_server.parsers.output import (
+    OutputParser,
+    OutputPart,
+    ReasoningText,
+    num_marker_characters,
+)
 from api_server.text.detokenizer import Detokenizer
 from proto.config import ReasoningParserName
 from proto.sampling_params import BLANKS, MAX_BLANKS
@@ -228,17 +233,6 @@ class ReasoningParser:
     def _add_reasoning(self, text: str, parts: list[OutputPart]) -> None:
         if text and self._is_shown:
             parts.append(ReasoningText(text))
-
-
-def num_marker_characters(text: str, marker: str) -> int:
-    """Return how many characters at the end of `text` may start `marker`.
-
-    The text must not contain the whole marker.
-    """
-    for number in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:number]):
-            return number
-    return 0
 
 
 def _trimmed(text: str) -> str:

@@ -91,8 +91,7 @@ def walk(backend, source, seed, first="") -> str:
 
 def check(name, text, schemas=SCHEMAS) -> list[str]:
     """Return the names of the calls in a text, which must contain nothing else."""
-    names = [tool["name"] for tool in TOOLS]
-    parser = TOOL_CALL_FORMATS[name].new_parser(names)
+    parser = TOOL_CALL_FORMATS[name].new_parser(SCHEMAS)
     content, calls = joined([*parser.parse_delta(text), *parser.parse_end()])
     assert content == "", text
     assert calls, text
@@ -185,7 +184,7 @@ def test_the_grammar_begins_at_the_call_marker(backend, name):
     text = "I will look.\n" + source.trigger
     for seed in range(10):
         found = walk(backend, source, seed, first=text)
-        parser = TOOL_CALL_FORMATS[name].new_parser([])
+        parser = TOOL_CALL_FORMATS[name].new_parser(SCHEMAS)
         content, calls = joined([*parser.parse_delta(found), *parser.parse_end()])
         assert content == "I will look."
         assert calls
