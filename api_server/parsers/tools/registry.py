@@ -201,14 +201,10 @@ DEFAULT_FORMAT: Final = TOOL_CALL_FORMATS["hermes"]
 """For chat templates without tools: the text that describes the tools asks for this format."""
 
 UNSUPPORTED_MARKERS: Final = (
-    "<|channel|>",
-    "｜DSML｜",
-    "<minimax:tool_call>",
-    "<seed:tool_call>",
-    "<function=example_function_name>{",
+    *("<function=", "<|channel|>", "｜DSML｜", "<minimax:tool_call>", "<seed:tool_call>"),
 )
-"""Strings in chat templates of formats that have no entry. Some of these templates contain markers
-of other formats too, so they are looked for first."""
+"""Strings in chat templates of formats that have no entry. A template with one of them is unknown,
+although it may contain markers of other formats, unless the string is a marker of its format."""
 
 
 def tool_call_format(
@@ -223,10 +219,9 @@ def tool_call_format(
         return TOOL_CALL_FORMATS[name]
     if template is None:
         return DEFAULT_FORMAT
-    if template_has_tools and any(marker in template for marker in UNSUPPORTED_MARKERS):
-        return None
+    unsupported = {marker for marker in UNSUPPORTED_MARKERS if marker in template}
     for tool_format in TOOL_CALL_FORMATS.values():
         for group in tool_format.template_markers:
-            if all(marker in template for marker in group):
+            if all(marker in template for marker in group) and unsupported <= {*group}:
                 return tool_format
     return None if template_has_tools else DEFAULT_FORMAT
