@@ -63,14 +63,14 @@ class ToolCallFormat:
     The layout is what grammars force and what templates without tools show; the parser reads it
     and what models make of it. Derived classes are kinds of formats; most formats are instances.
 
-    name: value of --tool-call-parser. markers: texts that may be special tokens of the
-    tokenizer; the detokenizer keeps them so that the parser sees them. Whitespace beside a marker
-    is optional. A layout that begins with a marker lets a grammar begin there, in an answer that
-    is text otherwise. template_markers: a chat template that contains all strings of one of these
-    groups belongs to this format. optional_opening: marker that grammars admit before all calls.
-    free_text: Lark terminal of an answer without calls, if the layout begins with no marker.
-    call_id: id of a call in the prompt, with NAME and INDEX; empty for any. needs_schemas: its
-    grammar holds every tool to its schema, not only strict ones.
+    name: value of --tool-call-parser. markers: texts that may be special tokens of the tokenizer;
+    the detokenizer keeps them so that the parser sees them. Whitespace beside them is optional. If
+    the layout begins with one, a grammar can begin there, in an answer that is text otherwise.
+    template_markers: a chat template that contains all strings of one of these groups belongs to
+    this format. optional_opening: marker that grammars admit before all calls. free_text: Lark
+    terminal of an answer without calls, if the layout begins with no marker. call_id: id of a call
+    in the prompt, with NAME and INDEX; empty for any. needs_schemas: its grammar holds every tool
+    to its schema, not only strict ones.
     """
 
     name: ToolCallParser
@@ -112,7 +112,8 @@ class ToolCallFormat:
         calls, argument_rules = [], []
         for index, tool in enumerate(rules.tools):
             arguments = f"arguments_{index}"
-            before = self.lark(f"{layout.call_begin}{tool.name}{layout.name_end}", rules)
+            before = self.lark(f"{layout.call_begin}{tool.name}", rules)
+            before += self.lark(layout.name_end, rules)
             if trigger and not layout.begin:
                 before = before[1:]  # the trigger
             calls.append(" ".join([*before, arguments, *self.lark(layout.call_end, rules)]))
@@ -138,7 +139,10 @@ class ToolCallFormat:
         return CallGrammar(lines, trigger, self.free_text)
 
     def lark(self, text: str, rules: "CallRules") -> list[str]:
-        """Return the Lark items of a text of the layout; a marker is an item of its own."""
+        """Return the Lark items of a text of the layout; a marker is an item of its own.
+
+        Whitespace beside a marker, or as a text of its own, becomes BLANK.
+        """
         items = []
         for piece in self._pieces.split(text):
             stripped = piece.strip()
@@ -152,7 +156,7 @@ class ToolCallFormat:
                     *["BLANK"] * bool(after),
                 ]
             elif piece:
-                items.append(quoted(piece))
+                items.append(quoted(piece) if stripped else "BLANK")
         return items
 
     @property

@@ -41,6 +41,8 @@ _SEPARATORS: Final = ("",)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,129}")
 _MAX_NAME: Final = 128
 _MAX_KEY: Final = 256
+_ANY_KEY: Final = "/[A-Za-z0-9_.-]{1,64}/"
+"""Lark terminal of the name of a parameter of a tool that is not strict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,6 @@ class TaggedCallFormat(ToolCallFormat):
     """
 
     parameter: ParameterLayout
-    needs_schemas = True
 
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return TaggedCallParser(self, tools)
@@ -81,11 +82,14 @@ class TaggedCallFormat(ToolCallFormat):
     def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
         """Return the rules of all parameters, in the order of the schema.
 
-        A call without its schema would admit anything, so a tool that is not strict is held to its
-        schema too.
+        A tool that is not strict may have any parameters.
         """
         layout, names, lines = self.parameter, [], []
         field = f"{tool.field}.function.parameters"
+        if not tool.strict:
+            value, *lines = self._value_rules(f"{rule}_any", {}, rules)
+            opening = [*self.lark(layout.begin, rules), _ANY_KEY, *self.lark(layout.key_end, rules)]
+            return [f"{rule}: ({' '.join(opening)} {value})*", *lines]
         try:
             properties = schema_properties(compact_schema(tool.schema))
             for index, (key, required, schema) in enumerate(properties):
@@ -138,7 +142,7 @@ class TaggedCallParser(CallParser):
         self._value_end = parameter.end.strip()
         self._is_on_own_lines = parameter.key_end.endswith("\n")
         self._key = ""
-        self._values: dict[str, str] = {}  # of the call so far, as JSON
+        self._values: dict[str, str] = {}  # of the call so far, as JSON; the last of a name counts
         self._types: frozenset[str] = frozenset()
         self._scanner = json_scanner()
         self._has_opening = False
@@ -194,7 +198,7 @@ class TaggedCallParser(CallParser):
         if position < 0 and len(self._buffer) <= _MAX_KEY + len(self._key_end):
             return False
         key = self._buffer[: max(position, 0)].strip()
-        if not _is_key(key, self._key_end) or key in self._values:
+        if not _is_key(key, self._key_end):
             self._reject_candidate()
             return True
         self._consume(position + len(self._key_end))

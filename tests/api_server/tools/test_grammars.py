@@ -180,7 +180,7 @@ def test_a_format_that_needs_schemas_takes_every_keyword(backend):
 
 @pytest.mark.parametrize("name", [name for name, each in TOOL_CALL_FORMATS.items() if each.trigger])
 def test_the_grammar_begins_at_the_call_marker(backend, name):
-    source = grammar(name)
+    source = grammar(name, tools=[tool | {"strict": True} for tool in TOOLS])
     text = "I will look.\n" + source.trigger
     for seed in range(10):
         found = walk(backend, source, seed, first=text)
@@ -236,6 +236,8 @@ VALUES = [
     ({**STRING, "pattern": "^[a-z]+$"}, ["abc"], ["ab1", ""]),
     ({**STRING, "pattern": "a/|b"}, ["xa/x", "b"], ["a"]),
     ({**STRING, "format": "uuid"}, ["0f" * 4 + "-aaaa-bbbb-cccc-" + "0f" * 6], ["0f"]),
+    ({**STRING, "format": "date"}, ["2026-02-28"], ["2026-02-30", "x"]),
+    ({**STRING, "format": "date-time"}, ["2026-02-28T10:00:00Z"], ["2026-02-28"]),
     ({"enum": ["a", "b c", 5, None]}, ["a", "b c", 5, None], ["b", 6]),
     ({"const": "a"}, ["a"], ["b"]),
     ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc"]),
@@ -293,6 +295,15 @@ def test_values_that_cannot_be_forced_are_refused(name, schema, word):
         grammar(name, tools=tools, tool_choice="required")
     assert caught.value.param == "tools[0].function.parameters"
     assert grammar(name, tools=tools) is None
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tool_that_is_not_strict_has_any_parameters(backend, name):
+    tools = [{"name": "f", "parameters": {"patternProperties": {"a": {"format": "time"}}}}]
+    source = grammar(name, tools=tools, parallel_tool_calls=False)
+    for arguments in ('{"a": "x\\ny", "b-2": 5, "a": ""}', "{}"):
+        text = TOOL_CALL_FORMATS[name].render_calls([("f", arguments)])
+        assert accepts(backend, source, text.removeprefix(source.trigger))
 
 
 def test_a_parameter_that_cannot_be_named_is_refused():
