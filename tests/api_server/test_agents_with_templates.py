@@ -214,6 +214,28 @@ async def test_kimi_reads_the_ids_that_it_wrote(start, scripted, serve):
         assert "call_" not in prompt.replace("tool_call_", "")
 
 
+async def test_a_template_that_knows_calls_and_no_tools(start, scripted, serve):
+    """That of DeepSeek R1: the system message describes the tools, the template writes the calls."""
+    text, served = CALLS["deepseek_r1"], serve("deepseek_r1")
+    async with start(scripted(text), served=served, max_model_len=8192) as front_end:
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+        body = {"messages": [{"role": "user", "content": "weather?"}], "tools": tools}
+        message = (await posted(front_end, "/v1/chat/completions", body))["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21"}
+        body["messages"] += [message, result]
+        await posted(front_end, "/v1/chat/completions", body)
+        for _ in range(2):
+            request = front_end.engine.requests.get_nowait()
+        prompt = front_end.app_state.tokenizer.decode(
+            request.prompt_token_ids, skip_special_tokens=False
+        )
+        system, _, rest = prompt.partition("<｜User｜>")
+        assert "# Tools" in system
+        assert "function<｜tool▁sep｜>function-name\n```json\n" in system
+        assert 'weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>' in rest
+        assert "<｜tool▁output▁begin｜>21<｜tool▁output▁end｜>" in rest
+
+
 def test_call_ids_are_shortened_for_templates_that_require_it():
     def length(source: str) -> int:
         return template_facts(template_environment().parse(source)).call_id_length

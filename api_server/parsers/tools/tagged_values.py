@@ -127,9 +127,15 @@ def _refuse_constant(name: str) -> None:
 # Grammars.
 
 
-_FIRST_CHARACTERS: Final = {"object": r"\{", "array": r"\[", "integer": "-0-9", "number": "-0-9"}
-"""Type → characters with which its JSON begins."""
-_LITERALS: Final = {"boolean": ("true", "false"), "null": ("null",)}
+_JSON_TEXTS: Final = {
+    "object": r"\{(?s:.*)",
+    "array": r"\[(?s:.*)",
+    "number": "[-0-9](?s:.*)",
+    "integer": "[-0-9](?s:.*)",
+    "boolean": "true|false|True|False",
+    "null": "null|None",
+}
+"""Type → texts that may be read as a value of it, so that no string is written as one."""
 _TEXT: Final = "/(?s:.*)/"
 _TEXT_KEYWORDS: Final = frozenset(
     {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", *_DEFINITIONS}
@@ -167,17 +173,15 @@ def text_rules(
     other_types = frozenset[str]().union(*(types_of(other, schema) for other in others))
     if types_of(schema, schema) == ALL_TYPES and schema.keys() - _TEXT_KEYWORDS:
         other_types = ALL_TYPES  # values that keywords of other types restrict are not written
-    starts = "".join(sorted({_FIRST_CHARACTERS.get(kind, "") for kind in other_types}))
     bounds = [f"~/(?s:.*){_escaped(forbidden)}(?s:.*)/"] if forbidden else []
-    if starts:
-        bounds.append(f"~/[{starts}](?s:.*)/")
-    choices = [part for text in texts for part in _text_terminals(text, bounds, forbidden)]
-    for kind in sorted(other_types & _LITERALS.keys()):
-        choices += map(quoted, _LITERALS[kind])
+    bounds += [f"~/{_JSON_TEXTS[kind]}/" for kind in sorted(other_types & _JSON_TEXTS.keys())]
+    types = frozenset({"string", *other_types})
+    choices = [part for text in texts for part in _text_terminals(text, bounds, forbidden, types)]
+    choices += [quoted(literal) for other in others for literal in _literals(other, schema)]
     terminal = f"{name.upper()}_TEXT"
     rules = [" ".join([f"{terminal}: ({' | '.join(choices)})", *quoted_end])]
     alternatives = [terminal]
-    written = [other for other in others if types_of(other, schema) - _LITERALS.keys()]
+    written = [other for other in others if types_of(other, schema) - {"boolean", "null"}]
     if written:
         definitions = {place: schema[place] for place in _DEFINITIONS if place in schema}
         union = {"anyOf": written, **definitions} if len(written) > 1 else written[0] | definitions
@@ -235,12 +239,30 @@ def _only_type(own: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
     return {"type": own["type"]} if "type" in own and "type" not in part else {}
 
 
-def _text_terminals(schema: Mapping[str, Any], bounds: Sequence[str], forbidden: str) -> list[str]:
-    """Return Lark expressions of which each is a set of texts that conform to a string's schema."""
+def _literals(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+    """Return the booleans and null that a schema allows, as JSON."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    types = types_of(schema, root)
+    return [
+        json.dumps(value)
+        for kind, value in (("boolean", True), ("boolean", False), ("null", None))
+        if kind in types and (not isinstance(values, list) or any(value is each for each in values))
+    ]
+
+
+def _text_terminals(
+    schema: Mapping[str, Any], bounds: Sequence[str], forbidden: str, types: frozenset[str]
+) -> list[str]:
+    """Return Lark expressions of which each is a set of texts that conform to a string's schema.
+
+    types: that the whole value may have.
+    """
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         if any(forbidden and forbidden in value for value in values):
             raise InvalidRequestError(f"calls of this model cannot write {forbidden} in a value")
+        if any(value_json(value, types) != json_string(value) for value in values):
+            raise InvalidRequestError("calls of this model cannot tell strings from other values")
         return [quoted(value) for value in values]
     unsupported = _UNSUPPORTED & schema.keys()
     if unsupported:

@@ -240,6 +240,8 @@ VALUES = [
     ({**STRING, "format": "date-time"}, ["2026-02-28T10:00:00Z"], ["2026-02-28"]),
     ({"enum": ["a", "b c", 5, None]}, ["a", "b c", 5, None], ["b", 6]),
     ({"const": "a"}, ["a"], ["b"]),
+    ({"enum": ["on", "truth", True]}, ["on", "truth", True], [False, "off"]),
+    ({"anyOf": [STRING, {"const": False}]}, ["on", False], [True]),
     ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc"]),
     ({"anyOf": [STRING, INTEGERS]}, ["x", "x[", [1, 2]], [["a"], "[x"]),
     ({"anyOf": [STRING, {"type": "number", "maximum": 9}]}, ["x", 5, -1.5], [10, "5 x"]),
@@ -287,6 +289,7 @@ def test_values_without_quotes(backend, name, schema, good, bad):
         ({**STRING, "format": "hostname"}, "format"),
         ({"allOf": [{**STRING, "minLength": 1}, {**STRING, "maxLength": 2}]}, "allOf"),
         ({"enum": ["</parameter></arg_value>"]}, "cannot write"),
+        ({"enum": ["5", 5]}, "cannot tell"),
     ],
 )
 def test_values_that_cannot_be_forced_are_refused(name, schema, word):
