@@ -215,7 +215,7 @@ async def test_kimi_reads_the_ids_that_it_wrote(start, scripted, serve):
 
 
 async def test_a_template_that_knows_calls_and_no_tools(start, scripted, serve):
-    """That of DeepSeek R1: the system message describes the tools, the template writes the calls."""
+    """Of DeepSeek R1: the system message describes the tools, the template writes the calls."""
     text, served = CALLS["deepseek_r1"], serve("deepseek_r1")
     async with start(scripted(text), served=served, max_model_len=8192) as front_end:
         tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
