@@ -77,7 +77,7 @@ def walk(backend, source, seed, first="") -> str:
     if first:
         matcher.consume(backend.tokens_of(first.encode()))
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
-    for _ in range(2000):
+    for _ in range(8000):
         backend.fill_masks([matcher], masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         choices = np.flatnonzero(bits).tolist()
