@@ -14,7 +14,7 @@ import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from api_server.parsers.output import (
     OutputParser,
@@ -96,11 +96,18 @@ class ReasoningFormat:
 
 NO_REASONING: Final = ReasoningFormat()
 _THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=(("<think>", "</think>"),))
+HARMONY: Final = ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    template_markers=(("<|channel|>analysis<|message|>",),),
+)
+"""Of models with channels, whose whole output `api_server/parsers/harmony.py` parses."""
 _INSIDE: Final = ReasoningFormat(
     "<think>", "</think>", starts_inside=True, template_markers=(("</think>",),)
 )
 
 REASONING_FORMATS: Final[Mapping[ReasoningParserName, ReasoningFormat]] = {
+    "harmony": HARMONY,
     "hunyuan_a13b": ReasoningFormat(
         "<think>",
         "</think>",
@@ -323,6 +330,13 @@ def _without_line_breaks(text: str) -> str:
 def _trimmed(text: str) -> str:
     """Return the text without trailing whitespace, of which at most MAX_BLANKS are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
+
+
+class TokenCounter(Detokenizer, Protocol):
+    """A detokenizer that counts the tokens of the reasoning that passes through it."""
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 _MAX_TOKEN_STARTS: Final = 256
