@@ -28,7 +28,11 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
     model_type: str, tmp_path: Path
 ) -> None:
     model = save_tiny_transformers(
-        model_type, tmp_path, vocab_size=49152, max_position_embeddings=512, sliding_window=40
+        model_type,
+        tmp_path,
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 49152),
+        max_position_embeddings=512,
+        sliding_window=40,
     )
     shutil.copy(Path(packaged_model().folder) / "tokenizer.json", tmp_path)
     reference = Reference(model, None)
