@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 PLAIN = ("F32", "F16", "BF16")
-QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q8_0": (1e-3, (0,)),
     "Q5_0": (1e-2, (0,)),
@@ -31,6 +31,9 @@ def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows * columns // block_size, block_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = random.integers(122, 126, len(blocks), dtype=np.uint8)
+        return blocks.reshape(rows, -1)
     size, offsets = _SCALES[kind]
     for offset in offsets:
         scales = (random.uniform(-size, size, len(blocks))).astype(np.float16)
