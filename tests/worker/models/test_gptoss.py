@@ -125,7 +125,7 @@ def test_scales_belong_to_the_weights(tmp_path: Path) -> None:
     """They count in the digest of the weights, and the model counts as quantised."""
     prepared, _ = mxfp4_folder(tmp_path)
     index = read_index(prepared)
-    assert part_in_blocks(index) > 0.5
+    assert part_in_blocks(index) > 0.3
     before = hash_tensors(index)
     change(tmp_path, lambda tensors: tensors[f"{EXPERTS}.down_proj_scales"].add_(1))
     assert hash_tensors(index) != before
