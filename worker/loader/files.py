@@ -29,6 +29,14 @@ _SAFETENSORS_DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_CHUNK_BLOCKS: Final = 1 << 13
+"""Blocks that are rearranged together: what a step of it writes stays in the cache."""
+_NIBBLE: Final = np.uint64(4)
+_SPREADS: Final = tuple(
+    (np.uint64(shift), np.uint64(mask))
+    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
+)
+"""Move the nibbles of the low half of a word apart."""
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -151,13 +159,16 @@ def _gguf_mxfp4(numbers: RawBytes, scales: RawBytes) -> RawBytes:
     numbers   16 bytes a block   0 1 | 2 3 | … | 30 31
     block     scale, 16 bytes    0 16 | 1 17 | … | 15 31
     """
-    # Four words of eight numbers each; spread: a byte for each number.
-    words = numbers.reshape(-1, 4, 4).view("<u4").reshape(-1, 4).astype(np.uint64)
-    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F)):
-        words = (words | words << np.uint64(shift)) & np.uint64(mask)
+    words = numbers.reshape(-1).view("<u4").reshape(-1, 4)  # of eight numbers each
     blocks = np.empty((len(words), 1 + MXFP4_BYTES), dtype=np.uint8)
     blocks[:, 0] = scales.reshape(-1)
-    blocks[:, 1:] = (words[:, :2] | words[:, 2:] << np.uint64(4)).view(np.uint8)
+    for first in range(0, len(words), _CHUNK_BLOCKS):
+        part = slice(first, first + _CHUNK_BLOCKS)
+        bytes_of = words[part].astype(np.uint64)  # becomes a byte for each number
+        for shift, mask in _SPREADS:
+            bytes_of |= bytes_of << shift
+            bytes_of &= mask
+        blocks[part, 1:] = (bytes_of[:, :2] | bytes_of[:, 2:] << _NIBBLE).view(np.uint8)
     return blocks.reshape(-1)
 
 
