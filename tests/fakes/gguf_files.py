@@ -36,7 +36,7 @@ def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows * columns // block_size, block_bytes), dtype=np.uint8)
     if kind == "MXFP4":
-        blocks[:, 0] = random.integers(122, 126, len(blocks), dtype=np.uint8)
+        blocks[:, 0] = random.integers(120, 123, len(blocks), dtype=np.uint8)
         return blocks.reshape(rows, -1)
     size, offsets = _SCALES[kind]
     for offset in offsets:
