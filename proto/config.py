@@ -28,7 +28,9 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 TenantBy = Literal["api-key", "header", "none"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
+ToolCallParser = Literal[
+    "auto", "harmony", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"
+]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
@@ -205,6 +207,7 @@ ReasoningParserName = Literal[
     "deepseek_v3",
     "glm45",
     "granite",
+    "harmony",
     "holo2",
     "kimi_k2",
     "minimax_m2",

@@ -12,7 +12,7 @@ import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from api_server.parsers.output import OutputParser, OutputPart, ReasoningText
 from api_server.text.detokenizer import Detokenizer
@@ -82,11 +82,18 @@ class ReasoningFormat:
 
 NO_REASONING: Final = ReasoningFormat()
 _THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=("<think>", "</think>"))
+HARMONY: Final = ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    template_markers=("<|channel|>analysis<|message|>",),
+)
+"""Of models with channels, whose whole output `api_server/parsers/harmony.py` parses."""
 _INSIDE: Final = ReasoningFormat(
     "<think>", "</think>", starts_inside=True, template_markers=("</think>",)
 )
 
 REASONING_FORMATS: Final[Mapping[ReasoningParserName, ReasoningFormat]] = {
+    "harmony": HARMONY,
     "qwen3": _THINK,
     "deepseek_v3": _THINK,
     "glm45": _THINK,
@@ -244,6 +251,13 @@ def num_marker_characters(text: str, marker: str) -> int:
 def _trimmed(text: str) -> str:
     """Return the text without trailing whitespace, of which at most MAX_BLANKS are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
+
+
+class TokenCounter(Detokenizer, Protocol):
+    """A detokenizer that counts the tokens of the reasoning that passes through it."""
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 _MAX_TOKEN_STARTS: Final = 256

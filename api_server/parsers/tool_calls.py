@@ -125,12 +125,8 @@ class ModelToolCalls:
             or text_grammar is not None
             or any(tool.strict for tool in tools)
         )
-        offered = []
-        for tool in tools:
-            strict = tool.strict or request.must_call
-            is_held = strict or (has_grammar and call_format.needs_schemas)
-            schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
-            offered.append(OfferedTool(tool.name, schema, strict, tool.field))
+        all_schemas = has_grammar and call_format.needs_schemas
+        offered = offered_tools(request, ignored, all_schemas=all_schemas)
         rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
         return ToolCallPlan(
             call_format,
@@ -138,6 +134,23 @@ class ModelToolCalls:
             _answer_grammar(request, call_format, rules, text_grammar),
             {token_id: marker for marker, token_id in token_ids.items()},
         )
+
+
+def offered_tools(
+    request: ToolFields, ignored: IgnoredFields, *, all_schemas: bool
+) -> list[OfferedTool]:
+    """Return the tools that the answer may call, as grammars take them.
+
+    all_schemas: prepare the schema of every tool, not only of those that calls have to keep to.
+    Raises InvalidRequestError.
+    """
+    offered = []
+    for tool in request.callable_tools:
+        strict = tool.strict or request.must_call
+        is_held = strict or all_schemas
+        schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
+        offered.append(OfferedTool(tool.name, schema, strict, tool.field))
+    return offered
 
 
 def _parameters_schema(tool: FunctionTool, ignored: IgnoredFields) -> Mapping[str, Any]:
@@ -193,7 +206,8 @@ def _calls_or_schema(
         answer = json_rules("answer", decoded(text_grammar.source))
     except InvalidRequestError as error:
         raise error.in_field(text_grammar.field) from None
-    field = _strict_field(rules) if any(tool.strict for tool in rules.tools) else text_grammar.field
+    has_strict = any(tool.strict for tool in rules.tools)
+    field = strict_field(rules.tools) if has_strict else text_grammar.field
     return _grammar_source(["start: calls | answer", *answer], grammar, rules, field=field)
 
 
@@ -206,7 +220,7 @@ def _grammar_source(
     field: str = "",
 ) -> GrammarSource:
     """field: path of the field that errors name; by default that of the strict tools."""
-    field = field or _strict_field(rules)
+    field = field or strict_field(rules.tools)
     source = GrammarSource(
         "grammar",
         "\n".join([*start_rules, *grammar.rules]),
@@ -221,9 +235,9 @@ def _grammar_source(
     return source
 
 
-def _strict_field(rules: CallRules) -> str:
+def strict_field(tools: Sequence[OfferedTool]) -> str:
     """Return the path of the only schema that calls have to keep to, or of all tools."""
-    strict = [tool.field for tool in rules.tools if tool.strict]
+    strict = [tool.field for tool in tools if tool.strict]
     return f"{strict[0]}.function.parameters" if len(strict) == 1 else "tools"
 
 

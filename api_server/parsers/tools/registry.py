@@ -51,7 +51,7 @@ def tool_call_format(
     template. template_has_tools: the template renders tools.
     """
     if name != "auto":
-        return TOOL_CALL_FORMATS[name]
+        return TOOL_CALL_FORMATS.get(name)  # "harmony" is in api_server/parsers/harmony.py
     if template is None or not template_has_tools:
         return DEFAULT_FORMAT
     if any(marker in template for marker in UNSUPPORTED_MARKERS):
