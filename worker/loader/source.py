@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -296,7 +295,15 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     """Return where a weight of this shape is in a tensor of several."""
     tail = entry.shape[len(entry.shape) - len(shape) + 1 :]
     *experts, rows_each = entry.shape[: len(entry.shape) - len(tail)]
-    all_rows = msgspec.structs.replace(entry, shape=(math.prod(experts) * rows_each, *tail))
+    all_rows = TensorEntry(
+        entry.name,
+        entry.type,
+        (math.prod(experts) * rows_each, *tail),
+        entry.file,
+        entry.offset,
+        entry.num_bytes,
+        entry.scales,
+    )
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
     end = stack.first_row + shape[0] * step
