@@ -44,8 +44,6 @@ class ReasoningPlan:
 
     def new_parser(self, content_parser: OutputParser) -> OutputParser:
         """Return a parser for one choice; `content_parser` receives what is not reasoning."""
-        if self.output_start is OutputStart.CONTENT:
-            return content_parser
         return self.format.new_parser(self.output_start, content_parser, is_shown=self.is_shown)
 
     def new_counter(self, detokenizer: Detokenizer) -> ReasoningTokenCounter | None:
@@ -156,6 +154,10 @@ async def plan_reasoning(
         for ids, text in ((start_ids, start), (end_ids, end))
         if len(ids) == 1 and ids[0] in special
     }
+    for text in (reasoning_format.answer_start, reasoning_format.answer_end):
+        token_id = tokenizer.special_id(text)
+        if token_id is not None:
+            markers[token_id] = text
     rule = None
     if output_start is not OutputStart.CONTENT and (budget is not None or has_grammar):
         rule = ThinkingRule(

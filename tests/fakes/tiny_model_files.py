@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 TOKENS = [chr(code) for code in range(33, 127)] + ["Ġ", "Ġa", "<|end|>"]
 """A byte-level vocabulary: characters, the space, one merge, one special token."""
@@ -65,12 +68,7 @@ def write_gguf(
             key, value
         )
     if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(TOKENS)
-        writer.add_token_scores([0.0] * len(TOKENS))
-        writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
-        writer.add_token_merges(["Ġ a"])
-        writer.add_eos_token_id(END)
+        add_tokenizer(writer)
         writer.add_chat_template(TEMPLATE)
     weights = tensors()
     for name, weight in weights.items():
@@ -80,6 +78,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return weights
+
+
+def add_tokenizer(writer: "GGUFWriter") -> None:
+    """Add a tokenizer over TOKENS to the metadata."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * len(TOKENS))
+    writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
+    writer.add_token_merges(["Ġ a"])
+    writer.add_eos_token_id(END)
 
 
 def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None = None) -> None:
