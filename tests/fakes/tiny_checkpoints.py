@@ -65,6 +65,7 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 _GPT_OSS: dict[str, Any] = {
+    "intermediate_size": 96,  # whole blocks of MXFP4
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "head_dim": 16,
@@ -134,7 +135,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         routed_scaling_factor=2.5,
         norm_topk_prob=False,
     ),
-    "gptoss": GptOssConfig(**_SIZES | _WINDOW, **_GPT_OSS),
+    "gptoss": GptOssConfig(**_SIZES | _WINDOW | _GPT_OSS),
     "gptoss-full": GptOssConfig(
         **_SIZES | _GPT_OSS | {"num_experts_per_tok": 5, "num_key_value_heads": 4},
         layer_types=["full_attention"] * 3,

@@ -32,7 +32,6 @@ TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
 ALONE = RankGroup()
 SMALL: dict[str, Any] = CONFIGS["gptoss"].to_dict() | {
-    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "layer_types": None,
 }
@@ -191,7 +190,7 @@ def test_dense_experts_of_another_size_are_named(tmp_path: Path) -> None:
     save_tiny("gptoss", tmp_path)
     name = f"{EXPERTS}.gate_up_proj"
     change(tmp_path, lambda tensors: tensors.update({name: tensors[name].transpose(1, 2)}))
-    message = r"gate_up_proj has shape \[6, 224, 64\], the configuration asks for \[6, 64, 224\]"
+    message = r"gate_up_proj has shape \[6, 192, 64\], the configuration asks for \[6, 64, 192\]"
     with pytest.raises(ModelError, match=message):
         logits(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
 
