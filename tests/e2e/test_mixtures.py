@@ -1,14 +1,20 @@
 """A mixture of experts through the daemon gives transformers' tokens.
 
 Requests are concurrent, prompts are computed in chunks, the pool is too small for all, and a worker
-is killed between two rounds; the second round finds prefixes.
+is killed between two rounds; the second round finds prefixes. The experts that answers name are
+those of transformers' routers.
 """
 
+import asyncio
+import base64
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -47,14 +53,58 @@ def save_mixture(folder: Path) -> torch.nn.Module:
     return model
 
 
+async def complete_with_experts(
+    daemon: Daemon, prompts: list[list[int]], **fields: object
+) -> list[dict[str, Any]]:
+    """Return the first choice of each answer, to requests at the same time."""
+    common = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    common |= {"return_routed_experts": True} | fields
+
+    async def complete(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
+        response = await client.post("/v1/completions", json=common | {"prompt": prompt})
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        return dict(choice)
+
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
+        return await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
+
+
+def experts_of(choice: dict[str, Any]) -> torch.Tensor:
+    field = choice["routed_experts"]
+    data = np.frombuffer(base64.b64decode(field["data"]), dtype=field["dtype"])
+    return torch.from_numpy(data.reshape(field["shape"]).astype(np.int64))
+
+
+@torch.inference_mode()
+def assert_experts_of_transformers(
+    model: torch.nn.Module, prompts: list[list[int]], choices: list[dict[str, Any]]
+) -> None:
+    """Every token but the last has its experts; order and ties among close scores may differ."""
+    for prompt, choice in zip(prompts, choices, strict=True):
+        tokens = [*prompt, *choice["token_ids"]][:-1]
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+        found = experts_of(choice)
+        assert found.shape == (len(tokens), 3, 2)
+        for layer, scores in enumerate(logits):
+            chosen = scores.gather(1, found[:, layer]).sort(1, descending=True).values
+            assert (found[:, layer, 0] != found[:, layer, 1]).all()
+            assert (chosen - scores.topk(2).values).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize(
     "flags", [(), ("--tensor-parallel-size", "2", "--enable-expert-parallel")], ids=["one", "two"]
 )
 async def test_tokens_of_transformers_under_pressure_and_after_a_death(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    reference = Reference(save_mixture(tmp_path), None)
+    model = save_mixture(tmp_path)
+    reference = Reference(model, None)
+    flags = ("--enable-return-routed-experts", *flags)
     with Daemon(str(tmp_path), "--dtype", "float32", *TIGHT, *flags) as daemon:
+        first = await complete_with_experts(daemon, PROMPTS)
+        assert daemon.metric("vllm:num_preemptions_total") > 0
+        assert_experts_of_transformers(model, PROMPTS, first)
         assert_greedy_tokens(reference, PROMPTS, await complete_concurrently(daemon, PROMPTS))
         assert daemon.metric("vllm:num_preemptions_total") > 0
         os.kill(daemon.processes()["worker"].pid, signal.SIGKILL)
@@ -62,3 +112,7 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
         assert_greedy_tokens(reference, some, await complete_concurrently(daemon, some))
         assert_greedy_tokens(reference, some, await complete_concurrently(daemon, some))
         assert daemon.metric("vllm:prefix_cache_hits_total") > 0
+        hits = daemon.metric("vllm:prefix_cache_hits_total")
+        again = await complete_with_experts(daemon, some)
+        assert daemon.metric("vllm:prefix_cache_hits_total") > hits
+        assert_experts_of_transformers(model, some, again)

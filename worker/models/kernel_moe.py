@@ -73,8 +73,18 @@ class KernelMoe:
         """Return the description of the mixture that the kernel reads for `num_rows` rows."""
         return self._descriptions[bisect_right(self.thresholds, max(1, num_rows)) - 1]
 
-    def run(self, x: torch.Tensor, output: torch.Tensor, adds: bool, memory: ByteBuffer) -> None:
-        """Write the mixture of x to output, both [T, hidden], or add it to what output holds."""
+    def run(
+        self,
+        x: torch.Tensor,
+        output: torch.Tensor,
+        adds: bool,
+        memory: ByteBuffer,
+        record: torch.Tensor | None = None,
+    ) -> None:
+        """Write the mixture of x to output, both [T, hidden], or add it to what output holds.
+
+        record: gets the experts of each row, int32 [T or more, top_k], contiguous.
+        """
         moe, dtype = self.description(len(x)).structure, DTYPE_CODES[x.dtype]
         assert output.dtype == x.dtype
         assert x.stride(1) == output.stride(1) == 1
@@ -87,6 +97,7 @@ class KernelMoe:
             output=output.data_ptr(),
             adds=adds,
             scratch=memory.address(self._kernels.moe_bytes(moe, dtype, len(x))),
+            chosen=None if record is None else record.data_ptr(),
         )
         self._kernels.moe_run(moe, run)
 

@@ -74,6 +74,14 @@ class KernelStack:
         ]
         self._run = StackRun()
         self._memory = ByteBuffer()
+        self._record: torch.Tensor | None = None
+
+    def record_experts(self, record: torch.Tensor) -> None:
+        assert record.is_contiguous()
+        assert record.dtype == torch.int32
+        self._record = record
+        self._run.chosen = record.data_ptr()
+        self._run.chosen_stride = record.stride(0)
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return (
@@ -111,6 +119,7 @@ class KernelStack:
         assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
         stack = self._description(len(hidden)).structure
         assert hidden.shape[1] == stack.hidden_size
+        assert self._record is None or len(hidden) <= self._record.shape[1]
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()

@@ -234,6 +234,7 @@ class MoeMlp:
 
     shared: the shared experts, or None. shared_gate: float32 [hidden], or None.
     kernel: computes the mixture in one call; None for dense experts, and without kernels.
+    record: gets the experts of each row, int32 [rows, top_k]; None if they are not recorded.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class MoeMlp:
         self.shared = shared
         self.shared_gate = shared_gate
         self.output = output
+        self.record: torch.Tensor | None = None
         self._gate = make_gate(spec.activation, device)
 
     @cached_property
@@ -280,15 +282,18 @@ class MoeMlp:
         if self.kernel is None or not self.kernel.takes(len(x)):
             return self.output.add_to(residual, self._mix(x, context).to(x.dtype))
         if self.output.is_plain:
-            self.kernel.run(x, residual, adds=True, memory=context.memory)
+            self.kernel.run(x, residual, True, context.memory, self.record)
             return residual
         output = torch.empty_like(residual)
-        self.kernel.run(x, output, adds=False, memory=context.memory)
+        self.kernel.run(x, output, False, context.memory, self.record)
         return self.output.add_to(residual, output)
 
     def _mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the mixture of x in float32, computed in torch."""
-        total = self.experts(x, *self.router(x))
+        weights, chosen = self.router(x)
+        if self.record is not None:
+            self.record[: len(x)].copy_(chosen)
+        total = self.experts(x, weights, chosen)
         if self.shared is not None:
             inner = context.scratch(self.spec.shared_size)
             output = self.shared.down(self._gate(self.shared.gate_up(x), inner)).float()
