@@ -139,6 +139,7 @@ class MoeSpec:
         experts = reader.experts(
             self.own_experts,
             self.activation,
+            total=self.router.num_experts,
             rows_share=self.router.top_k / self.router.num_experts,
             are_whole=self.is_expert_parallel,
         )
