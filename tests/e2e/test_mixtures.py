@@ -7,6 +7,7 @@ those of transformers' routers.
 
 import asyncio
 import base64
+import json
 import os
 import shutil
 import signal
@@ -116,3 +117,47 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
         again = await complete_with_experts(daemon, some)
         assert daemon.metric("vllm:prefix_cache_hits_total") > hits
         assert_experts_of_transformers(model, some, again)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+async def test_the_mixture_kernel_answers_alike_alone_and_in_a_batch(
+    weights: str, tmp_path: Path
+) -> None:
+    """With the same experts, which are those of the tokens alone."""
+    save_mixture(tmp_path)
+    flags = ("--cpu-weights", weights, "--enable-return-routed-experts")
+    with Daemon(str(tmp_path), *flags, "--no-enable-prefix-caching") as daemon:
+        alone = [(await complete_with_experts(daemon, [each]))[0] for each in PROMPTS]
+        together = await complete_with_experts(daemon, PROMPTS)
+        implementations = {
+            line.rpartition(" run on ")[2] for line in daemon.output if "mixtures of" in line
+        }
+    assert implementations == {"the mixture kernel"}
+    assert len({tuple(each["token_ids"]) for each in alone}) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert torch.equal(experts_of(one), experts_of(other))
+
+
+async def test_chats_streams_and_choices_return_experts(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path)
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    flags = ("--dtype", "float32", "--enable-return-routed-experts")
+    with Daemon(str(tmp_path), *flags, "--chat-template", str(template)) as daemon:
+        fields = {"max_tokens": 6, "return_token_ids": True, "return_routed_experts": True}
+        chat = fields | {"messages": [{"role": "user", "content": "The sea"}], "n": 2, "seed": 1}
+        body = httpx.post(f"{daemon.url}/v1/chat/completions", json=chat, timeout=60).json()
+        prompt = body["prompt_token_ids"]
+        assert_experts_of_transformers(model, [prompt] * 2, body["choices"])
+        stream = fields | {"prompt": PROMPTS[0], "temperature": 0, "stream": True}
+        text = httpx.post(f"{daemon.url}/v1/completions", json=stream, timeout=60).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        choices = [event["choices"][0] for event in events]
+        assert [choice for choice in choices if "routed_experts" in choice] == choices[-1:]
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        assert_experts_of_transformers(model, [PROMPTS[0]], [choices[-1] | {"token_ids": tokens}])
+        beams = fields | {"prompt": PROMPTS[0], "n": 2, "use_beam_search": True}
+        refused = httpx.post(f"{daemon.url}/v1/completions", json=beams, timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "return_routed_experts"

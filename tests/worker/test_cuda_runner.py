@@ -41,12 +41,14 @@ from worker.loader import formats, weights
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
+from worker.routed_experts import RoutedExpertsCache, record_experts
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
+STEP_TOKENS = 64
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
 
 
@@ -102,6 +104,7 @@ class OnFakeCuda:
         num_rows: int,
         kv_dtype: torch.dtype = DTYPE,
         library: FakeFlashInfer | None = None,
+        returns_experts: bool = False,
         **settings: Any,
     ) -> None:
         self.library = library or FakeFlashInfer(cuda.device)
@@ -118,7 +121,13 @@ class OnFakeCuda:
             Sampler(TorchBackend()),
             DTYPE,
         )
-        self.runner = self.builder.build(self.cache, self.rows, self.progress.append)
+        experts = None
+        if returns_experts:
+            record = record_experts(decoder, STEP_TOKENS, CUDA)
+            experts = RoutedExpertsCache(decoder.spec, self.cache, record)
+        self.runner = self.builder.build(
+            self.cache, self.rows, self.progress.append, experts=experts
+        )
 
 
 @pytest.fixture
@@ -161,13 +170,17 @@ def llama(models: dict[str, Model]) -> Model:
     return models["llama"]
 
 
-def host_runner(model: Model, num_rows: int) -> ModelRunner:
+def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> ModelRunner:
     """A reference runner of the same model on the CPU."""
     decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
+    experts = None
+    if returns_experts:
+        record = record_experts(decoder, STEP_TOKENS, torch.device("cpu"))
+        experts = RoutedExpertsCache(decoder.spec, cache, record)
     spec = model.spec
     shape = spec.attention_shape
     attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
-    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache)
+    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache, experts=experts)
 
 
 def reference_tokens(model: Model) -> dict[int, list[int]]:
@@ -392,6 +405,40 @@ def test_tokens_kept_on_the_device_equal_those_of_the_host(
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
+
+
+def test_experts_of_tokens_need_no_wait_for_the_device(
+    cuda: FakeCuda, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of overlapped steps, with graphs and after preemptions, are those of the host."""
+    model = models["mixtral"]
+    params = [{"temperature": 0.0, "return_routed_experts": index % 3 != 2} for index in range(8)]
+    params[1]["logprobs"] = 2
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, returns_experts=True)
+    ahead = Harness(worker.runner, 24, async_scheduling=True)
+    host = Harness(SyncModelRunner(host_runner(model, NUM_ROWS, returns_experts=True)), 24)
+    expected = serve(host, params)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
+    assert serve(ahead, params) == expected
+    assert ahead.worker.num_preempted > 0
+    assert cuda.device.num_replays > 0
+    for number, key in enumerate(host.outputs):
+        found, wanted = (experts_of(each.outputs[key]) for each in (ahead, host))
+        assert (found.num_layers > 0) == (number % 3 != 2)
+        assert found == wanted
+
+
+def experts_of(outputs: list[EngineCoreOutput]) -> ExpertRows:
+    """Experts of all tokens but the last, and those of earlier outputs are replaced."""
+    rows = ExpertRows()
+    for output in outputs:
+        if output.routed_experts is not None:
+            rows.store(output.routed_experts)
+    return rows
 
 
 def test_overlapping_steps_do_not_count_time_twice(cuda: FakeCuda, llama: Model) -> None:

@@ -16,7 +16,7 @@ from worker.layers.activation import Activation, make_gate
 from worker.layers.experts import Expert, Experts, LinearExperts
 from worker.layers.linear import PartOutput
 from worker.layers.router import Router, RouterSpec
-from worker.models.kernel_moe import KernelMoe, Mixture
+from worker.models.kernel_moe import KernelMoe, Mixture, report_mixtures
 from worker.models.mlp import share_of_inner
 from worker.models.parts import (
     ForwardContext,
@@ -291,6 +291,7 @@ class MoeMlp:
 
     def _mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the mixture of x in float32, computed in torch."""
+        report_mixtures(type(self.experts).__name__)
         weights, chosen = self.router(x)
         if self.record is not None:
             self.record[: len(x)].copy_(chosen)
