@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from api_server.request_stream import ExpertRows
 from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import DeviceConfig
+from proto.engine_io import EngineCoreOutput
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
