@@ -18,11 +18,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import MixtralConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference, packaged_model
 from tests.e2e.test_parity import assert_greedy_tokens, complete_concurrently
+from tests.fakes.gguf_files import write
+from tests.fakes.tiny_ggufs import SIZES, tiny
+from tests.fakes.tiny_model_files import TOKENS, add_tokenizer
 
 pytestmark = pytest.mark.suite("models")
 
@@ -119,16 +122,49 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
         assert_experts_of_transformers(model, some, again)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def save_mixture_in_blocks(path: Path) -> None:
+    """Save a tiny random Mixtral as a GGUF file of Q4_K blocks."""
+    config = MixtralConfig(
+        **SIZES | {"vocab_size": len(TOKENS), "max_position_embeddings": 512},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    with torch.no_grad():
+        _, tensors = tiny("Q4_K", config, permuted=True)
+
+    def add_metadata(writer: Any) -> None:
+        writer.add_context_length(512)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_vocab_size(len(TOKENS))
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        add_tokenizer(writer)
+
+    write(path, tensors, add_metadata)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "Q4_K"])
 async def test_the_mixture_kernel_answers_alike_alone_and_in_a_batch(
     weights: str, tmp_path: Path
 ) -> None:
-    """With the same experts, which are those of the tokens alone."""
-    save_mixture(tmp_path)
-    flags = ("--cpu-weights", weights, "--enable-return-routed-experts")
-    with Daemon(str(tmp_path), *flags, "--no-enable-prefix-caching") as daemon:
-        alone = [(await complete_with_experts(daemon, [each]))[0] for each in PROMPTS]
-        together = await complete_with_experts(daemon, PROMPTS)
+    """With the same experts, too; the log names the kernel."""
+    prompts, flags = PROMPTS, ("--enable-return-routed-experts", "--no-enable-prefix-caching")
+    if weights == "Q4_K":
+        model = tmp_path / "model.gguf"
+        save_mixture_in_blocks(model)
+        prompts = [[token % 89 for token in prompt] for prompt in PROMPTS]
+    else:
+        model = tmp_path
+        save_mixture(tmp_path)
+        flags += ("--cpu-weights", weights)
+    with Daemon(str(model), *flags) as daemon:
+        alone = [(await complete_with_experts(daemon, [each]))[0] for each in prompts]
+        together = await complete_with_experts(daemon, prompts)
         implementations = {
             line.rpartition(" run on ")[2] for line in daemon.output if "mixtures of" in line
         }

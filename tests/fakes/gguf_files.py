@@ -1,5 +1,6 @@
 """Small GGUF files: any tensors, plain or in random blocks of any type."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -58,9 +59,14 @@ def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[
     return rows[order]
 
 
-def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[np.generic]]]) -> None:
+def write(
+    path: Path,
+    tensors: dict[str, tuple[str, npt.NDArray[np.generic]]],
+    add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
     """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name."""
     writer = gguf.GGUFWriter(path, "llama")
+    add_metadata(writer)
     for name, (kind, data) in tensors.items():
         if kind == "F32" and data.dtype == np.float32:
             writer.add_tensor(name, data)

@@ -65,13 +65,7 @@ def write_gguf(
             key, value
         )
     if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(TOKENS)
-        writer.add_token_scores([0.0] * len(TOKENS))
-        writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
-        writer.add_token_merges(["Ġ a"])
-        writer.add_eos_token_id(END)
-        writer.add_chat_template(TEMPLATE)
+        add_tokenizer(writer)
     weights = tensors()
     for name, weight in weights.items():
         writer.add_tensor(name, weight)
@@ -80,6 +74,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return weights
+
+
+def add_tokenizer(writer: Any) -> None:
+    """Add TOKENS and a chat template to a GGUFWriter."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * len(TOKENS))
+    writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
+    writer.add_token_merges(["Ġ a"])
+    writer.add_eos_token_id(END)
+    writer.add_chat_template(TEMPLATE)
 
 
 def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None = None) -> None:
