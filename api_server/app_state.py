@@ -14,18 +14,20 @@ from api_server.lifecycle.health import Health, InFlightCounter
 from api_server.lifecycle.peers import FrontEndPeers
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
-from api_server.parsers.reasoning import ReasoningFormat, reasoning_format
+from api_server.parsers.harmony import Harmony
+from api_server.parsers.reasoning import HARMONY, ReasoningFormat, reasoning_format
 from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
 from api_server.stream import TokenStream
-from api_server.text.chat_template import find_chat_template, read_chat_template
+from api_server.text.chat_template import ChatTemplate, find_chat_template, read_chat_template
+from api_server.text.harmony import HarmonyTemplate, load_encoding
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from api_server.tracing import RequestTracer
-from proto.config import FrontEndConfig, ModelConfig, ServeConfig
-from proto.errors import UnknownModelError
+from proto.config import FrontEndConfig, ServeConfig
+from proto.errors import ModelError, UnknownModelError
 from proto.prepared_model import PreparedModel
 
 
@@ -34,26 +36,53 @@ class ModelTexts:
     """What an API server reads from a model's folder.
 
     vocabulary: hash that differs between models whose token ids or end tokens differ.
+    harmony: None for a model of another format.
     """
 
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
     vocabulary: str
+    harmony: Harmony | None = None
 
     @classmethod
-    def load(cls, config: ModelConfig, model: PreparedModel) -> "ModelTexts":
+    def load(cls, settings: ServeConfig, model: PreparedModel) -> "ModelTexts":
         """Read tokenizer and chat template; raises ModelError if one is missing or invalid."""
+        config = settings.model
         folder = config.tokenizer or model.folder
         name = config.served_model_name or model.name
         tokenizer = ModelTokenizer.load(folder)
         variables = special_token_texts(folder)
+        template: ChatTemplate | HarmonyTemplate | None
         if config.chat_template is None:
             template = find_chat_template((folder, model.folder), variables)
         else:
             template = read_chat_template(Path(config.chat_template), variables)
+        harmony = None
+        source = None if template is None else template.source
+        if _is_harmony(settings.frontend, source):
+            encoding = load_encoding(Path(folder, "tokenizer.json"))
+            harmony = Harmony.for_tokenizer(encoding, tokenizer)
+            if config.chat_template is None:
+                template = HarmonyTemplate(encoding, source)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TemplateRenderer(template, name), digest.hexdigest())
+        return cls(tokenizer, TemplateRenderer(template, name), digest.hexdigest(), harmony)
+
+
+def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:
+    """Return whether the model's answers are in the harmony format, by the flags or the template.
+
+    Raises ModelError for a parser of tool calls that is not of this format.
+    """
+    named = "harmony" in (config.reasoning_parser, config.tool_call_parser)
+    if not named and reasoning_format(config.reasoning_parser, template) is not HARMONY:
+        return False
+    if config.tool_call_parser not in ("auto", "harmony"):
+        raise ModelError(
+            f"--tool-call-parser {config.tool_call_parser} does not go with the harmony format of "
+            "this model; for another format name --reasoning-parser, too"
+        )
+    return True
 
 
 APP_STATE: Final = "tokend.app_state"
@@ -66,7 +95,8 @@ class AppState:
 
     model_name: as clients call it. in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
-    settings: all of the daemon. open_streams: token streams of all requests that have not ended.
+    settings: all of the daemon. harmony: None for a model of another format.
+    open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     API servers, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off.
@@ -88,6 +118,7 @@ class AppState:
     responses: StoredResponses
     peers: FrontEndPeers
     live_view: LiveViewPublisher
+    harmony: Harmony | None = None
     tracer: RequestTracer | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
@@ -104,7 +135,15 @@ class AppState:
             )
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        own = self.model.eos_token_ids
+        return own if self.harmony is None else tuple({*own, *self.harmony.end_token_ids})
+
+    @property
     def reasoning_format(self) -> ReasoningFormat:
+        if self.harmony is not None:
+            return HARMONY
         return reasoning_format(self.config.reasoning_parser, self.chat_template.source)
 
     @property

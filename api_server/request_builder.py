@@ -16,7 +16,7 @@ from api_server.app_state import AppState
 from api_server.http.tenants import reader_of
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.output_format import OutputFormat
-from api_server.parsers.reasoning import OutputStart, ReasoningTokenCounter
+from api_server.parsers.reasoning import TokenCounter
 from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
@@ -283,7 +283,7 @@ class RequestBuilder:
             num_prompt_tokens=len(prompt.token_ids),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
-            eos_token_ids=app_state.model.eos_token_ids,
+            eos_token_ids=app_state.end_token_ids,
             max_tokens_field=options.max_tokens_field,
             edits=options.edits,
         )
@@ -331,7 +331,7 @@ class RequestBuilder:
         ids = request.prompt_token_ids
         turn = self._agent_turn(output_format)
         text_tails = turn.tails if turn is not None else []
-        counters: list[ReasoningTokenCounter] = []
+        counters: list[TokenCounter] = []
         detokenizers = [self._detokenizer(ids, output_format, counters) for _ in range(request.n)]
         choices = [
             Choice(
@@ -374,12 +374,10 @@ class RequestBuilder:
         self,
         prompt_token_ids: Sequence[int],
         output_format: OutputFormat,
-        counters: list[ReasoningTokenCounter],
+        counters: list[TokenCounter],
     ) -> Detokenizer:
         """Return the detokenizer of a choice; add its part that counts reasoning to `counters`."""
-        body, markers, reasoning = self._request, output_format.markers, output_format.reasoning
-        if not body.detokenize and reasoning.output_start is OutputStart.CONTENT:
-            return NoText()
+        body, markers = self._request, output_format.markers
         detokenizer = self._app_state.tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=body.skip_special_tokens,
@@ -387,7 +385,7 @@ class RequestBuilder:
         )
         if markers and body.skip_special_tokens:
             detokenizer = MarkerDetokenizer(detokenizer, markers)
-        counter = reasoning.new_counter(detokenizer)
+        counter = output_format.new_counter(detokenizer)
         if counter is not None:
             counters.append(counter)
             detokenizer = counter

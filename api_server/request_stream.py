@@ -19,7 +19,7 @@ from typing import Any, Final
 from api_server.errors import SlowReaderError
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.called_tool import AgentTurn, TextTail
-from api_server.parsers.reasoning import ReasoningTokenCounter
+from api_server.parsers.reasoning import TokenCounter
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
@@ -346,7 +346,7 @@ class RequestStream:
     may_expire_in_queue: bool = False
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
     turn: AgentTurn | None = None
-    reasoning_counters: Sequence[ReasoningTokenCounter] = ()
+    reasoning_counters: Sequence[TokenCounter] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
     max_tokens: int = 0

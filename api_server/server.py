@@ -113,7 +113,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         live_view,
         supervisor,
     )
-    texts = ModelTexts.load(config.model, model)
+    texts = ModelTexts.load(config, model)
     responses = make_stored_responses(config.frontend)
     endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
@@ -132,6 +132,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         responses=responses,
         peers=FrontEndPeers(boot, responses),
         live_view=live_view,
+        harmony=texts.harmony,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         seeds=seeds(config.model.seed, boot.index),
     )

@@ -28,7 +28,23 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 TenantBy = Literal["api-key", "header", "none"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
+ToolCallParser = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "granite",
+    "harmony",
+    "hermes",
+    "hunyuan_a13b",
+    "kimi_k2",
+    "llama3_json",
+    "mistral",
+    "mistral_named",
+    "phi4_mini",
+    "pythonic",
+    "qwen3_coder",
+]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
@@ -207,7 +223,10 @@ ReasoningParserName = Literal[
     "deepseek_v3",
     "glm45",
     "granite",
+    "granite33",
+    "harmony",
     "holo2",
+    "hunyuan_a13b",
     "kimi_k2",
     "minimax_m2",
     "mistral",

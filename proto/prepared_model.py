@@ -40,8 +40,11 @@ class ModelFamily(NamedTuple):
 
 FAMILIES: Final = {
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
+    "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
+    "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only"),
+    "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
@@ -52,6 +55,7 @@ FAMILIES: Final = {
         "llama", "llama", "Llama 1 to 3.3, SmolLM 2 and other models of that architecture"
     ),
     "MinistralForCausalLM": ModelFamily("ministral", "llama", "Ministral 8B with windows"),
+    "Ministral3ForCausalLM": ModelFamily("ministral3", "mistral3", "Ministral 3, text only"),
     "MistralForCausalLM": ModelFamily(
         "mistral", "llama", "Mistral 7B, Nemo, Small, Large, Ministral"
     ),
@@ -66,6 +70,7 @@ FAMILIES: Final = {
     "Qwen3MoeForCausalLM": ModelFamily(
         "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
     ),
+    "SeedOssForCausalLM": ModelFamily("seedoss", "seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),
     "Starcoder2ForCausalLM": ModelFamily("starcoder2", "starcoder2", "StarCoder 2"),
 }

@@ -120,7 +120,10 @@ SUITES = (
     ),
     Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
-    Suite("models", "a hybrid model (Gemma 3) and tensor-parallel workers", 1200, 600),
+    Suite("models", "a hybrid model (Gemma 3), tensor-parallel workers, routed experts", 1200, 600),
+    Suite(
+        "families", "every family, from a folder and a GGUF file, against transformers", 1800, 300
+    ),
     Suite("parity", "greedy tokens by priority, under preemption, in a full batch", 600, 300),
     Suite(
         "overlapped",

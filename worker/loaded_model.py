@@ -44,7 +44,6 @@ from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
-from worker.routed_experts import require_routed_experts
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -137,8 +136,6 @@ def load(
     if not is_cuda(device) and (placement := memory_placement()) is not None:
         logger.info("%s", placement)
     whole = model_spec(prepared, config)
-    if config.model.enable_return_routed_experts:
-        require_routed_experts(whole)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
     if is_cuda(device):
         load_modules(

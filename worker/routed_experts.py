@@ -8,7 +8,7 @@ slot, so that a prefix found in the cache brings its experts along, as it brings
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -44,6 +44,12 @@ def require_routed_experts(spec: ModelSpec) -> None:
         )
 
 
+def slot_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the experts of a KV slot."""
+    mixtures = _mixtures(spec)
+    return len(mixtures) * mixtures[0].router.top_k * _slot_dtype(spec).itemsize
+
+
 def record_experts(model: Decoder, max_tokens: int, device: torch.device) -> torch.Tensor:
     """Let the model record the experts of each step of at most `max_tokens` tokens.
 
@@ -60,6 +66,11 @@ def _mixtures(spec: ModelSpec) -> list[MoeSpec]:
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
 
 
+def _slot_dtype(spec: ModelSpec) -> np.dtype[Any]:
+    num_experts = max(mixture.router.num_experts for mixture in _mixtures(spec))
+    return np.dtype(np.uint8 if num_experts <= _MOST_IN_A_BYTE else np.int16)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertSpan:
     """Consecutive positions of one sequence, from `first` on."""
@@ -74,8 +85,6 @@ class RoutedExpertsCache:
 
     def __init__(self, spec: ModelSpec, cache: KVCache, record: torch.Tensor) -> None:
         """record: as `record_experts` returns it."""
-        num_experts = max(mixture.router.num_experts for mixture in _mixtures(spec))
-        dtype = torch.uint8 if num_experts <= _MOST_IN_A_BYTE else torch.int16
         num_mixtures, _, top_k = record.shape
         self._record = record
         self._block_size = cache.block_size
@@ -83,11 +92,7 @@ class RoutedExpertsCache:
         """The KV cache group whose blocks live as long as the request."""
         shape = (cache.num_blocks * cache.block_size, num_mixtures, top_k)
         # Pages of zeros take no memory on a CPU before a token is stored.
-        self._slots = (
-            torch.from_numpy(np.zeros(shape, np.uint8 if dtype == torch.uint8 else np.int16))
-            if record.device.type == "cpu"
-            else torch.zeros(shape, dtype=dtype, device=record.device)
-        )
+        self._slots = torch.from_numpy(np.zeros(shape, _slot_dtype(spec))).to(record.device)
 
     def store(self, slots: torch.Tensor) -> None:
         """Store the experts of the last step. slots: int64 [T], of its tokens."""

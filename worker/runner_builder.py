@@ -38,7 +38,7 @@ from worker.loaded_model import LoadedModel
 from worker.memory_nodes import memory_placement
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
-from worker.routed_experts import RoutedExpertsCache, record_experts
+from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
@@ -76,9 +76,10 @@ class RunnerBuilder:
         )
         peak = self._device.peak_bytes(self._run_largest_step)
         tokens = loaded.plan.num_blocks * config.cache.block_size
-        self.kv_cache_bytes = self._device.kv_cache_bytes(
-            config.cache, tokens * loaded.geometry.bytes_per_token, peak
-        )
+        kv_bytes = loaded.geometry.bytes_per_token
+        token_bytes = kv_bytes + (slot_bytes(loaded.model.spec) if records else 0)
+        pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
+        self.kv_cache_bytes = pool_bytes * kv_bytes // token_bytes
 
     def build_model_runner(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
         """Return the runner and the KV connector for an engine.

@@ -102,7 +102,7 @@ class EngineSwitch:
     async def _prepare(self, message: NextEngine) -> None:
         index, epoch = self._boot.index, message.epoch
         try:
-            texts = await asyncio.to_thread(ModelTexts.load, self._boot.config.model, message.model)
+            texts = await asyncio.to_thread(ModelTexts.load, self._boot.config, message.model)
             old = self.app_state
             if not message.in_place:
                 link = connect_engine(self._boot, epoch)
@@ -120,6 +120,7 @@ class EngineSwitch:
             model=message.model,
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
+            harmony=texts.harmony,
             vocabulary=texts.vocabulary,
             epoch=epoch,
             in_flight=old.in_flight if message.in_place else InFlightCounter(),

@@ -83,6 +83,17 @@ class PlainTextParser:
 PLAIN_TEXT: Final = PlainTextParser()
 
 
+def num_marker_characters(text: str, marker: str) -> int:
+    """Return how many characters at the end of `text` may start `marker`.
+
+    The text must not contain the whole marker.
+    """
+    for number in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:number]):
+            return number
+    return 0
+
+
 class ChoiceParser:
     """Parses one choice for its response, and records whether it contains a tool call.
 

@@ -16,6 +16,7 @@ from api_server.parsers.reasoning import (
     OutputStart,
     ReasoningFormat,
     ReasoningTokenCounter,
+    TokenCounter,
 )
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
 from api_server.protocol.chat import Effort
@@ -43,8 +44,6 @@ class ReasoningPlan:
 
     def new_parser(self, content_parser: OutputParser) -> OutputParser:
         """Return a parser for one choice; `content_parser` receives what is not reasoning."""
-        if self.output_start is OutputStart.CONTENT:
-            return content_parser
         return self.format.new_parser(self.output_start, content_parser, is_shown=self.is_shown)
 
     def new_counter(self, detokenizer: Detokenizer) -> ReasoningTokenCounter | None:
@@ -59,10 +58,18 @@ WITHOUT_REASONING: Final = ReasoningPlan()
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How the choices of one request are parsed: reasoning first, then tool calls."""
+    """How the choices of one request are parsed: reasoning first, then tool calls.
+
+    Derived from it: `api_server/parsers/harmony.py:HarmonyOutput`, for models with channels.
+    """
 
     tool_calls: ToolCallPlan = TEXT_ONLY
     reasoning: ReasoningPlan = WITHOUT_REASONING
+
+    @property
+    def has_tools(self) -> bool:
+        """The answer may call tools."""
+        return self.tool_calls.format is not None
 
     @property
     def markers(self) -> dict[int, str]:
@@ -72,10 +79,13 @@ class OutputFormat:
     def new_parser(self) -> OutputParser:
         return self.reasoning.new_parser(self.tool_calls.new_parser())
 
+    def new_counter(self, detokenizer: Detokenizer) -> TokenCounter | None:
+        """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
+        return self.reasoning.new_counter(detokenizer)
+
     def new_choice_parser(self, metrics: Metrics) -> ChoiceParser:
         """Return a parser for one choice of the response, counted if the request has tools."""
-        has_tools = self.tool_calls.format is not None
-        return ChoiceParser(self.new_parser(), metrics if has_tools else None)
+        return ChoiceParser(self.new_parser(), metrics if self.has_tools else None)
 
 
 _NEAREST_EFFORTS: Final[Mapping[str, Sequence[str]]] = {
@@ -144,6 +154,10 @@ async def plan_reasoning(
         for ids, text in ((start_ids, start), (end_ids, end))
         if len(ids) == 1 and ids[0] in special
     }
+    for text in (reasoning_format.answer_start, reasoning_format.answer_end):
+        token_id = tokenizer.special_id(text)
+        if token_id is not None:
+            markers[token_id] = text
     rule = None
     if output_start is not OutputStart.CONTENT and (budget is not None or has_grammar):
         rule = ThinkingRule(

@@ -3,6 +3,8 @@
     prompt  …<think>\\n  │  Which city?\\n</think>\\n\\n  Let me look.
                          │  ReasoningText             what the parser of tool calls reads
 
+Some models write markers around the rest, too: <answer>…</answer>.
+
 Whitespace at both ends of the reasoning, and line breaks after it, belong to the markers and are
 dropped. A new format is a line in `REASONING_FORMATS`, with a class derived from `ReasoningFormat`
 if it is more than two markers.
@@ -12,9 +14,14 @@ import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from api_server.parsers.output import OutputParser, OutputPart, ReasoningText
+from api_server.parsers.output import (
+    OutputParser,
+    OutputPart,
+    ReasoningText,
+    num_marker_characters,
+)
 from api_server.text.detokenizer import Detokenizer
 from proto.config import ReasoningParserName
 from proto.sampling_params import BLANKS, MAX_BLANKS
@@ -33,14 +40,17 @@ class ReasoningFormat:
     """How a model writes its reasoning: between two markers, at the beginning of an answer.
 
     start, end: the markers; both empty for a model without reasoning. starts_inside: the model
-    starts with reasoning and writes no start marker. template_markers: a chat template that
-    contains all of these strings belongs to this format; empty if `auto` must not choose it.
+    starts with reasoning and writes no start marker. answer_start, answer_end: markers around the
+    rest of the output, if any. template_markers: a chat template that contains all strings of one
+    of these groups belongs to this format; empty if `auto` must not choose it.
     """
 
     start: str = ""
     end: str = ""
     starts_inside: bool = False
-    template_markers: Sequence[str] = ()
+    answer_start: str = ""
+    answer_end: str = ""
+    template_markers: Sequence[Sequence[str]] = ()
 
     @property
     def has_reasoning(self) -> bool:
@@ -71,6 +81,10 @@ class ReasoningFormat:
 
         is_shown: return the reasoning too; otherwise it is dropped.
         """
+        if self.answer_start:
+            content_parser = AnswerParser(self.answer_start, self.answer_end, content_parser)
+        if output_start is OutputStart.CONTENT:
+            return content_parser
         return ReasoningParser(self, output_start, content_parser, is_shown=is_shown)
 
     def new_counter(
@@ -81,21 +95,42 @@ class ReasoningFormat:
 
 
 NO_REASONING: Final = ReasoningFormat()
-_THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=("<think>", "</think>"))
+_THINK: Final = ReasoningFormat("<think>", "</think>", template_markers=(("<think>", "</think>"),))
+HARMONY: Final = ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    template_markers=(("<|channel|>analysis<|message|>",),),
+)
+"""Of models with channels, whose whole output `api_server/parsers/harmony.py` parses."""
 _INSIDE: Final = ReasoningFormat(
-    "<think>", "</think>", starts_inside=True, template_markers=("</think>",)
+    "<think>", "</think>", starts_inside=True, template_markers=(("</think>",),)
 )
 
 REASONING_FORMATS: Final[Mapping[ReasoningParserName, ReasoningFormat]] = {
+    "harmony": HARMONY,
+    "hunyuan_a13b": ReasoningFormat(
+        "<think>",
+        "</think>",
+        answer_start="<answer>",
+        answer_end="</answer>",
+        template_markers=(("<think>", "<answer>"), ("<think>", "<|extra_0|>")),
+    ),
+    "granite33": ReasoningFormat(
+        "<think>",
+        "</think>",
+        answer_start="<response>",
+        answer_end="</response>",
+        template_markers=(("<think>", "<response>"),),
+    ),
     "qwen3": _THINK,
     "deepseek_v3": _THINK,
     "glm45": _THINK,
     "kimi_k2": _THINK,
     "holo2": _THINK,
     "smollm3": _THINK,
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]", template_markers=("[THINK]", "[/THINK]")),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", template_markers=(("[THINK]", "[/THINK]"),)),
     "seed_oss": ReasoningFormat(
-        "<seed:think>", "</seed:think>", template_markers=("<seed:think>", "</seed:think>")
+        "<seed:think>", "</seed:think>", template_markers=(("<seed:think>", "</seed:think>"),)
     ),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
     # A template that only removes reasoning, and never opens it, is of a model that starts with it.
@@ -112,25 +147,25 @@ def reasoning_format(name: ReasoningParserName, template: str | None) -> Reasoni
         return REASONING_FORMATS.get(name, NO_REASONING)
     if template is not None:
         for candidate in REASONING_FORMATS.values():
-            markers = candidate.template_markers
-            if markers and all(marker in template for marker in markers):
+            groups = candidate.template_markers
+            if any(all(marker in template for marker in group) for group in groups):
                 return candidate
     return NO_REASONING
 
 
 class _State(enum.Enum):
-    """What a ReasoningParser is reading.
+    """What a ReasoningParser or an AnswerParser is reading.
 
     START_MARKER  a start marker, or text that shows that there is none
-    LEADING       whitespace before the reasoning
-    REASONING
-    TRAILING      line breaks between the end marker and the content
-    CONTENT
+    LEADING       whitespace between the start marker and the text
+    INSIDE        text between the markers
+    TRAILING      whitespace after the end marker
+    CONTENT       text without markers
     """
 
     START_MARKER = 0
     LEADING = 1
-    REASONING = 2
+    INSIDE = 2
     TRAILING = 3
     CONTENT = 4
 
@@ -164,8 +199,8 @@ class ReasoningParser:
         if self._state is _State.LEADING:
             text = text.lstrip()
             if text:
-                self._state = _State.REASONING
-        if self._state is _State.REASONING:
+                self._state = _State.INSIDE
+        if self._state is _State.INSIDE:
             text = self._read_reasoning(text, parts)
         if self._state is _State.TRAILING:
             text = text.lstrip("\n")
@@ -230,20 +265,78 @@ class ReasoningParser:
             parts.append(ReasoningText(text))
 
 
-def num_marker_characters(text: str, marker: str) -> int:
-    """Return how many characters at the end of `text` may start `marker`.
+class AnswerParser:
+    """Parser of an answer that may stand between two markers, which are dropped.
 
-    The text must not contain the whole marker.
+    Whitespace before the first marker and line breaks within both belong to the markers. An answer
+    that does not begin with the first marker is passed on as it is.
     """
-    for number in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:number]):
-            return number
-    return 0
+
+    def __init__(self, start: str, end: str, content_parser: OutputParser) -> None:
+        self._start = start
+        self._end = end
+        self._content_parser = content_parser
+        self._state = _State.START_MARKER
+        self._held = ""  # an incomplete marker, with the whitespace before it
+
+    def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        text = self._held + text
+        self._held = ""
+        if self._state is _State.START_MARKER:
+            unindented = text.lstrip(BLANKS)
+            is_near = len(text) - len(unindented) <= MAX_BLANKS
+            if is_near and unindented.startswith(self._start):
+                self._state, text = _State.LEADING, unindented[len(self._start) :]
+            elif is_near and self._start.startswith(unindented):
+                self._held = text
+                return ()
+            else:
+                self._state = _State.CONTENT
+        if self._state is _State.LEADING:
+            text = text.lstrip("\n")
+            self._state = _State.INSIDE if text else self._state
+        if self._state is _State.INSIDE:
+            text = self._read_answer(text)
+        elif self._state is _State.TRAILING:
+            text = text.lstrip()
+            self._state = _State.CONTENT if text else self._state
+        return self._content_parser.parse_delta(text) if text else ()
+
+    def _read_answer(self, text: str) -> str:
+        """Return the text before the end marker, and what is behind it; hold back a part of it."""
+        answer, found, after = text.partition(self._end)
+        if found:
+            after = after.lstrip()
+            self._state = _State.CONTENT if after else _State.TRAILING
+            return f"{_without_line_breaks(answer)}{after}"
+        body = text[: len(text) - num_marker_characters(text, self._end)]
+        length = len(_without_line_breaks(body))
+        self._held = text[length:]
+        return text[:length]
+
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
+        held = self._held
+        if is_cut and held.strip():
+            held = ""  # the start of a marker
+        parts = [*(self._content_parser.parse_delta(held) if held else ())]
+        return [*parts, *self._content_parser.parse_end(is_cut=is_cut)]
+
+
+def _without_line_breaks(text: str) -> str:
+    """Return the text without line breaks at its end, of which at most MAX_BLANKS are removed."""
+    return text[: max(len(text.rstrip("\n")), len(text) - MAX_BLANKS)]
 
 
 def _trimmed(text: str) -> str:
     """Return the text without trailing whitespace, of which at most MAX_BLANKS are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
+
+
+class TokenCounter(Detokenizer, Protocol):
+    """A detokenizer that counts the tokens of the reasoning that passes through it."""
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 _MAX_TOKEN_STARTS: Final = 256

@@ -18,11 +18,14 @@ from typing import Any, Final
 
 from api_server.parsers.output import PLAIN_TEXT, OutputParser
 from api_server.parsers.tools.base import (
+    INDEX,
     MAX_CALLS_IN_GRAMMAR,
+    NAME,
     CallGrammar,
     CallRules,
     OfferedTool,
     ToolCallFormat,
+    ToolSchemas,
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
 from api_server.protocol.fields import IgnoredFields
@@ -42,18 +45,18 @@ Message = dict[str, Any]
 class ToolCallPlan:
     """How the answer to one request may call tools.
 
-    format: None for an answer that calls none. tool_names: of all tools in the request. grammar:
-    of the answer; None for any text. markers: token id → text of the special tokens that the
-    parser must see.
+    format: None for an answer that calls none. tools: all tools of the request. grammar: of the
+    answer; None for any text. markers: token id → text of the special tokens that the parser must
+    see.
     """
 
     format: ToolCallFormat | None = None
-    tool_names: Sequence[str] = ()
+    tools: ToolSchemas = field(default_factory=dict)
     grammar: GrammarSource | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
 
     def new_parser(self) -> OutputParser:
-        return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tool_names)
+        return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tools)
 
 
 TEXT_ONLY: Final = ToolCallPlan()
@@ -90,10 +93,23 @@ class ModelToolCalls:
         return [tool.for_template() for tool in request.tools]
 
     def adapt_conversation(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its tools as text if the chat template has no tools."""
-        if self.template_has_tools:
-            return conversation
-        return with_tools_as_text(conversation, self.format or DEFAULT_FORMAT)
+        """Return the conversation as the chat template takes it.
+
+        A template that renders calls but no tools gets a description of the tools, and one that
+        renders neither gets all of them as text.
+        """
+        call_format = self.format or DEFAULT_FORMAT
+        messages = conversation.messages
+        if not self.template_has_tools and not self.facts.renders_calls:
+            return with_tools_as_text(conversation, call_format)
+        if call_format.call_id:
+            messages = with_numbered_calls(messages, call_format.call_id)
+        if self.facts.joins_arguments:
+            messages = with_arguments_as_text(messages)
+        if conversation.tools and not self.template_has_tools:
+            messages = _with_tool_descriptions(messages, conversation.tools, call_format)
+            return replace(conversation, messages=messages, tools=None)
+        return replace(conversation, messages=messages)
 
     def plan(
         self, request: ToolFields, text_grammar: GrammarSource | None, ignored: IgnoredFields
@@ -125,19 +141,32 @@ class ModelToolCalls:
             or text_grammar is not None
             or any(tool.strict for tool in tools)
         )
-        offered = []
-        for tool in tools:
-            strict = tool.strict or request.must_call
-            is_held = strict or (has_grammar and call_format.needs_schemas)
-            schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
-            offered.append(OfferedTool(tool.name, schema, strict, tool.field))
+        all_schemas = has_grammar and call_format.needs_schemas
+        offered = offered_tools(request, ignored, all_schemas=all_schemas)
         rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
         return ToolCallPlan(
             call_format,
-            [tool.name for tool in request.tools],
+            {tool.name: tool.parameters for tool in request.tools},
             _answer_grammar(request, call_format, rules, text_grammar),
             {token_id: marker for marker, token_id in token_ids.items()},
         )
+
+
+def offered_tools(
+    request: ToolFields, ignored: IgnoredFields, *, all_schemas: bool
+) -> list[OfferedTool]:
+    """Return the tools that the answer may call, as grammars take them.
+
+    all_schemas: prepare the schema of every tool, not only of those that calls have to keep to.
+    Raises InvalidRequestError.
+    """
+    offered = []
+    for tool in request.callable_tools:
+        strict = tool.strict or request.must_call
+        is_held = strict or all_schemas
+        schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
+        offered.append(OfferedTool(tool.name, schema, strict, tool.field))
+    return offered
 
 
 def _parameters_schema(tool: FunctionTool, ignored: IgnoredFields) -> Mapping[str, Any]:
@@ -193,7 +222,8 @@ def _calls_or_schema(
         answer = json_rules("answer", decoded(text_grammar.source))
     except InvalidRequestError as error:
         raise error.in_field(text_grammar.field) from None
-    field = _strict_field(rules) if any(tool.strict for tool in rules.tools) else text_grammar.field
+    has_strict = any(tool.strict for tool in rules.tools)
+    field = strict_field(rules.tools) if has_strict else text_grammar.field
     return _grammar_source(["start: calls | answer", *answer], grammar, rules, field=field)
 
 
@@ -206,7 +236,7 @@ def _grammar_source(
     field: str = "",
 ) -> GrammarSource:
     """field: path of the field that errors name; by default that of the strict tools."""
-    field = field or _strict_field(rules)
+    field = field or strict_field(rules.tools)
     source = GrammarSource(
         "grammar",
         "\n".join([*start_rules, *grammar.rules]),
@@ -221,10 +251,55 @@ def _grammar_source(
     return source
 
 
-def _strict_field(rules: CallRules) -> str:
+def strict_field(tools: Sequence[OfferedTool]) -> str:
     """Return the path of the only schema that calls have to keep to, or of all tools."""
-    strict = [tool.field for tool in rules.tools if tool.strict]
+    strict = [tool.field for tool in tools if tool.strict]
     return f"{strict[0]}.function.parameters" if len(strict) == 1 else "tools"
+
+
+# Calls as chat templates take them.
+
+
+def with_numbered_calls(
+    messages: Sequence[Mapping[str, Any]], call_id: str
+) -> list[Mapping[str, Any]]:
+    """Return the messages with ids of calls that a model was trained with: functions.find:0
+
+    A result belongs to the last call before it that had its id.
+    """
+    ids: dict[str, str] = {}
+    num_calls = 0
+    changed: list[Mapping[str, Any]] = []
+    for message in messages:
+        result_of = message.get("tool_call_id")
+        if isinstance(result_of, str) and result_of in ids:
+            message = {**message, "tool_call_id": ids[result_of]}
+        calls = []
+        for call in message.get("tool_calls") or []:
+            name = call["function"]["name"]
+            numbered = call_id.replace(NAME, name).replace(INDEX, str(num_calls))
+            num_calls += 1
+            if isinstance(call.get("id"), str):
+                ids[call["id"]] = numbered
+            calls.append({**call, "id": numbered})
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
+
+
+def with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the arguments of their calls as JSON."""
+    return [
+        {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_arguments_as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 # Tools as text, for a chat template without tools.
@@ -254,7 +329,9 @@ def with_tools_as_text(conversation: Conversation, call_format: ToolCallFormat) 
 
 
 def _with_tool_descriptions(
-    messages: list[Message], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    call_format: ToolCallFormat,
 ) -> list[Message]:
     """Return the messages with the tools in the system message, which is added if missing."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -265,8 +342,9 @@ def _with_tool_descriptions(
     )
     if messages and messages[0]["role"] in ("system", "developer"):
         first, *rest = messages
-        return [{**first, "content": f"{_text(first['content'])}\n\n{description}"}, *rest]
-    return [{"role": "system", "content": description}, *messages]
+        content = f"{_text(first['content'])}\n\n{description}"
+        return [{**first, "content": content}, *map(dict, rest)]
+    return [{"role": "system", "content": description}, *map(dict, messages)]
 
 
 def _with_calls_as_text(message: Mapping[str, Any], call_format: ToolCallFormat) -> Message:

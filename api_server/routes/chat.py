@@ -15,6 +15,7 @@ from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output import ChoiceParser
 from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
+from api_server.parsers.tool_calls import TEXT_ONLY
 from api_server.protocol.chat import ChatCompletionRequest, ChatEncoder
 from api_server.protocol.chat_translation import ChatTranslation
 from api_server.protocol.encoder import ResponseOptions
@@ -73,9 +74,15 @@ async def build_chat_turn(
     reserves_context: a truncated prompt leaves a share of the context to an answer without
     max_tokens. Raises InvalidRequestError.
     """
-    tool_calls = app_state.tool_calls.plan(body, body.grammar_source(ignored), ignored)
+    text_grammar, harmony = body.grammar_source(ignored), app_state.harmony
+    tool_calls = TEXT_ONLY
+    if harmony is not None:
+        grammar = harmony.answer_grammar(body, text_grammar, ignored)
+    else:
+        tool_calls = app_state.tool_calls.plan(body, text_grammar, ignored)
+        grammar = tool_calls.grammar
     builder = RequestBuilder(
-        app_state, body, id_prefix, tenant, key_name, ignored, tool_calls.grammar, trace_headers
+        app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )
     reader = app_state.prompt_reader("messages")
     max_tokens = body.requested_max_tokens
@@ -85,17 +92,21 @@ async def build_chat_turn(
     reader = reader.with_truncation(builder.truncation(max_tokens))
     conversation, text = await _render_prompt(app_state, body, reader, ignored)
     prompts = await reader.encode_texts([text], add_special_tokens=False)
-    reasoning = await plan_reasoning(
-        app_state.reasoning_format,
-        app_state.tokenizer,
-        conversation,
-        text,
-        budget=body.thinking_token_budget,
-        has_grammar=builder.has_grammar,
-        is_shown=body.include_reasoning,
-    )
-    check_thoughts(body, reasoning.rule)
-    output_format = OutputFormat(tool_calls, reasoning)
+    if harmony is not None:
+        output_format: OutputFormat = harmony.output_format(body, text)
+    else:
+        reasoning = await plan_reasoning(
+            app_state.reasoning_format,
+            app_state.tokenizer,
+            conversation,
+            text,
+            budget=body.thinking_token_budget,
+            has_grammar=builder.has_grammar,
+            is_shown=body.include_reasoning,
+        )
+        output_format = OutputFormat(tool_calls, reasoning)
+    rule = output_format.reasoning.rule
+    check_thoughts(body, rule)
     options = EndpointOptions(
         max_tokens=body.requested_max_tokens,
         default_max_tokens=default_max_tokens,
@@ -103,7 +114,7 @@ async def build_chat_turn(
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
         edits=await logit_edits(body, app_state.tokenizer),
-        thinking=reasoning.rule,
+        thinking=rule,
     )
     (prompt_text,) = await builder.prompt_texts(prompts)
     requests = builder.build_requests(prompts, options)

@@ -7,7 +7,7 @@ the one that `transformers` renders from the same messages.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -59,12 +59,16 @@ class TemplateFacts:
     names: of its undeclared variables. takes_parts: it iterates over the content parts of a
     message; without that, content must be text. call_id_length: length that the id of a tool call
     must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it mentions.
+    renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
+    call to text, so they must be text.
     """
 
     names: frozenset[str] = frozenset()
     takes_parts: bool = False
     call_id_length: int = 0
     efforts: frozenset[str] = frozenset()
+    renders_calls: bool = False
+    joins_arguments: bool = False
 
 
 def template_facts(template: nodes.Template) -> TemplateFacts:
@@ -74,7 +78,18 @@ def template_facts(template: nodes.Template) -> TemplateFacts:
         takes_parts=_iterates_over_content(template),
         call_id_length=_call_id_length(template),
         efforts=frozenset(OUTER_EFFORTS & strings),
+        renders_calls=any(_is_member(node, ("tool_calls",)) for node in _members(template)),
+        joins_arguments=any(
+            _is_member(side, ("arguments",))
+            for joined in template.find_all(nodes.Add)
+            for side in (joined.left, joined.right)
+        ),
     )
+
+
+def _members(template: nodes.Template) -> Iterator[nodes.Node]:
+    yield from template.find_all(nodes.Getattr)
+    yield from template.find_all(nodes.Getitem)
 
 
 def _iterates_over_content(template: nodes.Template) -> bool:
@@ -97,7 +112,7 @@ def _call_id_length(template: nodes.Template) -> int:
         if (
             isinstance(measured, nodes.Filter)
             and measured.name == "length"
-            and _is_call_id(measured.node)
+            and _is_member(measured.node, _CALL_ID_FIELDS)
             and isinstance(compared, nodes.Const)
             and isinstance(compared.value, int)
             and comparison.ops[0].op in ("ne", "eq")
@@ -106,22 +121,19 @@ def _call_id_length(template: nodes.Template) -> int:
     return 0
 
 
-def _is_call_id(node: nodes.Node | None) -> bool:
+def _is_member(node: nodes.Node | None, names: Sequence[str]) -> bool:
+    """Return whether an expression is a member of one of these names, of anything."""
     if isinstance(node, nodes.Getattr):
-        return node.attr in _CALL_ID_FIELDS
+        return node.attr in names
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value in _CALL_ID_FIELDS
+        return isinstance(node.arg, nodes.Const) and node.arg.value in names
     return False
 
 
 def _is_content(node: nodes.Node, variables: set[str]) -> bool:
     if isinstance(node, nodes.Name):
         return node.name in variables
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return False
+    return _is_member(node, ("content",))
 
 
 # The sandbox that chat templates run in.

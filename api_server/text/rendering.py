@@ -14,6 +14,7 @@ import threading
 from typing import Final
 
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateFacts
+from api_server.text.harmony import HarmonyTemplate
 from proto.errors import InvalidRequestError, OverloadedError
 
 RENDER_SECONDS: Final = 5.0
@@ -35,7 +36,7 @@ class TemplateRenderer:
 
     def __init__(
         self,
-        template: ChatTemplate | None,
+        template: ChatTemplate | HarmonyTemplate | None,
         model_name: str = "",
         limit: float = RENDER_SECONDS,
     ) -> None:
@@ -97,7 +98,9 @@ class TemplateRenderer:
 class _RenderThread:
     """A thread that renders one conversation. text: the result, on the event loop."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
+    def __init__(
+        self, template: ChatTemplate | HarmonyTemplate, conversation: Conversation
+    ) -> None:
         self._template = template
         self._conversation = conversation
         self._loop = asyncio.get_running_loop()

@@ -42,14 +42,36 @@ _EXPERT_KEYS: Final = {
 """The same for mixtures of experts."""
 
 _MIXTURES: Final[dict[str, dict[str, Any]]] = {
-    "glm4moe": {"model_type": "glm4_moe"},
+    "glm4moe": {},
     "granitemoe": {},
     "mixtral": {},
     "olmoe": {},
-    "qwen2moe": {"model_type": "qwen2_moe"},
-    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen2moe": {},
+    "qwen3moe": {"norm_topk_prob": True},
 }
 """Families of mixtures: what their files leave out because it is the same for all models."""
+
+_MODEL_TYPES: Final = {
+    "ernie45": "ernie4_5",
+    "gemma3": "gemma3_text",
+    "glm4moe": "glm4_moe",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "seedoss": "seed_oss",
+}
+"""`model_type` of the families for which it is not the name of their module."""
+
+_BIASES: Final = {
+    "ernie45": {"use_bias": "blk.0.attn_q.bias"},
+    "glm": {"attention_bias": "blk.0.attn_q.bias"},
+    "glm4moe": {"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+    "seedoss": {
+        "attention_bias": "blk.0.attn_q.bias",
+        "attention_out_bias": "blk.0.attn_output.bias",
+    },
+    "starcoder2": {"use_bias": "blk.0.attn_q.bias"},
+}
+"""Flags of config.json by family → tensor that is in the file if the flag is set."""
 
 _WINDOW: Final = "attention.sliding_window"
 _WINDOW_PATTERN: Final = "attention.sliding_window_pattern"
@@ -59,12 +81,17 @@ _GRANITE_KEYS: Final = {
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
 }
+_TEMPERATURE: Final = "attention.temperature_scale"
+_YARN_LOG: Final = "rope.scaling.yarn_log_multiplier"
+_MINISTRAL3_KEYS: Final = {_TEMPERATURE: "llama_4_scaling_beta", _YARN_LOG: "mscale_all_dim"}
+"""Keys of the rotary embedding of Ministral 3 → in rope_parameters."""
 _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
     "cohere2": {
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "logit_scale": "logit_scale",
         _WINDOW: "sliding_window",
     },
+    "exaone4": {_WINDOW: "sliding_window"},
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
@@ -79,7 +106,10 @@ _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
 }
 """Keys of one family, as _CONFIG_KEYS."""
 
-_PARTIALLY_ROTATED: Final = ("glm4", "glm4moe", "phi3")
+_WITH_PATTERN: Final = ("exaone4", "olmo3")
+"""Families whose files say which layers have a window."""
+
+_PARTIALLY_ROTATED: Final = ("glm", "glm4", "glm4moe", "phi3")
 """Families whose rope.dimension_count may be less than the head size."""
 
 _ROPE_FACTORS: Final = {
@@ -185,7 +215,8 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         if (
             key not in _SUPPORTED_KEYS
             and key not in keys
-            and not (family == "olmo3" and key == _WINDOW_PATTERN)
+            and not (family in _WITH_PATTERN and key == _WINDOW_PATTERN)
+            and not (family == "ministral3" and key in _MINISTRAL3_KEYS)
             and not (mixture is not None and key == _GATING_KEY and own[key] == gating)
             and not (key == "expert_count" and own[key] == 0)
         ):
@@ -201,7 +232,7 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         )
     config: dict[str, Any] = {
         "architectures": [name for name, known in FAMILIES.items() if known.module == family],
-        "model_type": "gemma3_text" if is_gemma3 else family,
+        "model_type": _MODEL_TYPES.get(family, family),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in header.tensors),
         **(mixture or {}),
         **{hf_key: own[key] for key, hf_key in keys.items() if key in own},
@@ -211,18 +242,30 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
     _add_head_dim(config, own, prefix, family)
-    if family == "glm4moe":
-        _add_glm4moe(config, own, header)
+    names = {tensor.name for tensor in header.tensors}
+    config |= {flag: tensor in names for flag, tensor in _BIASES.get(family, {}).items()}
+    if family == "glm4moe":  # counts the layers that predict further tokens, too
+        config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
+    if family in _WITH_PATTERN and isinstance(own.get(_WINDOW_PATTERN), list):
+        config["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention"
+            for has_window in own[_WINDOW_PATTERN]
+        ]
     rope = _rope_parameters(own, prefix, _GEMMA3_THETA if is_gemma3 else _DEFAULT_THETA)
     config["rope_parameters"] = rope
     if is_gemma3:
         _add_gemma3(config, own, rope)
     if family in _LAYERS_OF_27B:
         _add_query_scale(config, num_layers, _LAYERS_OF_27B[family])
-    if family == "olmo3":
-        _add_olmo3(config, own, rope)
-    if family == "starcoder2":
-        config["use_bias"] = any(tensor.name == "blk.0.attn_q.bias" for tensor in header.tensors)
+    if family == "olmo3":  # layers with a window rotate without a scaling
+        config["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_theta": rope["rope_theta"], "rope_type": "default"},
+        }
+    if family == "ministral3":
+        rope |= {name: own[key] for key, name in _MINISTRAL3_KEYS.items() if key in own}
+        if _YARN_LOG in own:
+            rope["mscale"] = 1.0
     return config
 
 
@@ -230,15 +273,10 @@ def _family(architecture: str, own: Mapping[str, Any]) -> str:
     """Return the module of the family: files of Mixtral call themselves "llama", for example."""
     if architecture == "llama" and own.get("expert_count"):
         return "mixtral"
-    return "olmo3" if architecture == "olmo2" and _WINDOW in own else architecture
-
-
-def _add_glm4moe(config: dict[str, Any], own: Mapping[str, Any], header: GgufHeader) -> None:
-    """Add what only GLM-4.5 has: layers are counted with those that predict further tokens."""
-    config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
-    names = {tensor.name for tensor in header.tensors}
-    config["attention_bias"] = "blk.0.attn_q.bias" in names
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
+    if architecture == "olmo2" and _WINDOW in own:
+        return "olmo3"
+    modules = [family.module for family in FAMILIES.values() if family.gguf == architecture]
+    return architecture if architecture in modules else modules[0]
 
 
 def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str, family: str) -> None:
@@ -259,19 +297,6 @@ def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str, f
     if rotated not in (None, length):
         raise ModelError(f"{prefix}rope.dimension_count is not the head size: not supported")
     config["head_dim"] = length
-
-
-def _add_olmo3(config: dict[str, Any], own: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Add which layers have a window; these rotate without a scaling."""
-    pattern = own.get(_WINDOW_PATTERN)
-    if isinstance(pattern, list):
-        config["layer_types"] = [
-            "sliding_attention" if has_window else "full_attention" for has_window in pattern
-        ]
-    config["rope_parameters"] = {
-        "full_attention": rope,
-        "sliding_attention": {"rope_theta": rope["rope_theta"], "rope_type": "default"},
-    }
 
 
 def _without_rope_factors(

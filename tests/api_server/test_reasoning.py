@@ -88,6 +88,47 @@ def test_texts_split_at_any_position(
     assert read(parser(is_shown=False), list(text)) == ("", answer)
 
 
+ANSWERS = [
+    # text, reasoning, content
+    ("<think>\nTwo\n</think>\n<answer>\n4\n</answer>", "Two", "4"),
+    ("<think>\n\n</think>\n\n<answer>\n4\n\n</answer>\n", "", "4"),
+    ("<answer>4</answer>", "", "4"),
+    (" \n<answer>\n\n 4 <a> </answe </answer>", "", " 4 <a> </answe "),
+    ("<think>a</think><answer>4", "a", "4"),
+    ("<think>a</think>4</answer>", "a", "4</answer>"),
+    ("<think>a</think>It is <answer>4</answer>", "a", "It is <answer>4</answer>"),
+    ("<answer>4</answer>\n\nand</answer> \n", "", "4and</answer> \n"),
+    ("<answer>4" + "\n" * 70 + "</answer>", "", "4" + "\n" * 6),
+    ("<answer></answer>", "", ""),
+    ("<answer", "", "<answer"),
+    ("\n", "", "\n"),
+    ("", "", ""),
+]
+
+
+@pytest.mark.parametrize("name", ["hunyuan_a13b", "granite33"])
+@pytest.mark.parametrize(("text", "thoughts", "answer"), ANSWERS)
+def test_markers_around_an_answer_are_dropped(
+    name: ReasoningParserName, text: str, thoughts: str, answer: str
+) -> None:
+    style = REASONING_FORMATS[name]
+    opening = UNKNOWN if thoughts or "<think>" in text else OutputStart.CONTENT
+    if name == "granite33":
+        text = text.replace("answer>", "response>").replace("<answer", "<response")
+        answer = answer.replace("answer>", "response>").replace("<answer", "<response")
+
+    def parser() -> OutputParser:
+        return style.new_parser(opening, PLAIN_TEXT, is_shown=True)
+
+    for place in range(len(text) + 1):
+        assert read(parser(), [text[:place], text[place:]]) == (thoughts, answer), place
+    assert read(parser(), list(text)) == (thoughts, answer)
+    for end in range(len(text)):
+        parts = [*(cut := parser()).parse_delta(text[:end]), *cut.parse_end(is_cut=True)]
+        said = "".join(part.text for part in parts if isinstance(part, ContentText))
+        assert answer.startswith(said.rstrip("\n"))
+
+
 @pytest.mark.parametrize("opening", [UNKNOWN, INSIDE])
 def test_truncated_markers_are_dropped(opening: OutputStart) -> None:
     text, said = "<think>a < b</think>so", ""
@@ -163,6 +204,8 @@ def test_the_end_of_the_prompt_decides_whether_output_starts_with_reasoning(
         ("{{ '<think>\n\n</think>' }}", THINK),
         ("{{ content.split('</think>')[-1] }}", REASONING_FORMATS["deepseek_r1"]),
         ("{{ '[THINK]' + text + '[/THINK]' }}", REASONING_FORMATS["mistral"]),
+        ("{{ '<think></think><answer>' }}", REASONING_FORMATS["hunyuan_a13b"]),
+        ("{{ '<think></think><response>' }}", REASONING_FORMATS["granite33"]),
     ],
 )
 def test_auto_detects_the_format_from_the_template(template: str | None, style: object) -> None:

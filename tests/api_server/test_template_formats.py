@@ -170,12 +170,12 @@ def test_every_format_accepts_its_typical_messages(name: str) -> None:
     for label in ("one", "turns"):
         assert rendered(name, CONVERSATIONS[label], OPTIONS["prompted"])
     assert rendered(name, CONVERSATIONS["to go on with"], OPTIONS["continued"])
-    if name in ("llama3", "qwen2.5", "qwen3", "mistral"):
+    if name not in ("chatml", "gemma3", "documents", "deepseek_r1"):
         for label in ("a tool", "tools and more"):
             text = rendered(name, CONVERSATIONS[label], OPTIONS["with tools"])
             assert text
             assert "Zürich" in text
-    if name in ("qwen2.5", "qwen3", "mistral"):
+    if name not in ("chatml", "gemma3", "documents", "deepseek_r1", "llama3"):
         assert rendered(name, CONVERSATIONS["two calls"], OPTIONS["with tools"])
 
 
@@ -189,6 +189,8 @@ def test_every_format_accepts_its_typical_messages(name: str) -> None:
         ("mistral", True, False),
         ("gemma3", False, True),
         ("documents", False, False),
+        ("deepseek_r1", False, False),
+        ("kimi_k2", True, False),
     ],
 )
 def test_features_of_a_template_are_detected(
@@ -199,6 +201,8 @@ def test_features_of_a_template_are_detected(
     assert facts.takes_parts is takes_parts
     assert ("documents" in facts.names) is (name == "documents")
     assert ("enable_thinking" in facts.names) is (name == "qwen3")
+    assert facts.renders_calls is (knows_tools or name == "deepseek_r1")
+    assert facts.joins_arguments is (name == "deepseek_r1")
 
 
 @pytest.mark.parametrize(

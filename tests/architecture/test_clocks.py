@@ -17,6 +17,7 @@ DISPLAYED = {
     ("engine_core/trace/file.py", "time.time"),  # when a trace began
     ("deploy/bench/serve.py", "datetime.now"),  # when a measurement began
     ("api_server/text/chat_template.py", "datetime.now"),  # the date in a chat template
+    ("api_server/text/harmony.py", "datetime.now"),  # the date in a system message
 }
 
 

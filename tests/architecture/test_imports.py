@@ -30,7 +30,7 @@ LAZILY = {
     "proto": {"setproctitle"},
     "engine_core": set(),
     "worker": {"flashinfer", "transformers", "triton"},
-    "api_server": {"opentelemetry"},
+    "api_server": {"openai_harmony", "opentelemetry"},
     "deploy": {"numpy", "tokenizers", "transformers"},
 }
 FOLDERS = sorted(ALWAYS)

@@ -1,14 +1,19 @@
-"""Models of the user through the daemon: a Hugging Face folder and a GGUF file."""
+"""Models of the user through the daemon: a Hugging Face folder, a GGUF file, and bad ones."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference, packaged_model
+from tests.fakes.tiny_families import save_folder
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -81,3 +86,55 @@ def test_a_missing_model_is_one_clear_error() -> None:
     assert daemon.wait_exit() == 2
     assert "/nowhere/model.gguf" in daemon.text
     assert "Traceback" not in daemon.text
+
+
+def with_settings(**settings: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    return change
+
+
+def without_tensor(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
+BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unknown architecture": (
+        with_settings(architectures=["OtherForCausalLM"]),
+        "OtherForCausalLM is not supported",
+    ),
+    "unknown rope kind": (
+        with_settings(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        "rope_type = 'spiral'",
+    ),
+    "remote code": (
+        with_settings(auto_map={"AutoModelForCausalLM": "modeling.Own"}),
+        "auto_map names code of the model",
+    ),
+    "missing expert": (without_tensor(EXPERT), f"tensor {EXPERT} of shape [64, 64] is missing"),
+    "other shapes": (
+        with_settings(moe_intermediate_size=48),
+        "has shape [64, 64], the configuration asks for [48, 64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_MODELS)
+def test_a_bad_model_is_one_clear_error_before_a_weight_is_read(kind: str, tmp_path: Path) -> None:
+    change, message = BAD_MODELS[kind]
+    save_folder("Qwen3MoeForCausalLM", tmp_path)
+    change(tmp_path)
+    daemon = Daemon(str(tmp_path), "--dtype", "float32")
+    assert daemon.wait_exit(60.0) != 0
+    assert message in daemon.text
+    assert "Traceback" not in daemon.text
+    assert "restart" not in daemon.text
+    assert "INFO worker 0: weights:" not in daemon.text

@@ -169,11 +169,14 @@ class EngineHarness:
         self.receive()
         return output
 
-    def lose_workers(self, epoch: int = 2) -> ClientOutputs:
-        """Replace the workers as the busy loop does after a death; discard steps in flight."""
+    def lose_workers(self, epoch: int = 2, runner: PagedRunner | None = None) -> ClientOutputs:
+        """Replace the workers as the busy loop does after a death; discard steps in flight.
+
+        runner: of the new worker; one like the old one if not given.
+        """
         self.in_flight.clear()
-        runner = self.runner
-        self.runner = PagedRunner(runner.block_size, runner.next_token, windows=runner.windows)
+        old = self.runner
+        self.runner = runner or PagedRunner(old.block_size, old.next_token, windows=old.windows)
         outputs = self.scheduler.begin_worker_epoch(epoch)
         self.record_outputs(outputs)
         return outputs

@@ -7,13 +7,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -26,6 +30,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -95,6 +100,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2-uncapped": Gemma2Config(
         **_SIZES, head_dim=32, attn_logit_softcapping=None, final_logit_softcapping=None
     ),
+    "ernie45": Ernie4_5Config(**_SIZES, head_dim=32, pad_token_id=0),
+    "ernie45-biases": Ernie4_5Config(
+        **_SIZES, head_dim=16, use_bias=True, tie_word_embeddings=False, pad_token_id=0
+    ),
+    "exaone4": Exaone4Config(**_SIZES | _KINDS),
+    "exaone4-without-windows": Exaone4Config(
+        **_SIZES, sliding_window=None, layer_types=["full_attention"] * 3, rope_parameters=_LLAMA3
+    ),
+    "glm": GlmConfig(**_SIZES, head_dim=32, pad_token_id=0),
+    "glm-without-biases": GlmConfig(
+        **_SIZES, head_dim=16, attention_bias=False, tie_word_embeddings=True, pad_token_id=0
+    ),
     "glm4": Glm4Config(**_SIZES, head_dim=16, pad_token_id=0),
     "glm4-without-biases": Glm4Config(
         **_SIZES, head_dim=32, attention_bias=False, tie_word_embeddings=True, pad_token_id=0
@@ -125,6 +142,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "granite-biases": GraniteConfig(**_SIZES, attention_bias=True, mlp_bias=True),
     "ministral": MinistralConfig(**_SIZES | _KINDS, head_dim=24),
+    "ministral3": Ministral3Config(
+        **_SIZES, head_dim=32, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.5}
+    ),
+    "ministral3-window": Ministral3Config(
+        **_SIZES | _WINDOW,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters=_YARN
+        | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0, "beta_slow": 2.0}
+        | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1},
+    ),
     "olmoe": OlmoeConfig(**_SIZES, num_experts=6, num_experts_per_tok=2),
     "olmoe-biases": OlmoeConfig(
         **_SIZES,
@@ -147,6 +175,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "phi3-window": Phi3Config(**_SIZES | _WINDOW, pad_token_id=0),
     "phi3-longrope": Phi3Config(
         **_SIZES, original_max_position_embeddings=16, rope_parameters=_LONGROPE, pad_token_id=0
+    ),
+    "seedoss": SeedOssConfig(**_SIZES, head_dim=32),
+    "seedoss-output-biases": SeedOssConfig(
+        **_SIZES, head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True
     ),
     "smollm3": SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1], pad_token_id=0),
     "smollm3-window": SmolLM3Config(

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 TOKENS = [chr(code) for code in range(33, 127)] + ["Ġ", "Ġa", "<|end|>"]
 """A byte-level vocabulary: characters, the space, one merge, one special token."""
@@ -66,6 +69,7 @@ def write_gguf(
         )
     if tokenizer:
         add_tokenizer(writer)
+        writer.add_chat_template(TEMPLATE)
     weights = tensors()
     for name, weight in weights.items():
         writer.add_tensor(name, weight)
@@ -76,15 +80,14 @@ def write_gguf(
     return weights
 
 
-def add_tokenizer(writer: Any) -> None:
-    """Add TOKENS and a chat template to a GGUFWriter."""
+def add_tokenizer(writer: "GGUFWriter") -> None:
+    """Add a tokenizer over TOKENS to the metadata."""
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_scores([0.0] * len(TOKENS))
     writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
     writer.add_token_merges(["Ġ a"])
     writer.add_eos_token_id(END)
-    writer.add_chat_template(TEMPLATE)
 
 
 def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None = None) -> None:

@@ -1,15 +1,16 @@
 """Target: model output for the parsers of reasoning and tool calls.
 
-    1 byte: format, style and opening │ 1 byte: size of the chunks │ a text, UTF-8
+    1 byte: format │ 1 byte: reasoning, size of the chunks │ a text, UTF-8
 
-Parts do not depend on the chunks. A call is contiguous, its arguments are a JSON object, and calls
-are numbered in order.
+Parts do not depend on the chunks, which are cut at every byte and decoded as a detokenizer does. A
+call is contiguous, its arguments are a JSON object, and calls are numbered in order. An answer that
+a limit ends at any byte has the calls that were complete.
 """
 
+import codecs
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hypothesis import strategies as st
 
@@ -24,22 +25,22 @@ from api_server.parsers.reasoning import (
     NO_REASONING,
     REASONING_FORMATS,
     OutputStart,
-    ReasoningParser,
 )
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
+from tests.api_server.tools.parsing import TOOLS, recorded
 from tests.fuzz.mutation import Edit, mutate_bytes, mutated
 
-RECORDED: Final = Path(__file__).parents[1] / "api_server" / "tools" / "outputs"
-NAMES: Final = ("weather", "now", "find", "run", "book")
-READERS: Final = [
-    (name, style, opening)
-    for name in TOOL_CALL_FORMATS
-    for style, opening in (
-        (NO_REASONING, OutputStart.CONTENT),
-        (REASONING_FORMATS["qwen3"], OutputStart.UNKNOWN),
-        (REASONING_FORMATS["mistral"], OutputStart.REASONING),
-    )
-]
+FORMATS: Final = list(TOOL_CALL_FORMATS)
+STYLES: Final = (
+    (NO_REASONING, OutputStart.CONTENT),
+    (REASONING_FORMATS["qwen3"], OutputStart.UNKNOWN),
+    (REASONING_FORMATS["mistral"], OutputStart.REASONING),
+    (REASONING_FORMATS["hunyuan_a13b"], OutputStart.UNKNOWN),
+)
+MAX_CUTS: Final = 256
+"""A longer text is cut at so many bytes, evenly spread."""
+MAX_LIMITS: Final = 64
+"""Of these bytes, how many also end the answer."""
 
 ParsedOutput = tuple[str, str, list[tuple[str, str]]]
 """(thoughts, content, [(name, arguments)])"""
@@ -50,12 +51,13 @@ class Answers:
 
     def seeds(self) -> list[bytes]:
         seeds = []
-        for number, (name, style, opening) in enumerate(READERS):
-            start = "" if opening is not OutputStart.UNKNOWN else style.start
-            thoughts = f"{start}\nWhich?\n{style.end}\n\n" if style.has_reasoning else ""
-            path = RECORDED / f"{name.removesuffix('_named')}.json"
-            cases: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
-            seeds += [bytes([number, 3]) + (thoughts + each["text"]).encode() for each in cases]
+        for number, name in enumerate(FORMATS):
+            for index, case in enumerate(recorded(name.removesuffix("_named"))):
+                style, opening = STYLES[index % len(STYLES)]
+                start = "" if opening is not OutputStart.UNKNOWN else style.start
+                thoughts = f"{start}\nWhich?\n{style.end}\n\n" if style.has_reasoning else ""
+                text = f"{thoughts}{style.answer_start}{case['text']}{style.answer_end}"
+                seeds.append(bytes([number, index % len(STYLES) + 12]) + text.encode())
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
@@ -67,27 +69,35 @@ class Answers:
     def run(self, data: bytes) -> str:
         if len(data) < 2:
             return "nothing"
-        number = data[0] % len(READERS)
+        reader = data[0] % len(FORMATS), data[1] % len(STYLES)
         text = data[2:].decode("utf-8", "replace")
-        whole = _read(number, [text])
-        assert _read(number, _cut(text, 1 + data[1])) == whole
-        assert _read(number, text) == whole
+        whole = _read(reader, [text])
+        size = 1 + data[1] // len(STYLES)
+        assert _read(reader, [text[at : at + size] for at in range(0, len(text), size)]) == whole
+        assert _read(reader, text) == whole
+        places = range(1, len(data) - 2, max(1, len(data) // MAX_CUTS))
+        for place in places:
+            assert _read(reader, _cut(data[2:], place)) == whole
+        for place in places[:: 1 + len(places) // MAX_LIMITS]:
+            thoughts, _, calls = _read(reader, _cut(data[2:], place)[:1], is_cut=True)
+            assert whole[0].startswith(thoughts)
+            assert calls == whole[2][: len(calls)]
         thoughts, content, calls = whole
         for _, arguments in calls:
             assert isinstance(json.loads(arguments), dict)
         assert len(thoughts) + len(content) <= len(text)
-        return f"{number} {bool(thoughts)} {bool(content)} {'call ' * min(3, len(calls))}"
+        return f"{reader} {bool(thoughts)} {bool(content)} {'call ' * min(3, len(calls))}"
 
     def close(self) -> None:
         """No resources to close."""
 
 
-def _read(number: int, pieces: Sequence[str]) -> ParsedOutput:
-    name, style, opening = READERS[number]
-    calls = TOOL_CALL_FORMATS[name].new_parser(NAMES)
-    parser = ReasoningParser(style, opening, calls)
+def _read(reader: tuple[int, int], pieces: Sequence[str], *, is_cut: bool = False) -> ParsedOutput:
+    calls = TOOL_CALL_FORMATS[FORMATS[reader[0]]].new_parser(TOOLS)
+    style, opening = STYLES[reader[1]]
+    parser = style.new_parser(opening, calls, is_shown=True)
     parts = [part for piece in pieces for part in parser.parse_delta(piece)]
-    return _joined_parts([*parts, *parser.parse_end()])
+    return _joined_parts([*parts, *parser.parse_end(is_cut=is_cut)])
 
 
 def _joined_parts(parts: Sequence[OutputPart]) -> ParsedOutput:
@@ -117,5 +127,6 @@ def _joined_parts(parts: Sequence[OutputPart]) -> ParsedOutput:
     return "".join(thoughts), "".join(content), found
 
 
-def _cut(text: str, size: int) -> list[str]:
-    return [text[place : place + size] for place in range(0, len(text), size)]
+def _cut(data: bytes, place: int) -> tuple[str, str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data[:place]), decoder.decode(data[place:], final=True)

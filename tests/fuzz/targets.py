@@ -30,6 +30,12 @@ def _bodies() -> Target:
     return Bodies()
 
 
+def _harmony() -> Target:
+    from tests.fuzz.harmony_answers import HarmonyAnswers
+
+    return HarmonyAnswers()
+
+
 def _answers() -> Target:
     from tests.fuzz.answers import Answers
 
@@ -42,4 +48,5 @@ TARGETS: Final[dict[str, Callable[[], Target]]] = {
     "safetensors": _safetensors,
     "bodies": _bodies,
     "answers": _answers,
+    "harmony": _harmony,
 }

@@ -10,16 +10,10 @@ import pytest
 import torch
 
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.real_engine import engine_for, load, runner_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
-from worker.sampling.sampler import create_sampler
 
-BLOCK = 4
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
 STOP_IDS = [2, 7, 40, 41]
 
@@ -29,30 +23,11 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.transformers_model = save_tiny(name, folder).eval()
-        prepared = prepare_checkpoint(folder, folder / "prepared")
-        self.decoder = load_model(
-            prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
-        )
+        self.decoder = load(prepare_checkpoint(folder, folder / "prepared"))
 
     def engine(self, num_blocks: int, **settings: object) -> EngineHarness:
-        spec = self.decoder.spec
-        layout = kv_layout(spec.windows)
-        heads = spec.attention_shape
-        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
-        num_blocks *= layout.num_groups
-        cache = KVCache(geometry, layout, num_blocks, BLOCK)
-        cache.buffer[1:] = float("nan")
-        shape = spec.attention_shape
-        engine = EngineHarness(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            max_model_len=spec.max_position,
-            windows=layout.windows,
-            **settings,  # type: ignore[arg-type]
-        )
-        rows = InputBatch(16, spec.max_position, BLOCK, layout.num_groups)
-        attention = create_backend("auto", cache, shape)
-        engine.runner = ModelRunner(self.decoder, attention, create_sampler(), rows, cache)  # type: ignore[assignment]
+        engine, num_blocks = engine_for(self.decoder, num_blocks, **settings)
+        engine.runner = runner_of(self.decoder, num_blocks)  # type: ignore[assignment]
         return engine
 
     def expected(self, width: int, max_tokens: int, **params: object) -> list[list[int]]:

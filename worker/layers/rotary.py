@@ -53,6 +53,12 @@ class RotaryEmbedding:
             table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
         self.table = table.to(device)
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
+        self.query_scales: torch.Tensor | None = None
+        """Factor of the query at each position, float32 [max_position]; None: all are 1."""
+        if isinstance(rope, YarnRope) and rope.query_growth:
+            lengths = torch.arange(max_position) // rope.original_max_position
+            scales = 1.0 + rope.query_growth * lengths.float().log1p()
+            self.query_scales = scales.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of each token for positions int64 [T]; called once per step."""

@@ -242,6 +242,9 @@ class Attention:
         query, key, value = heads.split_with_sizes(self._parts, 1)
         if self.head_norms:
             query, key = self._normed(query, key)
+        scales = context.query_scales(self.rotary)
+        if scales is not None:
+            query = (query * scales[:, None, None]).to(query.dtype)
         rotation = context.rotation(self.rotary)
         attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
         return self.output.add_to(residual, attended.flatten(1))

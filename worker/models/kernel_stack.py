@@ -54,6 +54,8 @@ def is_describable(layers: Sequence[DecoderLayer]) -> bool:
         mixer, mlp = layer.mixer, layer.mlp
         if not isinstance(mixer, Attention) or mixer.output.output.group.size > 1:
             return False
+        if mixer.rotary.query_scales is not None:
+            return False
         kinds.add((mixer.spec.shape, mixer.spec.joint_qk_norm, layer.is_parallel))
         if isinstance(mlp, Mlp):
             dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))

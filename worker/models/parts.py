@@ -210,6 +210,7 @@ class ForwardContext:
         self._positions = positions
         self._buffers = buffers
         self._rotations: dict[RotaryEmbedding, Rotation] = {}
+        self._query_scales: dict[RotaryEmbedding, torch.Tensor | None] = {}
         self._scratch: dict[int, Scratch] = {}
 
     def rotation(self, rotary: RotaryEmbedding) -> Rotation:
@@ -218,6 +219,14 @@ class ForwardContext:
         if rotation is None:
             rotation = self._rotations[rotary] = rotary.at(self._positions)
         return rotation
+
+    def query_scales(self, rotary: RotaryEmbedding) -> torch.Tensor | None:
+        """Return the factor of each token's query, float32 [T]; None if all are 1."""
+        if rotary not in self._query_scales:
+            table = rotary.query_scales
+            scales = None if table is None else table.index_select(0, self._positions)
+            self._query_scales[rotary] = scales
+        return self._query_scales[rotary]
 
     def scratch(self, size: int) -> Scratch:
         """Return memory [T, size] of the hidden states' dtype; the next part may overwrite it."""

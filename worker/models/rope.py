@@ -7,7 +7,7 @@ each kind.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from worker.models.config_reader import ConfigReader
@@ -48,6 +48,8 @@ class YarnRope:
     beta_fast, beta_slow: rotations over the original length between which the ramp lies.
     truncate: round the ends of the ramp to whole dimensions.
     attention_factor: multiplies cosines and sines, so query times key gets its square.
+    query_growth: the query at position p is multiplied by
+        1 + query_growth * log(1 + floor(p / original_max_position)), as in Llama 4; 0: by 1.
     """
 
     theta: float
@@ -57,6 +59,7 @@ class YarnRope:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,14 @@ class KindOfRope:
 
 
 def rope_from_config(
-    config: ConfigReader, max_position: int, theta: float = _DEFAULT_THETA
+    config: ConfigReader,
+    max_position: int,
+    theta: float = _DEFAULT_THETA,
+    scales_queries: bool = False,
 ) -> RotatingRope:
     """Return the rotary embedding; raises ModelError for a kind or a key that is not supported.
 
-    theta: the family's default.
+    theta: the family's default. scales_queries: whether the family reads `llama_4_scaling_beta`.
     """
     older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     theta = config.number("rope_theta", theta)
@@ -108,7 +114,16 @@ def rope_from_config(
     values: dict[str, Any] = dict(older or newer)
     if original is not None:
         values["original_max_position_embeddings"] = original
-    return _rope_from_values(values, key, theta, max_position, config.max_model_len)
+    growth = values.pop("llama_4_scaling_beta", None) if scales_queries else None
+    rope = _rope_from_values(values, key, theta, max_position, config.max_model_len)
+    if growth is None:
+        return rope
+    reader = ConfigReader({"llama_4_scaling_beta": growth}, key)
+    if not isinstance(rope, YarnRope):
+        raise reader.refusal("llama_4_scaling_beta", growth, "needs rope_type = 'yarn'")
+    query_growth = reader.number("llama_4_scaling_beta")
+    grows = (config.max_model_len or max_position) > rope.original_max_position
+    return replace(rope, query_growth=query_growth if grows else 0.0)
 
 
 def rotary_dim_from_config(config: ConfigReader, head_dim: int, default: float | None) -> int:
@@ -162,6 +177,7 @@ def _rope_from_values(
     theta = rope.number("rope_theta", theta)
     kind = rope.get("type")
     kind = rope.get("rope_type") or kind or "default"
+    rope.must_be("max_position_embeddings", max_position)
     rope.get("partial_rotary_factor")  # see rotary_dim_from_config
     parsed = _parse(rope, kind, theta, max_position)
     rope.refuse_unread()

@@ -1,11 +1,17 @@
 """What a tool-call format consists of: `ToolCallFormat`, and the grammars that it makes.
 
+    kind                in              formats whose calls are
+    JsonCallFormat      json_calls.py   JSON: an object with the name, or a name before an object
+    TaggedCallFormat    tagged.py       tags around a function and each of its parameters
+    PythonicFormat      pythonic.py     calls in Python
+
 A grammar (Lark, for llguidance) admits exactly what the parser of the format reads as calls, with
 arguments that conform to their JSON schemas.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -16,38 +22,156 @@ from proto.errors import InvalidRequestError
 
 MAX_CALLS_IN_GRAMMAR: Final = 16
 """Most calls that a grammar admits in one answer: a small model may never end by itself."""
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+"""Name of a tool → JSON schema of its arguments, for all tools of a request."""
+NAME: Final = "{name}"
+INDEX: Final = "{index}"
 OPTIONAL_BLANK: Final = r"/[ \n]?/"
 """Lark terminal for the whitespace that models write beside markers."""
 
 
-class ToolCallFormat:
-    """One way in which models write tool calls: a parser, a grammar and a rendering.
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """The text around calls, exactly as the models of a format were trained to write it.
 
-    name: value of --tool-call-parser. markers: texts that may be special tokens of the
-    tokenizer; the detokenizer keeps them so that the parser sees them. template_markers: a chat
-    template that contains all strings of one of these groups belongs to this format.
-    needs_schemas: its grammar holds every tool to its schema, not only strict ones.
+        begin (call_begin NAME name_end ARGUMENTS call_end) between (…) end
+
+    INDEX in `name_end` stands for the number of the call.
     """
 
-    name: ClassVar[ToolCallParser]
-    markers: ClassVar[Sequence[str]] = ()
-    template_markers: ClassVar[Sequence[Sequence[str]]] = ()
+    begin: str = ""
+    call_begin: str = ""
+    name_end: str = ""
+    call_end: str = ""
+    between: str = ""
+    end: str = ""
+
+    @property
+    def start(self) -> str:
+        """The text before the name of the first call."""
+        return f"{self.begin}{self.call_begin}"
+
+    def call(self, name: str, arguments: str, index: int) -> str:
+        name_end = self.name_end.replace(INDEX, str(index))
+        return f"{self.call_begin}{name}{name_end}{arguments}{self.call_end}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCallFormat:
+    """One way in which models write tool calls: a layout, and a parser that reads it.
+
+    The layout is what grammars force and what templates without tools show; the parser reads it
+    and what models make of it. Derived classes are kinds of formats; most formats are instances.
+
+    name: value of --tool-call-parser. markers: texts that may be special tokens of the tokenizer;
+    the detokenizer keeps them so that the parser sees them. Whitespace beside them is optional. If
+    the layout begins with one, a grammar can begin there, in an answer that is text otherwise.
+    template_markers: a chat template that contains all strings of one of these groups belongs to
+    this format. optional_opening: marker that grammars admit before all calls. free_text: Lark
+    terminal of an answer without calls, if the layout begins with no marker. call_id: id of a call
+    in the prompt, with NAME and INDEX; empty for any. needs_schemas: its grammar holds every tool
+    to its schema, not only strict ones.
+    """
+
+    name: ToolCallParser
+    layout: CallLayout
+    markers: Sequence[str] = ()
+    template_markers: Sequence[Sequence[str]] = ()
+    optional_opening: str = ""
+    free_text: str = ""
+    call_id: str = ""
     needs_schemas: ClassVar[bool] = False
 
-    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
-        """Return a parser for one choice. tool_names: names of the tools in the request."""
+    def new_parser(self, tools: ToolSchemas) -> OutputParser:
+        """Return a parser for one choice."""
         raise NotImplementedError
+
+    def argument_rules(self, rule: str, tool: "OfferedTool", rules: "CallRules") -> list[str]:
+        """Return Lark rules for the arguments of a tool; the first one has this name.
+
+        Raises InvalidRequestError for a schema that this format cannot enforce.
+        """
+        return tool.argument_rules(rule)
+
+    def render_arguments(self, arguments: str) -> str:
+        """Return arguments, which are JSON, as the model writes them."""
+        return arguments
+
+    @property
+    def trigger(self) -> str:
+        """The marker with which calls begin; empty if they begin with other text."""
+        start = self.layout.start
+        return next((marker for marker in self.markers if start.startswith(marker)), "")
 
     def grammar(self, rules: "CallRules") -> "CallGrammar":
         """Return the grammar of calls.
 
         Raises InvalidRequestError for a schema that this format cannot enforce.
         """
-        raise NotImplementedError
+        layout, trigger = self.layout, self.trigger
+        calls, argument_rules = [], []
+        for index, tool in enumerate(rules.tools):
+            arguments = f"arguments_{index}"
+            before = self.lark(f"{layout.call_begin}{tool.name}", rules)
+            before += self.lark(layout.name_end, rules)
+            if trigger and not layout.begin:
+                before = before[1:]  # the trigger
+            calls.append(" ".join([*before, arguments, *self.lark(layout.call_end, rules)]))
+            argument_rules += self.argument_rules(arguments, tool, rules)
+        opening = self.lark(trigger, rules)
+        begin = self.lark(layout.begin, rules)[len(opening) :]
+        further = self.lark(layout.between, rules)
+        if not layout.begin:
+            further = self.lark(layout.between + trigger, rules)
+        if self.optional_opening:
+            opening = [f"{rules.marker(self.optional_opening)}?"]
+        all_calls = rules.repeated("call", " ".join([*further, "call"]))
+        body = [*begin, all_calls, *self.lark(layout.end, rules)]
+        lines = [
+            f"calls: {' '.join([*opening, 'after_trigger'])}",
+            f"after_trigger: {' '.join(body)}",
+            f"call: {' | '.join(calls)}",
+            *argument_rules,
+        ]
+        for terminal, expression in (("BLANK", OPTIONAL_BLANK), ("INDEX", "/[0-9]{1,4}/")):
+            if any(re.search(rf"\b{terminal}\b", line) for line in lines):
+                lines.append(f"{terminal}: {expression}")
+        return CallGrammar(lines, trigger, self.free_text)
+
+    def lark(self, text: str, rules: "CallRules") -> list[str]:
+        """Return the Lark items of a text of the layout; a marker is an item of its own.
+
+        Whitespace beside a marker, or as a text of its own, becomes BLANK.
+        """
+        items = []
+        for piece in self._pieces.split(text):
+            stripped = piece.strip()
+            if stripped == INDEX:
+                items.append("INDEX")
+            elif stripped in self.markers:
+                before, _, after = piece.partition(stripped)
+                items += [
+                    *["BLANK"] * bool(before),
+                    rules.marker(stripped),
+                    *["BLANK"] * bool(after),
+                ]
+            elif piece:
+                items.append(quoted(piece) if stripped else "BLANK")
+        return items
+
+    @property
+    def _pieces(self) -> re.Pattern[str]:
+        markers = "|".join(map(re.escape, self.markers)) or "(?!)"
+        return re.compile(rf"({re.escape(INDEX)}|[ \n]*(?:{markers})[ \n]*)")
 
     def render_calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls as the model writes it. calls: (name, arguments as JSON)."""
-        raise NotImplementedError
+        layout = self.layout
+        rendered = [
+            layout.call(name, self.render_arguments(arguments), index)
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        return f"{layout.begin}{layout.between.join(rendered)}{layout.end}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +220,13 @@ class CallRules:
 class CallGrammar:
     """Grammar of calls, as Lark rules. The rule `calls` is an answer that consists of calls.
 
-    trigger: the marker after which the engine enforces the rule `after_trigger`, in an answer
-    that may also be text. A format without a marker has no trigger; its `free_text` is the Lark
-    terminal of an answer without calls.
+    trigger, free_text: of the format; the engine enforces the rule `after_trigger` after the
+    trigger, in an answer that may also be text.
     """
 
     rules: Sequence[str]
-    trigger: str = ""
-    free_text: str = ""
-
-
-def json_call_rules(rules: CallRules, arguments_key: str) -> list[str]:
-    """Return the rule `object`: a call as a JSON object with its arguments under this key."""
-    objects = [
-        f"{quoted(json_call_prefix(tool.name, arguments_key))} arguments_{index} {quoted('}')}"
-        for index, tool in enumerate(rules.tools)
-    ]
-    return [f"object: {' | '.join(objects)}", *argument_rules(rules)]
-
-
-def argument_rules(rules: CallRules) -> list[str]:
-    """Return a rule `arguments_N` for the arguments of the Nth tool as JSON."""
-    return [
-        rule
-        for index, tool in enumerate(rules.tools)
-        for rule in tool.argument_rules(f"arguments_{index}")
-    ]
-
-
-def json_call_prefix(name: str, arguments_key: str) -> str:
-    """Return the text of a JSON call before its arguments."""
-    return f'{{"name": "{name}", "{arguments_key}": '
+    trigger: str
+    free_text: str
 
 
 def quoted(text: str) -> str:

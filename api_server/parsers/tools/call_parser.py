@@ -14,7 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import ContentText, OutputPart, ToolCallArguments, ToolCallStart
+from api_server.parsers.output import (
+    ContentText,
+    OutputPart,
+    ToolCallArguments,
+    ToolCallStart,
+    num_marker_characters,
+)
 
 MAX_CHUNK_CHARACTERS: Final = 1024
 """Most characters added to the buffer at once. Each step copies the rest of the buffer, so a
@@ -163,6 +169,19 @@ class PartsBuilder:
         return self.take_parts()
 
 
+def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of these markers in a text, and the marker.
+
+    Without one, return how many characters at the start of the text belong to none, and "": a
+    marker may begin at the end of the text.
+    """
+    found = [(text.find(marker), marker) for marker in markers if marker in text]
+    if found:
+        return min(found)
+    held = max((num_marker_characters(text, marker) for marker in markers), default=0)
+    return len(text) - held, ""
+
+
 def new_call_id() -> str:
     """Return a random id of a tool call in the form that OpenAI uses."""
     return f"call_{secrets.token_hex(_CALL_ID_BYTES)}"
@@ -202,6 +221,11 @@ class ValueScanner:
         self._escaped = False
         self.invalid = False
         self.complete = False
+
+    @property
+    def is_in_string(self) -> bool:
+        """The text continues within a string."""
+        return bool(self._quote) and not self.invalid
 
     def scan_text(self, text: str) -> int:
         """Return how many characters of `text` belong to the value; all if it continues."""

@@ -1,4 +1,4 @@
-"""Tool calls that are a Python list: the format `Pythonic` and its parser.
+"""Tool calls that are a Python list: the format `PythonicFormat` and its parser.
 
     [weather(city="Paris", days=[1, 2]), now()]
 
@@ -9,15 +9,16 @@ as JSON. A call is returned when it is complete; anything else is content.
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.base import (
-    CallGrammar,
     CallRules,
     OfferedTool,
     ToolCallFormat,
+    ToolSchemas,
     compact_schema,
     quoted,
     schema_properties,
@@ -26,41 +27,27 @@ from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_sc
 from api_server.protocol.json_lark import json_rules
 from proto.errors import InvalidRequestError
 
-_OPENING: Final = "<|python_start|>"
-_CLOSING: Final = "<|python_end|>"
+OPENING: Final = "<|python_start|>"
+CLOSING: Final = "<|python_end|>"
 _SEPARATORS: Final = ("", ",")
 _FUNCTION_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 
 
-class Pythonic(ToolCallFormat):
+@dataclass(frozen=True, kw_only=True)
+class PythonicFormat(ToolCallFormat):
     """`[find(text="a"), …]`, of Llama 3.2 and 4; some models put markers around the list."""
 
-    name = "pythonic"
-    markers = (_OPENING, _CLOSING)
-    template_markers = ((_OPENING,), ("[func_name1(",))
     needs_schemas = True
 
-    def new_parser(self, tool_names: Collection[str]) -> OutputParser:
-        return PythonicParser(tool_names)
+    def new_parser(self, tools: ToolSchemas) -> OutputParser:
+        return PythonicParser(tools)
 
-    def grammar(self, rules: CallRules) -> CallGrammar:
-        calls, argument_rules = [], []
-        for index, tool in enumerate(rules.tools):
-            calls.append(f"{quoted(tool.name + '(')} arguments_{index} {quoted(')')}")
-            argument_rules += _keyword_rules(f"arguments_{index}", tool)
-        further = '", " call'
-        return CallGrammar(
-            [
-                f'calls: "[" {rules.repeated("call", further)} "]"',
-                f"call: {' | '.join(calls)}",
-                *argument_rules,
-            ],
-            free_text=r"/([ \n]*([^ \n\r\t\[<]|<[^|])[\s\S]*)?/",
-        )
+    def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
+        return _keyword_rules(rule, tool)
 
-    def render_calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        rendered = [f"{name}({_keywords(arguments)})" for name, arguments in calls]
-        return f"[{', '.join(rendered)}]"
+    def render_arguments(self, arguments: str) -> str:
+        pairs = json.loads(arguments).items()
+        return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
 
 def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
@@ -101,11 +88,6 @@ def _value_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
     return json_rules(name, schema)
 
 
-def _keywords(arguments: str) -> str:
-    pairs = json.loads(arguments).items()
-    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
-
-
 class PythonicParser(CallParser):
     """Parser of `[name(argument=literal, …), …]` at the start of an answer."""
 
@@ -118,9 +100,9 @@ class PythonicParser(CallParser):
         if self._buffer.startswith("["):
             self._consume(1)
             self._state = self._expect_call
-        elif self._buffer.startswith(_OPENING):
-            self._consume(len(_OPENING))
-        elif _OPENING.startswith(self._buffer):
+        elif self._buffer.startswith(OPENING):
+            self._consume(len(OPENING))
+        elif OPENING.startswith(self._buffer):
             return False
         else:
             self._reject_candidate()
@@ -188,11 +170,11 @@ class PythonicParser(CallParser):
 
     def _after_list(self) -> bool:
         self._consume_whitespace()
-        if self._buffer.startswith(_CLOSING):
-            self._buffer = self._buffer[len(_CLOSING) :]
+        if self._buffer.startswith(CLOSING):
+            self._buffer = self._buffer[len(CLOSING) :]
             self._candidate.clear()
             self._state = self._read_text
-        elif _CLOSING.startswith(self._buffer):
+        elif CLOSING.startswith(self._buffer):
             return False
         else:
             self._reject_candidate()
@@ -232,6 +214,11 @@ _ESCAPED: Final = {
 _MAX_CODE_POINT: Final = 0x10FFFF
 
 
+def python_value(text: str) -> str:
+    """Return a Python literal as JSON; raise ValueError for other text."""
+    return _LiteralReader(text).read_value()
+
+
 def python_arguments(text: str) -> str:
     """Return `(city="Paris", days=[1, 2])` as a JSON object; raise ValueError for other text."""
     return _LiteralReader(text).read_arguments()
@@ -260,6 +247,12 @@ class _LiteralReader:
             raise ValueError("text after the arguments")
         pairs = [f"{json.dumps(name)}: {value}" for name, value in values.items()]
         return "{" + ", ".join(pairs) + "}"
+
+    def read_value(self) -> str:
+        value = self._value()
+        if self._position < len(self._tokens):
+            raise ValueError("text after the value")
+        return value
 
     def _value(self) -> str:
         kind, text = self._next()

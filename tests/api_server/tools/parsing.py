@@ -15,7 +15,37 @@ from api_server.parsers.output import (
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 
 OUTPUTS = Path(__file__).parent / "outputs"
-NAMES = ("weather", "now", "find", "run", "book")
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array", "items": {"type": "integer"}},
+        }
+    },
+    "now": {},
+    "find": {
+        "properties": {
+            "text": {"type": "string"},
+            "limit": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "kind": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        }
+    },
+    "run": {
+        "properties": {"code": {"$ref": "#/$defs/code"}},
+        "$defs": {"code": {"type": "string"}},
+    },
+    "book": {
+        "properties": {
+            "who": {"type": "object"},
+            "when": {"type": ["string", "number", "null"]},
+            "price": {"type": "number"},
+            "ok": {"type": "boolean"},
+            "n": {"type": "number"},
+        }
+    },
+}
+NAMES = tuple(TOOLS)
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -26,7 +56,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 def parser(name: str) -> OutputParser:
     """Return a new parser of a format."""
-    return TOOL_CALL_FORMATS[name].new_parser(NAMES)  # type: ignore[index]
+    return TOOL_CALL_FORMATS[name].new_parser(TOOLS)  # type: ignore[index]
 
 
 def read(name: str, pieces: Iterable[str], *, is_cut: bool = False) -> list[OutputPart]:

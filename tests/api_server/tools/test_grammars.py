@@ -18,7 +18,7 @@ from engine_core.structured_output.matchers import mask_words
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from tests.api_server.tools.parsing import joined
-from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, write_toy_tokenizer
+from tests.fakes.toy_vocabulary import EOS, SIZE, SPECIAL, text_of, write_toy_tokenizer
 
 FIND = {
     "type": "object",
@@ -77,7 +77,7 @@ def walk(backend, source, seed, first="") -> str:
     if first:
         matcher.consume(backend.tokens_of(first.encode()))
     masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
-    for _ in range(2000):
+    for _ in range(8000):
         backend.fill_masks([matcher], masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         choices = np.flatnonzero(bits).tolist()
@@ -91,8 +91,7 @@ def walk(backend, source, seed, first="") -> str:
 
 def check(name, text, schemas=SCHEMAS) -> list[str]:
     """Return the names of the calls in a text, which must contain nothing else."""
-    names = [tool["name"] for tool in TOOLS]
-    parser = TOOL_CALL_FORMATS[name].new_parser(names)
+    parser = TOOL_CALL_FORMATS[name].new_parser(SCHEMAS)
     content, calls = joined([*parser.parse_delta(text), *parser.parse_end()])
     assert content == "", text
     assert calls, text
@@ -179,13 +178,13 @@ def test_a_format_that_needs_schemas_takes_every_keyword(backend):
         assert accepts(backend, source, "[f(a=[1, 2])]")
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
+@pytest.mark.parametrize("name", [name for name, each in TOOL_CALL_FORMATS.items() if each.trigger])
 def test_the_grammar_begins_at_the_call_marker(backend, name):
-    source = grammar(name)
+    source = grammar(name, tools=[tool | {"strict": True} for tool in TOOLS])
     text = "I will look.\n" + source.trigger
     for seed in range(10):
         found = walk(backend, source, seed, first=text)
-        parser = TOOL_CALL_FORMATS[name].new_parser([])
+        parser = TOOL_CALL_FORMATS[name].new_parser(SCHEMAS)
         content, calls = joined([*parser.parse_delta(found), *parser.parse_end()])
         assert content == "I will look."
         assert calls
@@ -224,6 +223,141 @@ def test_tools_combined_with_a_response_schema(backend, name):
 class MarkTokens:
     def special_id(self, text: str) -> int | None:
         return {"[TOOL_CALLS]": 5, "<|python_tag|>": 6}.get(text)
+
+
+TAGGED = ("qwen3_coder", "glm45")
+STRING = {"type": "string"}
+INTEGERS = {"type": "array", "items": {"type": "integer"}}
+VALUES = [
+    # schema of a parameter, values that a call may have, values that it may not have
+    ({}, ["a", 5, None, {"b": [1]}], []),
+    (STRING, ["", "a\n\n", '{"b', "\n", "null", "<tool_call>"], []),
+    ({**STRING, "maxLength": 2}, ["", "é😀"], ["abc"]),
+    ({**STRING, "pattern": "^[a-z]+$"}, ["abc"], ["ab1", ""]),
+    ({**STRING, "pattern": "a/|b"}, ["xa/x", "b"], ["a"]),
+    ({**STRING, "format": "uuid"}, ["0f" * 4 + "-aaaa-bbbb-cccc-" + "0f" * 6], ["0f"]),
+    ({**STRING, "format": "date"}, ["2026-02-28"], ["2026-02-30", "x"]),
+    ({**STRING, "format": "date-time"}, ["2026-02-28T10:00:00Z"], ["2026-02-28"]),
+    ({"enum": ["a", "b c", 5, None]}, ["a", "b c", 5, None], ["b", 6]),
+    ({"const": "a"}, ["a"], ["b"]),
+    ({"enum": ["on", "truth", True]}, ["on", "truth", True], [False, "off"]),
+    ({"anyOf": [STRING, {"const": False}]}, ["on", False], [True]),
+    ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc"]),
+    ({"anyOf": [STRING, INTEGERS]}, ["x", "x[", [1, 2]], [["a"], "[x"]),
+    ({"anyOf": [STRING, {"type": "number", "maximum": 9}]}, ["x", 5, -1.5], [10, "5 x"]),
+    ({"$ref": "#/$defs/word"}, ["ab"], ["abc"]),
+    ({"oneOf": [{"$ref": "#/$defs/word"}, {"type": "null"}]}, ["ab", None], ["abc"]),
+    ({"type": "integer", "maximum": 9}, [5], [10, "a"]),
+    ({"type": "object", "required": ["b"]}, [{"b": 1}], [{}, "b"]),
+]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("schema", "good", "bad"), VALUES)
+def test_values_without_quotes(backend, name, schema, good, bad):
+    """What the grammar accepts is read as the value that was written, and conforms."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {"word": {**STRING, "maxLength": 2}},
+    }
+    tools = [{"name": "find", "parameters": parameters}]
+    source = grammar(name, tools=tools, tool_choice="required")
+    call_format = TOOL_CALL_FORMATS[name]
+    for value in [*good, *bad]:
+        text = call_format.render_calls([("find", json.dumps({"a": value}))])
+        assert accepts(backend, source, text) == (value in good), value
+        if value in good:
+            parser = call_format.new_parser({"find": parameters})
+            _, calls = joined([*parser.parse_delta(text), *parser.parse_end()])
+            (read,) = json.loads(calls[0][1]).values()
+            assert read == (None if value == "null" and not schema else value)
+    end = call_format.parameter.end.strip()
+    text = call_format.render_calls([("find", json.dumps({"a": f"a{end}"}))])
+    assert not accepts(backend, source, text)
+    is_short = {"maxLength", "format", "enum", "const", "$ref", "maximum"} & schema.keys()
+    for seed in range(5 if is_short else 0):  # a random text would never end
+        check(name, walk(backend, source, seed), {"find": parameters})
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({**STRING, "pattern": "^a|b$"}, "pattern"),
+        ({**STRING, "format": "hostname"}, "format"),
+        ({"allOf": [{**STRING, "minLength": 1}, {**STRING, "maxLength": 2}]}, "allOf"),
+        ({"enum": ["</parameter></arg_value>"]}, "cannot write"),
+        ({"enum": ["5", 5]}, "cannot tell"),
+    ],
+)
+def test_values_that_cannot_be_forced_are_refused(name, schema, word):
+    tools = [{"name": "find", "parameters": {"type": "object", "properties": {"a": schema}}}]
+    with pytest.raises(InvalidRequestError, match=word) as caught:
+        grammar(name, tools=tools, tool_choice="required")
+    assert caught.value.param == "tools[0].function.parameters"
+    assert grammar(name, tools=tools) is None
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tool_that_is_not_strict_has_any_parameters(backend, name):
+    tools = [{"name": "f", "parameters": {"patternProperties": {"a": {"format": "time"}}}}]
+    source = grammar(name, tools=tools, parallel_tool_calls=False)
+    for arguments in ('{"a": "x\\ny", "b-2": 5, "a": ""}', "{}"):
+        text = TOOL_CALL_FORMATS[name].render_calls([("f", arguments)])
+        assert accepts(backend, source, text.removeprefix(source.trigger))
+
+
+def test_a_parameter_that_cannot_be_named_is_refused():
+    tools = [{"name": "find", "parameters": {"type": "object", "properties": {"a>b": STRING}}}]
+    with pytest.raises(InvalidRequestError, match="a>b"):
+        grammar("qwen3_coder", tools=tools, tool_choice="required")
+    assert grammar("glm45", tools=tools, tool_choice="required")
+
+
+class OnlySpecialTokens:
+    def special_id(self, text: str) -> int | None:
+        return SPECIAL
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (
+            "glm45",
+            ["", "find\n", "text", "\n", "</a\n>", "\n", "exact", "", "true", "", ""],
+        ),
+        (
+            "deepseek_v3",
+            ["", "", "function", 'find\n```json\n{"text": "a", "exact": true}\n```', "", ""],
+        ),
+        ("kimi_k2", ["", "", "functions.find:7", '{"text": "a", "exact": true}', "", ""]),
+        ("granite", ["", '[{"name": "find", "arguments": {"text": "a", "exact": true}}]']),
+        ("hunyuan_a13b", ["", '[{"name": "find", "arguments": {"text": "a", "exact": true}}]', ""]),
+    ],
+)
+def test_grammars_of_markers_that_are_special_tokens(backend, name, call):
+    """Text between markers, of which each is a token."""
+    body = {
+        "tools": [{"type": "function", "function": tool} for tool in TOOLS],
+        "tool_choice": {"type": "function", "function": {"name": "find"}},
+    }
+    asked = ToolFields.model_validate(body, context=IgnoredFields())
+    facts = TemplateFacts(frozenset({"tools"}))
+    caller = ModelToolCalls(name, "", facts, OnlySpecialTokens())
+    plan = caller.plan(asked, None, IgnoredFields())
+    first, *texts = [backend.tokens_of(text.encode()) for text in call]
+    token_ids = [*first]
+    for text in texts:
+        token_ids += [SPECIAL, *text]
+    matcher = backend.compile(plan.grammar).copy()
+    masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
+    for token_id in [*token_ids, EOS]:
+        backend.fill_masks([matcher], masks)
+        assert int(masks[0][token_id >> 5]) >> (token_id & 31) & 1, text_of(token_ids)
+        if token_id != EOS:
+            matcher.consume([token_id])
 
 
 def test_call_markers_that_are_special_tokens():

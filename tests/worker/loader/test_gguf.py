@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    Cohere2Config,
-    Gemma2Config,
     Gemma3TextConfig,
-    Glm4Config,
-    GraniteConfig,
     LlamaConfig,
-    Olmo2Config,
-    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
-    SmolLM3Config,
-    Starcoder2Config,
 )
 
 from deploy.models import gguf_file
@@ -104,108 +96,33 @@ def test_gemma3_norm_weights_include_the_added_one(tmp_path: Path) -> None:
     assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
 
 
-LAYERS = {"num_hidden_layers": 4}
-FACTORS = [1.0 + pair for pair in range(24)]
-LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0] * 24,
-    "long_factor": FACTORS,
-    "attention_factor": 1.25,
-    "original_max_position_embeddings": 16,
-}
-WINDOW = {"attention.sliding_window": 9}
-DENSE_FAMILIES: dict[str, tuple[str, PretrainedConfig, dict[str, Any]]] = {
-    "cohere2": (
-        "cohere2",
-        Cohere2Config(**SIZES | LAYERS, sliding_window=9, logit_scale=0.5, pad_token_id=0),
-        WINDOW | {"logit_scale": 0.5, "attention.layer_norm_epsilon": 1e-5},
-    ),
-    "gemma2": (
-        "gemma2",
-        Gemma2Config(
-            **SIZES,
-            head_dim=64,
-            sliding_window=9,
-            query_pre_attn_scalar=64,
-            attn_logit_softcapping=3.0,
-            final_logit_softcapping=4.0,
-        ),
-        WINDOW
-        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
-        | {"attention.key_length": 64, "attention.value_length": 64},
-    ),
-    "glm4": (
-        "glm4",
-        Glm4Config(**SIZES, head_dim=64, rms_norm_eps=1e-6, pad_token_id=0),
-        {"rope.dimension_count": 32, "attention.key_length": 64, "attention.value_length": 64},
-    ),
-    "granite": (
-        "granite",
-        GraniteConfig(
-            **SIZES,
-            embedding_multiplier=3.0,
-            residual_multiplier=0.25,
-            attention_multiplier=0.2,
-            logits_scaling=0.5,
-        ),
-        {
-            "embedding_scale": 3.0,
-            "residual_scale": 0.25,
-            "attention.scale": 0.2,
-            "logit_scale": 0.5,
-        },
-    ),
-    "olmo2": ("olmo2", Olmo2Config(**SIZES, rms_norm_eps=1e-6), {}),
-    "olmo3": (
-        "olmo2",
-        Olmo3Config(**SIZES | LAYERS, rms_norm_eps=1e-6, sliding_window=9),
-        WINDOW
-        | {
-            "attention.sliding_window_pattern": [True, True, True, False],
-            "rope.freq_base": 500000.0,
-        },
-    ),
-    "phi3": (
-        "phi3",
-        Phi3Config(
-            **SIZES,
-            rms_norm_eps=1e-6,
-            rope_parameters=LONGROPE,
-            original_max_position_embeddings=16,
-            pad_token_id=0,
-        ),
-        {
-            "attention.sliding_window": 0,
-            "rope.dimension_count": 48,
-            "rope.scaling.attn_factor": 1.25,
-            "rope.scaling.original_context_length": 16,
-        },
-    ),
-    "smollm3": (
-        "smollm3",
-        SmolLM3Config(**SIZES | LAYERS, pad_token_id=0),
-        {"rope.freq_base": 2000000.0},
-    ),
-    "starcoder2": ("starcoder2", Starcoder2Config(**SIZES), {"attention.layer_norm_epsilon": 1e-5}),
-}
-"""By family: its architecture in a GGUF file, a configuration, and metadata beside the sizes."""
-
-
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
-def test_a_file_of_every_dense_family(family: str, tmp_path: Path) -> None:
-    """Metadata as llama.cpp writes it becomes the configuration, and its tensors the weights."""
-    architecture, config, own = DENSE_FAMILIES[family]
+def test_a_file_with_the_factors_of_longrope(tmp_path: Path) -> None:
+    """The factors are tensors, and become part of the configuration."""
+    factors = [1.0 + pair for pair in range(24)]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0] * 24,
+        "long_factor": factors,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 16,
+    }
+    config = Phi3Config(
+        **SIZES,
+        rms_norm_eps=1e-6,
+        rope_parameters=rope,
+        original_max_position_embeddings=16,
+        pad_token_id=0,
+    )
     with torch.no_grad():
         model, tensors = tiny("F32", config, permuted=True)
         expected = model(TOKENS[None]).logits[0]
-    if family == "phi3":
-        for name, factors in (("long", FACTORS), ("short", [1.0] * 24)):
-            tensors[f"rope_factors_{name}.weight"] = ("F32", np.array(factors, np.float32))
+    for name, divisors in (("long", factors), ("short", [1.0] * 24)):
+        tensors[f"rope_factors_{name}.weight"] = ("F32", np.array(divisors, np.float32))
     path = tmp_path / "model.gguf"
     write(path, tensors)
-    sizes = {
+    own = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
@@ -213,18 +130,19 @@ def test_a_file_of_every_dense_family(family: str, tmp_path: Path) -> None:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 0,
+        "rope.dimension_count": 48,
+        "rope.scaling.attn_factor": 1.25,
+        "rope.scaling.original_context_length": 16,
         "vocab_size": config.vocab_size,
     }
-    values = {f"{architecture}.{key}": value for key, value in (sizes | own).items()}
     index = gguf_index(path)
-    header = GgufHeader({"general.architecture": architecture, **values}, index.tensors)
+    values = {f"phi3.{key}": value for key, value in own.items()}
+    header = GgufHeader({"general.architecture": "phi3", **values}, index.tensors)
     converted = gguf_file._config(str(path), header)
-    index = TensorIndex(
-        "gguf", index.files, gguf_file._without_rope_factors(str(path), header, converted)
-    )
-    prepared = prepare(tmp_path / "prepared", converted, index)
-    assert prepared.architecture == type(model).__name__
-    assert_close(logits_of(prepared), expected)
+    weights = gguf_file._without_rope_factors(str(path), header, converted)
+    index = TensorIndex("gguf", index.files, weights)
+    assert_close(logits_of(prepare(tmp_path / "prepared", converted, index)), expected)
 
 
 def test_rope_factors_are_refused_with_two_ropes(tmp_path: Path) -> None:

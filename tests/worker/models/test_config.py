@@ -14,7 +14,7 @@ from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of
 from worker.models.attention import AttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.registry import spec_from_config
-from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
+from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, NoRope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,6 +129,10 @@ def test_a_null_rope_scaling_is_none() -> None:
                 }
             },
             "8 factors are needed",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta = 0.1",
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor = None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2'"),
@@ -273,6 +277,35 @@ def test_the_longest_request_selects_the_factors_of_longrope(
     assert rope.attention_factor == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
 
 
+@pytest.mark.parametrize(("longest", "growth"), [(None, 0.1), (64, 0.0), (65, 0.1)])
+def test_queries_grow_beyond_the_length_that_yarn_extends(
+    longest: int | None, growth: float
+) -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    config = family("Ministral3ForCausalLM", rope_parameters=rope | {"llama_4_scaling_beta": 0.1})
+    (found, _) = spec_from_config(config, longest).ropes
+    assert isinstance(found, YarnRope)
+    assert found.query_growth == growth
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [("LLG", (9, 9, None, 9, None)), (2, (9, None, 9, None, 9)), (None, (9, 9, 9, None, 9))],
+)
+def test_the_pattern_of_exaone_says_which_layers_have_a_window(
+    pattern: str | int | None, windows: tuple[int | None, ...]
+) -> None:
+    config = family(
+        "Exaone4ForCausalLM",
+        num_hidden_layers=5,
+        sliding_window=9,
+        sliding_window_pattern=pattern,
+    )
+    spec = spec_from_config(config)
+    assert spec.windows == windows
+    assert [rope == NoRope() for rope in spec.ropes] == [window is None for window in windows]
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -282,6 +315,14 @@ def test_the_longest_request_selects_the_factors_of_longrope(
             "final_logit_softcapping = -1",
         ),
         (family("Glm4ForCausalLM", partial_rotary_factor=0.4), "partial_rotary_factor = 0.4"),
+        (
+            family("Exaone4ForCausalLM", sliding_window=9, sliding_window_pattern="LX"),
+            "sliding_window_pattern = 'LX'",
+        ),
+        (
+            family("Ministral3ForCausalLM", rope_parameters={"llama_4_scaling_beta": 0.1}),
+            "llama_4_scaling_beta = 0.1",
+        ),
         (family("GraniteForCausalLM", residual_multiplier=0), "residual_multiplier = 0"),
         (family("Olmo2ForCausalLM", clip_qkv=8.0), "clip_qkv = 8.0"),
         (PHI3 | {"lm_head_bias": True}, "lm_head_bias = True"),

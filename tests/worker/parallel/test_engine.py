@@ -9,19 +9,11 @@ import torch
 
 from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks
+from tests.fakes.real_engine import engine_for, load, runner_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
-from worker.models.decoder import Decoder
-from worker.parallel.group import RankGroup
-from worker.sampling.sampler import create_sampler
 
-BLOCK = 4
 PROMPTS = [
     torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (23, 40, 11, 1)
@@ -35,37 +27,6 @@ def prepared(
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)
     return prepare_checkpoint(folder, folder / "prepared")
-
-
-def load(prepared: PreparedModel, group: RankGroup) -> Decoder:
-    spec, cpu = spec_of(prepared), torch.device("cpu")
-    return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
-
-
-def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
-    spec = decoder.spec
-    layout = kv_layout(spec.windows)
-    heads = spec.attention_shape
-    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
-    cache = KVCache(geometry, layout, num_blocks, BLOCK)
-    cache.buffer[1:] = float("nan")
-    shape = spec.attention_shape
-    rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
-    return ModelRunner(decoder, create_backend("auto", cache, shape), create_sampler(), rows, cache)
-
-
-def engine(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
-    """An engine without a runner, and the number of blocks that its runner needs."""
-    layout = kv_layout(decoder.spec.windows)
-    num_blocks *= layout.num_groups
-    harness = EngineHarness(
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_model_len=decoder.spec.max_position,
-        windows=layout.windows,
-        **settings,  # type: ignore[arg-type]
-    )
-    return harness, num_blocks
 
 
 Results = list[tuple[list[int], list[list[float]]]]
@@ -112,13 +73,13 @@ def assert_same(found: Results, expected: Results) -> None:
 def test_two_ranks_give_the_results_of_one(
     prepared: PreparedModel, num_blocks: int, settings: dict[str, object], params: dict[str, object]
 ) -> None:
-    alone = load(prepared, RankGroup())
-    harness, blocks = engine(alone, num_blocks, **settings)
+    alone = load(prepared)
+    harness, blocks = engine_for(alone, num_blocks, **settings)
     harness.runner = runner_of(alone, blocks)  # type: ignore[assignment]
     expected, preemptions = serve(harness, **params)
     with Ranks(2) as ranks:
         decoders = [load(prepared, group) for group in ranks.groups]
-        together, blocks = engine(alone, num_blocks, **settings)
+        together, blocks = engine_for(alone, num_blocks, **settings)
         runners = [runner_of(decoder, blocks) for decoder in decoders]
         ranks.run_on_all(lambda rank: runners[rank].warm_up())
         together.runner = LockstepRunners(ranks, runners)  # type: ignore[assignment]

@@ -1,0 +1,52 @@
+"""A scheduler with real model runners behind it, without sockets and processes."""
+
+import torch
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import spec_of
+from worker.attention.registry import create_backend
+from worker.input_batch import InputBatch
+from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.parallel.group import RankGroup
+from worker.sampling.sampler import create_sampler
+
+BLOCK = 4
+_MAX_ROWS = 64
+_ALONE = RankGroup()
+
+
+def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
+    """Load a model in float32 as one rank of a group."""
+    spec, cpu = spec_of(prepared), torch.device("cpu")
+    return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
+
+
+def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
+    """Return a runner whose KV pool has NaN wherever nothing was written."""
+    spec = decoder.spec
+    layout = kv_layout(spec.windows)
+    heads = spec.attention_shape
+    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
+    cache = KVCache(geometry, layout, num_blocks, BLOCK)
+    cache.buffer[1:] = float("nan")
+    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
+    attention = create_backend("auto", cache, spec.attention_shape)
+    return ModelRunner(decoder, attention, create_sampler(), rows, cache)
+
+
+def engine_for(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
+    """Return an engine without a runner, and the number of blocks that its runner needs."""
+    layout = kv_layout(decoder.spec.windows)
+    num_blocks *= layout.num_groups
+    harness = EngineHarness(
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_model_len=decoder.spec.max_position,
+        windows=layout.windows,
+        **settings,  # type: ignore[arg-type]
+    )
+    return harness, num_blocks

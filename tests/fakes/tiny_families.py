@@ -1,0 +1,277 @@
+"""A tiny random model of every family, as a Hugging Face folder and as llama.cpp's GGUF file.
+
+The GGUF file is converted from the folder's tensors by what the `gguf` package and llama.cpp's
+converter say about names, order of rows and metadata, not by the spec under test.
+"""
+
+import copy
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from safetensors.torch import load_file
+from transformers import PretrainedConfig
+
+from proto.prepared_model import FAMILIES
+from tests.fakes.gguf_files import permute_heads
+from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.tiny_model_files import TOKENS, add_tokenizer, tokenizer_json
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+
+_FULL_AT: Final = {"layer_types": None, "num_hidden_layers": 4}
+"""Four layers by the family's own pattern: a GGUF file cannot have another one."""
+_WINDOW: Final = {"attention.sliding_window": "sliding_window"}
+_LAYER_NORM: Final = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+_EXPERTS: Final = {"expert_used_count": "num_experts_per_tok"}
+_MANY_EXPERTS: Final = _EXPERTS | {
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GRANITE: Final = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
+
+
+@dataclass(frozen=True)
+class TinyGguf:
+    """How llama.cpp writes the models of a family.
+
+    keys: metadata beside the sizes, and where its values are in the configuration.
+    values: metadata whose values are not in the configuration.
+    changes: settings in which the model differs from that of tiny_checkpoints.py, because a GGUF
+        file has no metadata for them.
+    permuted: rows of query and key heads are in interleaved order.
+    """
+
+    keys: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    permuted: bool = False
+
+
+_OLMO3_ROPE: Final = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+_MINISTRAL3_ROPE: Final = _OLMO3_ROPE["full_attention"] | {
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_YARN_VALUES: Final = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+}
+GGUFS: Final[dict[str, TinyGguf]] = {
+    "cohere2": TinyGguf(_WINDOW | _LAYER_NORM | {"logit_scale": "logit_scale"}, changes=_FULL_AT),
+    "ernie45": TinyGguf(),
+    "exaone4": TinyGguf(
+        _WINDOW, {"attention.sliding_window_pattern": [True, True, True, False]}, _FULL_AT
+    ),
+    "gemma2": TinyGguf(
+        _WINDOW
+        | {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        changes={"query_pre_attn_scalar": 32},
+    ),
+    "gemma3": TinyGguf(
+        _WINDOW,
+        changes={"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6},
+    ),
+    "glm": TinyGguf(),
+    "glm4": TinyGguf(),
+    "glm4moe": TinyGguf(
+        _EXPERTS
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        {"expert_gating_func": 2, "nextn_predict_layers": 0},
+    ),
+    "granite": TinyGguf(_GRANITE, permuted=True),
+    "granitemoe": TinyGguf(
+        _GRANITE | _EXPERTS | {"expert_count": "num_local_experts"}, permuted=True
+    ),
+    "llama": TinyGguf(permuted=True),
+    "ministral": TinyGguf(changes={"layer_types": None, "sliding_window": 128}, permuted=True),
+    "ministral3": TinyGguf(
+        values=_YARN_VALUES
+        | {
+            "attention.temperature_scale": 0.5,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+        changes={"rope_parameters": _MINISTRAL3_ROPE},
+        permuted=True,
+    ),
+    "mistral": TinyGguf(permuted=True),
+    "mixtral": TinyGguf(_EXPERTS | {"expert_count": "num_local_experts"}, permuted=True),
+    "olmo2": TinyGguf(),
+    "olmo3": TinyGguf(
+        _WINDOW,
+        _YARN_VALUES | {"attention.sliding_window_pattern": [True, False, True]},
+        {"rope_parameters": _OLMO3_ROPE},
+    ),
+    "olmoe": TinyGguf(_EXPERTS | {"expert_count": "num_experts"}),
+    "phi3": TinyGguf(),
+    "seedoss": TinyGguf(),
+    "qwen2": TinyGguf(),
+    "qwen2moe": TinyGguf(
+        _MANY_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+    ),
+    "qwen3": TinyGguf(),
+    "qwen3moe": TinyGguf(_MANY_EXPERTS, changes={"norm_topk_prob": True}),
+    "smollm3": TinyGguf(changes=_FULL_AT | {"no_rope_layers": None}, permuted=True),
+    "starcoder2": TinyGguf({"attention.layer_norm_epsilon": "norm_epsilon"}),
+}
+"""By the family's module in worker.models."""
+
+
+def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
+    """Return the configuration of a family's tiny model, with the vocabulary of TOKENS."""
+    config = CONFIGS[FAMILIES[architecture].module]
+    config = type(config)(**config.to_dict() | changes) if changes else copy.deepcopy(config)
+    config.vocab_size = len(TOKENS)
+    return config
+
+
+def save_folder(architecture: str, folder: Path, **changes: Any) -> Any:
+    """Save the model of a family with a tokenizer; return it in transformers."""
+    model = tiny_model(config_of_family(architecture, **changes))
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    return model
+
+
+def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
+    """Save the model of a family as `folder`/model.gguf; return the path and the model."""
+    family = FAMILIES[architecture]
+    rules = GGUFS[family.module]
+    model = save_folder(architecture, folder / "folder", **rules.changes)
+    tensors = _converted(
+        {
+            name: tensor.float().numpy()
+            for name, tensor in load_file(folder / "folder" / "model.safetensors").items()
+        },
+        family.gguf,
+        model.config,
+        rules,
+    )
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, family.gguf)
+    for key, value in (_sizes(model.config) | rules.values).items():
+        _add(writer, f"{family.gguf}.{key}", value)
+    for key, name in rules.keys.items():
+        _add(writer, f"{family.gguf}.{key}", getattr(model.config, name))
+    add_tokenizer(writer)
+    for name, array in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, model
+
+
+def _sizes(config: PretrainedConfig) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    values = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+    if (epsilon := getattr(config, "rms_norm_eps", None)) is not None:
+        values["attention.layer_norm_rms_epsilon"] = epsilon
+    return values
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    adders[type(value)](key, value)
+
+
+def _converted(
+    tensors: Arrays, architecture: str, config: PretrainedConfig, rules: TinyGguf
+) -> Arrays:
+    """Return the tensors of a folder as llama.cpp's converter names and orders them."""
+    (number,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    converted: Arrays = {}
+    for name, array in _with_stacks(tensors).items():
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new is not None, f"the gguf package does not know {name} of {architecture}"
+        if re.search(r"\.[qk]_proj\.", name) and rules.permuted:
+            is_query = ".q_proj." in name
+            heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            array = permute_heads(array, heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1.0
+        converted[new] = array.squeeze()
+    return converted
+
+
+def _with_stacks(tensors: Arrays) -> Arrays:
+    """Return the tensors with the experts of each layer stacked, under names of one expert."""
+    stacked: Arrays = {}
+    experts: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
+    for name, array in tensors.items():
+        if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
+            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = array
+        elif name.endswith("block_sparse_moe.input_linear.weight"):  # Granite
+            layer = name.removesuffix("input_linear.weight")
+            stacked[f"{layer}experts.w1.weight"], stacked[f"{layer}experts.w3.weight"] = np.split(
+                array, 2, axis=1
+            )
+        elif name.endswith("e_score_correction_bias"):
+            stacked[name.replace("_bias", ".bias")] = array
+        else:
+            stacked[name] = array
+    for name, parts in experts.items():
+        stacked[name] = np.stack([parts[index] for index in sorted(parts)])
+    return stacked
+
+
+def is_mixture(architecture: str) -> bool:
+    """Return whether the model of a family has experts."""
+    module = FAMILIES[architecture].module
+    return "expert_used_count" in GGUFS[module].keys
