@@ -48,7 +48,8 @@ class MemoryPlan:
     """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
 
     weights: by format. work: by purpose.
-    block_bytes: of a KV block with the experts that are kept for it; each of `num_groups` KV groups takes one for the same tokens.
+    block_bytes: of a KV block, with the experts that are kept for it.
+    num_groups: KV groups, each of which takes a block for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
     free: what the model may take of the device now.
     """
