@@ -33,6 +33,7 @@ WHEELS: Final = (
     "httptools",
     "llguidance",
     "msgspec",
+    "openai-harmony",
     "pydantic",
     "pydantic_core",
     "pyzmq",
