@@ -40,10 +40,15 @@ class ModelFamily(NamedTuple):
 
 FAMILIES: Final = {
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
+    "DeepseekV2ForCausalLM": ModelFamily(
+        "deepseek2", "deepseek2", "DeepSeek-V2, V2.5, V2-Lite, Coder-V2"
+    ),
+    "DeepseekV3ForCausalLM": ModelFamily("deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Glm4MoeLiteForCausalLM": ModelFamily("glm4moelite", "deepseek2", "GLM-4.7-Flash"),
     "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
     "GraniteMoeForCausalLM": ModelFamily(
         "granitemoe", "granitemoe", "Granite 3 1B-A400M, 3B-A800M"

@@ -42,6 +42,8 @@ _EXPERT_KEYS: Final = {
 """The same for mixtures of experts."""
 
 _MIXTURES: Final[dict[str, dict[str, Any]]] = {
+    "deepseek2": {"model_type": "deepseek_v2"},
+    "deepseek3": {"model_type": "deepseek_v3"},
     "glm4moe": {"model_type": "glm4_moe"},
     "granitemoe": {},
     "mixtral": {},
@@ -59,7 +61,21 @@ _GRANITE_KEYS: Final = {
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
 }
+_LATENT_KEYS: Final = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_LENGTHS_OF_HEADS: Final = {
+    "attention.key_length": "attention.key_length_mla",
+    "attention.value_length": "attention.value_length_mla",
+}
+"""Lengths of latent attention's heads in older files, and in newer ones, where the first two are
+those of its latents."""
+_LATENT_YARN: Final = "rope.scaling.yarn_log_multiplier"
 _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
+    "deepseek2": _LATENT_KEYS,
+    "deepseek3": _LATENT_KEYS,
     "cohere2": {
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "logit_scale": "logit_scale",
@@ -180,13 +196,15 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
     is_gemma3, mixture = family == "gemma3", _MIXTURES.get(family)
     keys = _CONFIG_KEYS if mixture is None else _CONFIG_KEYS | _EXPERT_KEYS
     keys = keys | _OWN_KEYS.get(family, {})
-    gating = _SIGMOID if family == "glm4moe" else _SOFTMAX
+    gating = _SIGMOID if family in ("glm4moe", "deepseek3") else _SOFTMAX
+    is_latent = keys.items() >= _LATENT_KEYS.items()
     for key in own:
         if (
             key not in _SUPPORTED_KEYS
             and key not in keys
             and not (family == "olmo3" and key == _WINDOW_PATTERN)
             and not (mixture is not None and key == _GATING_KEY and own[key] == gating)
+            and not (is_latent and key in (*_LENGTHS_OF_HEADS.values(), _LATENT_YARN))
             and not (key == "expert_count" and own[key] == 0)
         ):
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
@@ -210,11 +228,14 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
-    _add_head_dim(config, own, prefix, family)
+    if not is_latent:
+        _add_head_dim(config, own, prefix, family)
     if family == "glm4moe":
         _add_glm4moe(config, own, header)
     rope = _rope_parameters(own, prefix, _GEMMA3_THETA if is_gemma3 else _DEFAULT_THETA)
     config["rope_parameters"] = rope
+    if is_latent:
+        _add_latent_heads(config, own, prefix, rope)
     if is_gemma3:
         _add_gemma3(config, own, rope)
     if family in _LAYERS_OF_27B:
@@ -230,7 +251,30 @@ def _family(architecture: str, own: Mapping[str, Any]) -> str:
     """Return the module of the family: files of Mixtral call themselves "llama", for example."""
     if architecture == "llama" and own.get("expert_count"):
         return "mixtral"
+    if architecture == "deepseek2" and own.get(_GATING_KEY) == _SIGMOID:
+        return "deepseek3"
     return "olmo3" if architecture == "olmo2" and _WINDOW in own else architecture
+
+
+def _add_latent_heads(
+    config: dict[str, Any], own: Mapping[str, Any], prefix: str, rope: dict[str, Any]
+) -> None:
+    """Add what only latent attention has; layers are counted with those that predict tokens."""
+    config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
+    config.pop("num_key_value_heads", None)  # 1 in newer files, which count latents
+    key, value = (own.get(newer, own.get(older)) for older, newer in _LENGTHS_OF_HEADS.items())
+    rotated = own.get("rope.dimension_count")
+    if not all(type(length) is int for length in (key, value, rotated)) or key <= rotated:
+        raise ModelError(
+            f"{prefix}attention.key_length_mla {shown(key)}, value_length_mla {shown(value)} and "
+            f"rope.dimension_count {shown(rotated)}: lengths of latent attention's heads are needed"
+        )
+    config["qk_nope_head_dim"], config["v_head_dim"] = key - rotated, value
+    if config.get("n_group", 1) > 1 and config["model_type"] == "deepseek_v2":
+        config["topk_method"] = "group_limited_greedy"
+    if _LATENT_YARN in own and rope["rope_type"] == "yarn":
+        # A file has 0.1 times this, and no other mscale: cosines and sines are not scaled.
+        rope["mscale"] = rope["mscale_all_dim"] = 10 * own[_LATENT_YARN]
 
 
 def _add_glm4moe(config: dict[str, Any], own: Mapping[str, Any], header: GgufHeader) -> None:

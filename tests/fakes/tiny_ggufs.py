@@ -75,7 +75,9 @@ def tiny(
 def rows_of(tensor: Any, stack: StackPart, weight: WeightSpec) -> Any:
     """Return the rows of a weight in a tensor of several."""
     of_one = tensor[stack.index] if len(stack.shape) > len(weight.shape) else tensor
-    return of_one[stack.first_row :][: weight.shape[0]]
+    rows = weight.shape[stack.is_transposed]
+    part = of_one[stack.first_row :][:rows]
+    return part.T if stack.is_transposed else part
 
 
 _RENAMED = {

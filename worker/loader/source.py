@@ -35,7 +35,7 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
     types = {entry.name: entry.type for entry in index.tensors}
     columns: dict[str, int] = {}
     for name, weight in spec.weights().items():
-        stack = weight.stack_in(index.format)
+        stack = weight.stack_in(index.format, types)
         stored_as = types.get(weight.name_in(index.format))
         if stack is not None:
             stored_as = types.get(stack.tensor, stored_as)
@@ -86,9 +86,15 @@ class WeightSource:
         self._rope_factors: tuple[float, ...] | None = None
         if self._is_gguf and (factors := in_file.pop(ROPE_FACTORS, None)):
             self._rope_factors = self._read_rope_factors(factors)
-        stacks: dict[str, TensorEntry] = {}
+        names, stacks = frozenset(in_file), dict[str, TensorEntry]()
+        places = {
+            name: weight.stack_in(index.format, names) for name, weight in self._weights.items()
+        }
+        self._transposed = {
+            name for name, place in places.items() if place is not None and place.is_transposed
+        }
         self._entries = {
-            name: _pop_entry(in_file, stacks, weight, index.format)
+            name: _pop_entry(in_file, stacks, weight, weight.name_in(index.format), places[name])
             for name, weight in self._weights.items()
         }
         self._stored_tied_head: TensorEntry | None = None
@@ -130,8 +136,12 @@ class WeightSource:
         )
 
     def type_of(self, name: str) -> str:
-        """Return how a weight is stored: one of GGUF's types, or the safetensors dtype."""
-        return self._entries[name].type
+        """Return how a weight is stored: one of GGUF's types, or the safetensors dtype.
+
+        Blocks of a weight that is stored transposed are not blocks of the weight.
+        """
+        stored_as = self._entries[name].type
+        return "F32" if name in self._transposed and stored_as in GGUF_BLOCKS else stored_as
 
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
@@ -163,9 +173,8 @@ class WeightSource:
         Of the stored dtype, also without `dtype`, they are a view of the mapped file.
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
-        shard = self._shards[name]
-        stored = self._files.read(_rows_of(self._entries[name], shard.rows))
-        return stored[:, shard.columns].to(dtype or stored.dtype), self._row_order(name)
+        stored = self._stored(name)[:, self._shards[name].columns]
+        return stored.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
         """Return whether the shard's columns begin or end within a block of so many columns."""
@@ -185,12 +194,19 @@ class WeightSource:
         return None if heads is None else heads.order(self._shapes[name][0], self._format)
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
-        shard = self._shards[name]
-        stored = self._files.read(_rows_of(self._entries[name], shard.rows))
+        stored = self._stored(name)
         if stored.dim() > 1:
-            stored = stored[:, shard.columns]
+            stored = stored[:, self._shards[name].columns]
         order = self._row_order(name)
         destination.copy_(stored if order is None else stored[torch.from_numpy(order)])
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return this rank's rows of a weight as they are in the file; those it divides are not
+        transposed.
+        """
+        if name in self._transposed:
+            return self._files.read(self._entries[name]).t().contiguous()
+        return self._files.read(_rows_of(self._entries[name], self._shards[name].rows))
 
     def _read_rope_factors(self, entry: TensorEntry) -> tuple[float, ...]:
         """Read divisors of the rotary frequencies; raises ModelError if they cannot apply."""
@@ -229,19 +245,20 @@ def _pop_entry(
     in_file: dict[str, TensorEntry],
     stacks: dict[str, TensorEntry],
     weight: WeightSpec,
-    file_format: str,
+    name: str,
+    stack: StackPart | None,
 ) -> TensorEntry:
     """Return where a weight is, and remove its tensor from `in_file`.
 
+    name: of a tensor of its own. stack: where it may be instead.
     stacks: the tensors of several weights that were removed already.
     """
-    stack = weight.stack_in(file_format)
     if stack is not None and stack.tensor in in_file:
         stacks[stack.tensor] = in_file.pop(stack.tensor)
         _check_shape(stacks[stack.tensor], stack.shape)
     if stack is not None and stack.tensor in stacks:
-        return _part_of(stacks[stack.tensor], stack, weight.shape)
-    name = weight.name_in(file_format)
+        shape = weight.shape[::-1] if stack.is_transposed else weight.shape
+        return _part_of(stacks[stack.tensor], stack, shape)
     entry = in_file.pop(name, None)
     if entry is None:
         shape = stack.shape if stack is not None and stack.tensor == name else weight.shape

@@ -48,6 +48,8 @@ class YarnRope:
     beta_fast, beta_slow: rotations over the original length between which the ramp lies.
     truncate: round the ends of the ramp to whole dimensions.
     attention_factor: multiplies cosines and sines, so query times key gets its square.
+    magnitude: the same for numbers that do not rotate, in latent attention; 1 if the configuration
+        has no mscale_all_dim.
     """
 
     theta: float
@@ -57,6 +59,7 @@ class YarnRope:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,9 @@ def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Ro
 def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
     original = rope.integer("original_max_position_embeddings", max_position)
     factor = rope.number("factor", max_position / original)
-    inferred = _magnitude(factor, 1.0)
+    inferred, magnitude = _magnitude(factor, 1.0), 1.0
+    if rope.get("mscale_all_dim"):
+        magnitude = _magnitude(factor, rope.number("mscale_all_dim"))
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         mscale, mscale_all = rope.number("mscale"), rope.number("mscale_all_dim")
         inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
@@ -211,6 +216,7 @@ def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", inferred),
+        magnitude=magnitude,
     )
 
 
