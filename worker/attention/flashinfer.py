@@ -72,6 +72,8 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
             f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
             "kv_cache_dtype",
         )
+    if shape.latent_dim:
+        raise _refusal("does not compute latent attention yet")
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise _refusal(f"has kernels for heads of {sizes}, not {shape.head_dim}")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, and sigmoid scores with a bias for the choice of experts."""
+"""DeepSeek-V3 and R1: latent attention, and sigmoid scores, biased for the choice of experts."""
 
 from worker.layers.router import RouterSpec
 from worker.models.common import latent_decoder, router_from_config
