@@ -135,13 +135,14 @@ class FlashInferAttention:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queue the kernels of one layer and wait for none. Rotates query and key in place."""
         group = self._kv_cache.layout.layer_slots[layer].group
         pages = self._pages[layer]
+        assert value is not None, "latent attention is refused"
         self._rotate(query, key, rotation)
         self._store(self._slots[group], key, value, pages)
         ordered = query.index_select(0, self._moves[0]) if self._moves else query
