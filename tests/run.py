@@ -87,7 +87,7 @@ SUITES = (
     Suite(
         "quick",
         "unit tests of all parts except the engine: no daemon, no real model",
-        *(480, 60),
+        *(720, 120),
         environment=ONE_THREAD,
         in_test=True,
     ),
