@@ -289,7 +289,7 @@ class Harmony:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, whatever the model's configuration lists."""
+        """Tokens that end an answer, also if the model's configuration does not list them."""
         return tuple(self.token_ids[name] for name in END_MARKERS)
 
     def output_format(self, request: ChatCompletionRequest, prompt: str) -> HarmonyOutput:

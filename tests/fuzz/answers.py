@@ -28,7 +28,7 @@ from api_server.parsers.reasoning import (
 )
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from tests.api_server.tools.parsing import TOOLS, recorded
-from tests.fuzz.mutation import Edit, mutate_bytes, mutated
+from tests.fuzz.mutation import mutated_bytes
 
 FORMATS: Final = list(TOOL_CALL_FORMATS)
 STYLES: Final = (
@@ -38,9 +38,9 @@ STYLES: Final = (
     (REASONING_FORMATS["hunyuan_a13b"], OutputStart.UNKNOWN),
 )
 MAX_CUTS: Final = 256
-"""A longer text is cut at so many bytes, evenly spread."""
+"""The largest number of places at which a text is cut; they are evenly spaced."""
 MAX_LIMITS: Final = 64
-"""Of these bytes, how many also end the answer."""
+"""How many of these places, at most, also end the answer."""
 
 ParsedOutput = tuple[str, str, list[tuple[str, str]]]
 """(thoughts, content, [(name, arguments)])"""
@@ -61,10 +61,7 @@ class Answers:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
-        return mutated(known, mutate)
+        return mutated_bytes(known)
 
     def run(self, data: bytes) -> str:
         if len(data) < 2:

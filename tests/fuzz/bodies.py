@@ -30,7 +30,7 @@ from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor
-from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated, mutated_bytes
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
 MAX_MODEL_LEN: Final = 1024
@@ -373,10 +373,7 @@ class Bodies:
         return [path.encode() + b"\n" + json.dumps(body).encode() for path, body in VALID]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
-        return mutated(known, _mutate_body) | mutated(known, _mutate_body) | mutated(known, mutate)
+        return mutated(known, _mutate_body) | mutated(known, _mutate_body) | mutated_bytes(known)
 
     def run(self, data: bytes) -> str:
         path, _, body = data.partition(b"\n")

@@ -29,7 +29,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.prepared_model import TensorIndex
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
-from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated, mutated_bytes
 from tests.proto.test_messages import MESSAGES
 
 UNIONS: Final[tuple[Any, ...]] = (
@@ -75,12 +75,9 @@ class Decoders:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
         return (
             mutated(known, _mutate_message)
-            | mutated(known, mutate)
+            | mutated_bytes(known)
             | st.builds(
                 lambda number, frame: bytes([number]) + frame,
                 st.integers(0, len(UNIONS) - 1),

@@ -16,7 +16,7 @@ from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
 from tests.fakes.gguf_headers import small_file
 from tests.fakes.tiny_model_files import write_gguf
-from tests.fuzz.mutation import Edit, mutate_bytes, mutated
+from tests.fuzz.mutation import Edit, mutate_bytes, mutated, mutated_bytes
 from tests.fuzz.prepared import load
 from worker.loader.files import TensorFiles
 
@@ -34,13 +34,10 @@ class GgufFiles:
         return [small_file(), small_file(tensors=0), self._path.read_bytes()]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
         def mutate_header(data: bytes, edits: Sequence[Edit]) -> bytes:
             return mutate_bytes(data[:3000], edits, known) + data[3000:]
 
-        return mutated(known, mutate_header) | mutated(known, mutate)
+        return mutated(known, mutate_header) | mutated_bytes(known)
 
     def run(self, data: bytes) -> str:
         self._path.write_bytes(data)

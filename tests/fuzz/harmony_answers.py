@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.api_server.harmony_model import joined, marked, read
 from tests.api_server.test_harmony import CASES
-from tests.fuzz.mutation import Edit, mutate_bytes, mutated
+from tests.fuzz.mutation import mutated_bytes
 
 OPENINGS: Final = (None, "assistant<|channel|>final")
 
@@ -26,10 +26,7 @@ class HarmonyAnswers:
         return [bytes([number, 3]) + text.encode() for number, text in enumerate(texts)]
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
-        return mutated(known, mutate)
+        return mutated_bytes(known)
 
     def run(self, data: bytes) -> str:
         if len(data) < 2:

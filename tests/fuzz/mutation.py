@@ -130,6 +130,11 @@ def mutated(
     )
 
 
+def mutated_bytes(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+    """A strategy for mutations of one of the seeds, in which parts of other seeds may stand."""
+    return mutated(seeds, lambda data, edits: mutate_bytes(data, edits, seeds))
+
+
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of every value, outermost first."""
     level = [tree]

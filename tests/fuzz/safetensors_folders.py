@@ -21,7 +21,7 @@ from deploy.models import hf_folder
 from deploy.models import prepared_folder as folder
 from proto.errors import ModelError
 from tests.fakes.tiny_model_files import TEMPLATE, TOKENS, tokenizer_json
-from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated
+from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated, mutated_bytes
 from tests.fuzz.prepared import load
 
 NAMES: Final = (
@@ -71,12 +71,7 @@ class SafetensorsFolders:
         return seeds
 
     def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-        def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
-            return mutate_bytes(data, edits, known)
-
-        return (
-            mutated(known, _mutate_json) | mutated(known, _mutate_header) | mutated(known, mutate)
-        )
+        return mutated(known, _mutate_json) | mutated(known, _mutate_header) | mutated_bytes(known)
 
     def run(self, data: bytes) -> str:
         for name, part in zip(NAMES, _parts(data), strict=True):
