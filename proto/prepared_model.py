@@ -21,6 +21,8 @@ import msgspec
 from proto.errors import ModelError, shown
 
 MANIFEST_VERSION = 2
+MXFP4_BYTES: Final = 16
+"""Of the 32 numbers of a block of MXFP4, without its scale."""
 
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
@@ -47,6 +49,7 @@ FAMILIES: Final = {
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "GptOssForCausalLM": ModelFamily("gptoss", "gpt-oss", "gpt-oss-20b, gpt-oss-120b"),
     "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
     "GraniteMoeForCausalLM": ModelFamily(
         "granitemoe", "granitemoe", "Granite 3 1B-A400M, 3B-A800M"
@@ -105,6 +108,8 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
     shape: as in torch, rows first; in elements.
     file: index into TensorIndex.files.
     offset, num_bytes: byte range in that file.
+    scales: file and offset of the scales of MXFP4 blocks whose scales are a tensor of their own,
+        one byte a block; empty for all other tensors.
     """
 
     name: str
@@ -113,6 +118,16 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
     file: int
     offset: int
     num_bytes: int
+    scales: tuple[int, ...] = ()
+
+    @property
+    def byte_ranges(self) -> list[tuple[int, int, int]]:
+        """File, offset and number of bytes of the tensor, and of its scales if they lie apart."""
+        ranges = [(self.file, self.offset, self.num_bytes)]
+        if self.scales:
+            file, offset = self.scales
+            ranges.append((file, offset, self.num_bytes // MXFP4_BYTES))
+        return ranges
 
 
 class TensorIndex(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ _EXPERT_KEYS: Final = {
 
 _MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "glm4moe": {},
+    "gptoss": {},
     "granitemoe": {},
     "mixtral": {},
     "olmoe": {},
@@ -55,6 +56,7 @@ _MODEL_TYPES: Final = {
     "ernie45": "ernie4_5",
     "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
+    "gptoss": "gpt_oss",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "seedoss": "seed_oss",
@@ -98,6 +100,7 @@ _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
         _WINDOW: "sliding_window",
     },
     "gemma3": {_WINDOW: "sliding_window"},
+    "gptoss": {_WINDOW: "sliding_window", "expert_feed_forward_length": "intermediate_size"},
     "granite": _GRANITE_KEYS,
     "granitemoe": _GRANITE_KEYS,
     "olmo3": {_WINDOW: "sliding_window"},
@@ -119,8 +122,9 @@ _ROPE_FACTORS: Final = {
 """Key of rope_parameters → float32 tensor with its numbers."""
 
 _GATING_KEY: Final = "expert_gating_func"
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 """What scores of experts are made by, as a number."""
+_GATINGS: Final = {"glm4moe": _SIGMOID, "gptoss": _SOFTMAX_OF_CHOSEN}
 
 _REQUIRED_KEYS: Final = (
     "context_length",
@@ -210,7 +214,7 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
     is_gemma3, mixture = family == "gemma3", _MIXTURES.get(family)
     keys = _CONFIG_KEYS if mixture is None else _CONFIG_KEYS | _EXPERT_KEYS
     keys = keys | _OWN_KEYS.get(family, {})
-    gating = _SIGMOID if family == "glm4moe" else _SOFTMAX
+    gating = _GATINGS.get(family, _SOFTMAX)
     for key in own:
         if (
             key not in _SUPPORTED_KEYS
@@ -253,6 +257,8 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         ]
     rope = _rope_parameters(own, prefix, _GEMMA3_THETA if is_gemma3 else _DEFAULT_THETA)
     config["rope_parameters"] = rope
+    if family == "gptoss" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # files do not say so
     if is_gemma3:
         _add_gemma3(config, own, rope)
     if family in _LAYERS_OF_27B:

@@ -87,7 +87,8 @@ def _tensors(folder: Path) -> TensorIndex:
                 raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
             owners[entry.name] = path.name
             entries.append(entry)
-    return TensorIndex("safetensors", tuple(str(path) for path in files), tuple(entries))
+    joined = safetensors_header.join_mxfp4(entries)
+    return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -128,13 +128,14 @@ def weights_sample(index: TensorIndex) -> str:
     try:
         for tensor in sorted(index.tensors, key=lambda entry: entry.name):
             digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
-            length = min(tensor.num_bytes, _SAMPLE_BYTES)
-            stream = streams[tensor.file]
-            stream.seek(tensor.offset + (tensor.num_bytes - length) // 2)
-            sample = stream.read(length)
-            if len(sample) < length:
-                raise ModelError(f"{index.files[tensor.file]} ends inside {tensor.name}")
-            digest.update(sample)
+            for file, offset, num_bytes in tensor.byte_ranges:
+                length = min(num_bytes, _SAMPLE_BYTES)
+                stream = streams[file]
+                stream.seek(offset + (num_bytes - length) // 2)
+                sample = stream.read(length)
+                if len(sample) < length:
+                    raise ModelError(f"{index.files[file]} ends inside {tensor.name}")
+                digest.update(sample)
     finally:
         for stream in streams:
             stream.close()

@@ -6,10 +6,11 @@
 import json
 import math
 import os
+from collections.abc import Iterable
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry
+from proto.prepared_model import MXFP4_BYTES, TensorEntry
 
 _MAX_HEADER_BYTES: Final = 32 << 20
 """About 200,000 tensors; parsed JSON can need twenty times as much memory."""
@@ -57,6 +58,42 @@ def read(path: str, file: int) -> list[TensorEntry]:
         for name, fields in header.items()
         if name != "__metadata__"
     ]
+
+
+def join_mxfp4(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return the tensors with each pair NAME_blocks, NAME_scales as one, NAME of type MXFP4.
+
+        blocks   uint8 [..., rows, columns / 32, 16], numbers 2i and 2i + 1 in byte i
+        scales   uint8 [..., rows, columns / 32]
+        joined   MXFP4 [..., rows, columns]
+
+    Raises ModelError for blocks without scales of their shape, naming both tensors.
+    """
+    named = {entry.name: entry for entry in entries}
+    for blocks in list(named.values()):
+        if blocks.type != "U8" or not blocks.name.endswith("_blocks"):
+            continue
+        del named[blocks.name]
+        name = blocks.name.removesuffix("_blocks")
+        scales = named.pop(f"{name}_scales", None)
+        if scales is None:
+            raise ModelError(f"tensor {blocks.name} has no {name}_scales beside it")
+        *shape, numbers = blocks.shape
+        if (scales.type, scales.shape, numbers) != ("U8", tuple(shape), MXFP4_BYTES):
+            raise ModelError(
+                f"tensor {blocks.name} of shape {list(blocks.shape)} and tensor {scales.name} of "
+                f"type {scales.type} and shape {list(scales.shape)} are not MXFP4"
+            )
+        named[name] = TensorEntry(
+            name,
+            "MXFP4",
+            (*shape[:-1], shape[-1] * 2 * MXFP4_BYTES),
+            blocks.file,
+            blocks.offset,
+            blocks.num_bytes,
+            (scales.file, scales.offset),
+        )
+    return tuple(named.values())
 
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:

@@ -13,6 +13,7 @@ from proto.errors import ModelError
 from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
 from worker.models.moe import MoeSpec
 from worker.models.registry import spec_from_config
+from worker.models.rope import YarnRope
 
 TEXTS = (
     "a a  aa, a's AA's 1234 a1!\n\n a\t<|end|>a",
@@ -225,12 +226,23 @@ def test_the_configuration_equals_that_of_transformers(
                 "attention.key_length": 8,
             },
         ),
+        (
+            "gpt-oss",
+            {
+                "expert_feed_forward_length": 24,
+                "expert_gating_func": 3,
+                "attention.sliding_window": 16,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 16,
+            },
+        ),
         ("qwen2moe", {"expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 24}),
         ("qwen3moe", {"expert_feed_forward_length": 16, "expert_gating_func": 1}),
     ],
 )
 def test_the_configuration_of_a_mixture(
-    tmp_path: Path, architecture: str, keys: dict[str, float]
+    tmp_path: Path, architecture: str, keys: dict[str, Any]
 ) -> None:
     keys = {"expert_count": 8, "expert_used_count": 3} | keys
     extra = {f"{architecture}.{key}": value for key, value in keys.items()}
@@ -244,6 +256,11 @@ def test_the_configuration_of_a_mixture(
     assert (spec.num_layers, spec.num_unused_layers) == (1, is_glm)
     assert (attention.head_dim, attention.rotary_dim) == (8, sizes["head_dim"])
     assert (mixture.router.num_experts, mixture.router.top_k) == (8, 3)
+    if architecture == "gpt-oss":
+        assert spec.windows == (16,)
+        assert attention.rope == YarnRope(
+            10_000.0, 4.0, 16, 32.0, 1.0, False, pytest.approx(1.1386, abs=1e-4)
+        )
     assert mixture.router.normalised == (architecture not in ("qwen2moe", "olmoe"))
     assert mixture.intermediate_size == keys.get("expert_feed_forward_length", 48)
     assert mixture.shared_size == (

@@ -92,6 +92,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": _family("Exaone4ForCausalLM", **_WINDOWED),
     "glm": _family("GlmForCausalLM"),
     "glm4": _family("Glm4ForCausalLM"),
+    "gptoss": _family(
+        "GptOssForCausalLM",
+        **_WINDOWED,
+        model_type="gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    ),
     "granite": _family("GraniteForCausalLM", logits_scaling=8.0),
     "ministral": _family("MinistralForCausalLM", **_WINDOWED),
     "ministral3": _family(

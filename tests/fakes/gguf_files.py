@@ -1,13 +1,16 @@
 """Small GGUF files: any tensors, plain or in random blocks of any type."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
 PLAIN = ("F32", "F16", "BF16")
-QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q8_0": (1e-3, (0,)),
     "Q5_0": (1e-2, (0,)),
@@ -21,6 +24,7 @@ _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
 """Magnitude and offsets of the float16 scales of a block."""
 
 Bytes = npt.NDArray[np.uint8]
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
@@ -31,6 +35,9 @@ def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows * columns // block_size, block_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = random.integers(120, 123, len(blocks), dtype=np.uint8)
+        return blocks.reshape(rows, -1)
     size, offsets = _SCALES[kind]
     for offset in offsets:
         scales = (random.uniform(-size, size, len(blocks))).astype(np.float16)
@@ -58,9 +65,23 @@ def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[
     return rows[order]
 
 
-def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[np.generic]]]) -> None:
+def write(
+    path: Path,
+    tensors: Mapping[str, tuple[str, npt.NDArray[np.generic]]],
+    architecture: str = "llama",
+    metadata: Mapping[str, Any] = NO_METADATA,
+) -> None:
     """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    add = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        add[type(value)](key, value)
     for name, (kind, data) in tensors.items():
         if kind == "F32" and data.dtype == np.float32:
             writer.add_tensor(name, data)

@@ -1,9 +1,11 @@
 """Tiny random checkpoints of every family, made by transformers from a configuration."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -14,6 +16,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -60,6 +63,13 @@ _YARN = {
     "rope_theta": 1000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+_GPT_OSS: dict[str, Any] = {
+    "intermediate_size": 96,  # whole blocks of MXFP4
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "rope_parameters": _YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 
@@ -124,6 +134,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
         n_shared_experts=2,
         routed_scaling_factor=2.5,
         norm_topk_prob=False,
+    ),
+    "gptoss": GptOssConfig(**_SIZES | _WINDOW | _GPT_OSS),
+    "gptoss-full": GptOssConfig(
+        **_SIZES | _GPT_OSS | {"num_experts_per_tok": 5, "num_key_value_heads": 4},
+        layer_types=["full_attention"] * 3,
+        attention_bias=False,
     ),
     "granitemoe": GraniteMoeConfig(
         **_SIZES,
@@ -274,7 +290,7 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
                 weight.copy_(1.0 + 0.3 * noise)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
@@ -289,3 +305,29 @@ def save_tiny(name: str, folder: Path, **options: Any) -> Any:
     model = tiny_model(CONFIGS[name])
     model.save_pretrained(folder, **options)
     return model
+
+
+def save_mxfp4(model: Any, folder: Path) -> None:
+    """Save a gpt-oss as it is published: experts of random MXFP4, whose numbers the model gets."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = weight.clone()
+            continue
+        experts, columns, rows = weight.shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=generator).to(torch.uint8)
+        weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))

@@ -13,15 +13,17 @@ from typing import Any, Final
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
 from proto.prepared_model import FAMILIES
 from tests.fakes.gguf_files import permute_heads
-from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.tiny_checkpoints import CONFIGS, save_mxfp4, tiny_model
 from tests.fakes.tiny_model_files import TOKENS, add_tokenizer, tokenizer_json
 
-Arrays = dict[str, npt.NDArray[np.float32]]
+Arrays = dict[str, npt.NDArray[Any]]
+"""Numbers in float32, and blocks of MXFP4 and their scales in bytes."""
 
 _FULL_AT: Final = {"layer_types": None, "num_hidden_layers": 4}
 """Four layers by the family's own pattern: a GGUF file cannot have another one."""
@@ -108,6 +110,12 @@ GGUFS: Final[dict[str, TinyGguf]] = {
         },
         {"expert_gating_func": 2, "nextn_predict_layers": 0},
     ),
+    "gptoss": TinyGguf(
+        _WINDOW
+        | _EXPERTS
+        | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
+        _YARN_VALUES,
+    ),
     "granite": TinyGguf(_GRANITE, permuted=True),
     "granitemoe": TinyGguf(
         _GRANITE | _EXPERTS | {"expert_count": "num_local_experts"}, permuted=True
@@ -157,9 +165,15 @@ def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
 
 
 def save_folder(architecture: str, folder: Path, **changes: Any) -> Any:
-    """Save the model of a family with a tokenizer; return it in transformers."""
+    """Save the model of a family with a tokenizer; return it in transformers.
+
+    The experts of gpt-oss are in MXFP4.
+    """
     model = tiny_model(config_of_family(architecture, **changes))
-    model.save_pretrained(folder)
+    if FAMILIES[architecture].module == "gptoss":
+        save_mxfp4(model, folder)
+    else:
+        model.save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     return model
 
@@ -171,7 +185,7 @@ def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
     model = save_folder(architecture, folder / "folder", **rules.changes)
     tensors = _converted(
         {
-            name: tensor.float().numpy()
+            name: (tensor if tensor.dtype == torch.uint8 else tensor.float()).numpy()
             for name, tensor in load_file(folder / "folder" / "model.safetensors").items()
         },
         family.gguf,
@@ -186,7 +200,8 @@ def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
         _add(writer, f"{family.gguf}.{key}", getattr(model.config, name))
     add_tokenizer(writer)
     for name, array in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(array))
+        raw = gguf.GGMLQuantizationType.MXFP4 if array.dtype == np.uint8 else None
+        writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -237,7 +252,7 @@ def _converted(
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     converted: Arrays = {}
-    for name, array in _with_stacks(tensors).items():
+    for name, array in _with_stacks(_joined_mxfp4(tensors)).items():
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None, f"the gguf package does not know {name} of {architecture}"
         if re.search(r"\.[qk]_proj\.", name) and rules.permuted:
@@ -250,10 +265,30 @@ def _converted(
     return converted
 
 
+def _joined_mxfp4(tensors: Arrays) -> Arrays:
+    """Return the tensors with blocks and scales of MXFP4 as bytes of GGUF's blocks.
+
+    A scale comes before its block, whose byte i has the numbers i and i + 16; in folders it has
+    the numbers 2i and 2i + 1.
+    """
+    joined: Arrays = {}
+    for name, array in tensors.items():
+        if name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            scales = tensors[f"{name}_scales"][..., None]
+            numbers = np.stack([array & 15, array >> 4], axis=-1).reshape(*array.shape[:-1], 32)
+            packed = numbers[..., :16] | numbers[..., 16:] << 4
+            blocks = np.concatenate([scales, packed], axis=-1)
+            joined[name] = blocks.reshape(*blocks.shape[:-2], -1)
+        elif not name.endswith("_scales"):
+            joined[name] = array
+    return joined
+
+
 def _with_stacks(tensors: Arrays) -> Arrays:
     """Return the tensors with the experts of each layer stacked, under names of one expert."""
     stacked: Arrays = {}
-    experts: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
+    experts: dict[str, dict[int, npt.NDArray[Any]]] = {}
     for name, array in tensors.items():
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
             experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = array
@@ -262,6 +297,12 @@ def _with_stacks(tensors: Arrays) -> Arrays:
             stacked[f"{layer}experts.w1.weight"], stacked[f"{layer}experts.w3.weight"] = np.split(
                 array, 2, axis=1
             )
+        elif found := re.fullmatch(r"(.+\.experts)\.gate_up_proj(_bias)?", name):  # gpt-oss
+            kind = "bias" if found[2] else "weight"
+            for first, part in enumerate(("gate_proj", "up_proj")):
+                stacked[f"{found[1]}.{part}.{kind}"] = array[:, first::2]
+        elif name.endswith(("experts.down_proj_bias", "experts.down_proj", "sinks")):
+            stacked[f"{name}.weight".replace("_bias.weight", ".bias")] = array
         elif name.endswith("e_score_correction_bias"):
             stacked[name.replace("_bias", ".bias")] = array
         else:

@@ -14,10 +14,17 @@ from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonGate
 
-Activation = Literal["silu", "gelu_tanh"]
-"""gelu_tanh: GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2)."""
-GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1}
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
+"""gelu_tanh: GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2).
+
+swiglu_oai: the clamped SwiGLU of gpt-oss, x * sigmoid(1.702 x) * (up + 1), x = min(gate, 7) and up
+within -7 and 7; always gated.
+"""
+GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 """TokendGateKind of csrc/layers/rows.h."""
+ALPHA: Final = 1.702
+LIMIT: Final = 7.0
+"""Of swiglu_oai."""
 
 
 class Gate(Protocol):
@@ -43,6 +50,10 @@ class TorchGate:
 
     def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
         gate, *up = gate_up.float().chunk(2 if self._is_gated else 1, dim=-1)
+        if self._name == "swiglu_oai":
+            gate = gate.clamp(max=LIMIT)
+            factor = up[0].clamp(-LIMIT, LIMIT) + 1
+            return out.tensor.copy_(gate * torch.sigmoid(ALPHA * gate) * factor)
         inner = F.silu(gate) if self._name == "silu" else F.gelu(gate, approximate="tanh")
         return out.tensor.copy_(inner * up[0] if up else inner)
 
@@ -72,7 +83,8 @@ def make_gate(name: Activation, device: torch.device, is_gated: bool = True) -> 
     """Return the fastest gate with this activation for tensors on this device."""
     if device.type == "cuda":
         library, own = usable_flashinfer(), TritonGate(name, is_gated)
-        return FlashInferGate(library, name, own) if library and is_gated else own
+        has_kernel = library and is_gated and name != "swiglu_oai"
+        return FlashInferGate(library, name, own) if has_kernel else own
     kernels = row_kernels() if device.type == "cpu" else None
     if kernels is None:
         return TorchGate(name, is_gated)

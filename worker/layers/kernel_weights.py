@@ -41,6 +41,7 @@ GGUF_BLOCKS: Final = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }
 """Numbers and bytes of a block of each GGUF type that can stay packed.
 

@@ -73,7 +73,7 @@ class TritonGate:
     """The activation of an MLP as a Triton kernel."""
 
     def __init__(self, name: "Activation", is_gated: bool = True) -> None:
-        self._gelu = name == "gelu_tanh"
+        self._name = name
         self._is_gated = is_gated
         self.kernel = _gate_kernel(os.environ.get("TRITON_INTERPRET"))
 
@@ -83,7 +83,8 @@ class TritonGate:
             gate_up,
             out.tensor,
             size,
-            gelu=self._gelu,
+            gelu=self._name == "gelu_tanh",
+            clamped=self._name == "swiglu_oai",
             gated=self._is_gated,
             block=_GATE_BLOCK,
         )
@@ -145,6 +146,7 @@ def _gate_kernel(interpreted: str | None = None) -> Any:
         out,
         size,
         gelu: tl.constexpr,
+        clamped: tl.constexpr,
         gated: tl.constexpr,
         block: tl.constexpr,
     ):
@@ -153,13 +155,19 @@ def _gate_kernel(interpreted: str | None = None) -> Any:
         inside = place < size
         begin = gate_up + row * (2 if gated else 1) * size + place
         gate = tl.load(begin, mask=inside, other=0.0).to(tl.float32)
-        if gelu:
+        if clamped:
+            gate = tl.where(gate > 7.0, 7.0, gate)
+            inner = gate * tl.sigmoid(1.702 * gate)
+        elif gelu:
             # (1 + tanh z) / 2 is the sigmoid of 2 z
             inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         else:
             inner = gate * tl.sigmoid(gate)
         if gated:
-            inner *= tl.load(begin + size, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(begin + size, mask=inside, other=0.0).to(tl.float32)
+            if clamped:
+                up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+            inner *= up
         tl.store(out + row * size + place, inner.to(out.dtype.element_ty), mask=inside)
 
     return triton.jit(gate_row)

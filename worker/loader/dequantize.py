@@ -5,6 +5,7 @@
     Q4_K, Q5_K         scale * code - minimum       6-bit scales and minima for each 32, themselves
                                                     scaled by two numbers for 256
     Q6_K               scale * (code - 32)          8-bit scales for each 16, scaled for 256
+    MXFP4              scale * E2M1[code]           a power of two for each 32
 
 Kernels multiply with blocks directly; this is for weights that are held in another format.
 """
@@ -14,6 +15,8 @@ from typing import Final
 
 import torch
 
+_E2M1: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
+"""The numbers of 4 bits without their sign (OCP Microscaling Formats, section 5.3.3)."""
 _CHUNK_NUMBERS: Final = 1 << 18
 """Numbers that are converted together: what a step of it writes stays in the cache."""
 
@@ -71,6 +74,13 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return scales[:, :, None] * (codes.float() - 32)
 
 
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    # the exponent of a float; 0 stands for 2^-127, which a float has as a subnormal number
+    bits = (blocks[:, :1].int() << 23).clamp_min(0x00400000)
+    table = torch.cat((_E2M1, -_E2M1))
+    return bits.view(torch.float32) * table[_nibbles(blocks[:, 1:]).long()]
+
+
 _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -80,6 +90,7 @@ _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 
 

@@ -81,7 +81,8 @@ def hash_tensors(index: TensorIndex) -> str:
     files, digest = TensorFiles(index), hashlib.sha256()
     for entry in sorted(index.tensors, key=lambda tensor: tensor.name):
         digest.update(f"{entry.name}\0{entry.type}\0{entry.shape}\0".encode())
-        digest.update(files.bytes_of(entry).data)
+        for each in entry.byte_ranges:
+            digest.update(files.bytes_at(*each).data)
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.prepared_model import MXFP4_BYTES, PreparedModel, TensorEntry, TensorIndex
 from worker.layers.kernel_weights import GGUF_BLOCKS
 from worker.loader.dequantize import dequantize
 
@@ -29,6 +29,14 @@ _SAFETENSORS_DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_CHUNK_BLOCKS: Final = 1 << 13
+"""Blocks that are rearranged together: what a step of it writes stays in the cache."""
+_NIBBLE: Final = np.uint64(4)
+_SPREADS: Final = tuple(
+    (np.uint64(shift), np.uint64(mask))
+    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
+)
+"""Move the nibbles of the low half of a word apart."""
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -47,14 +55,15 @@ def read_index(prepared: PreparedModel) -> TensorIndex:
     except (OSError, ProtocolError) as error:
         raise ModelError(f"{path}: {error}") from None
     for entry in index.tensors:
-        if not 0 <= entry.file < len(sizes):
-            raise ModelError(f"{path}: tensor {entry.name} is in file {entry.file}, which is none")
-        end = entry.offset + entry.num_bytes
-        if entry.offset < 0 or entry.num_bytes < 0 or end > sizes[entry.file]:
-            raise ModelError(
-                f"{index.files[entry.file]}: tensor {entry.name} ends at byte {end} of "
-                f"{sizes[entry.file]}: the file is truncated or has changed since it was prepared"
-            )
+        for number, offset, num_bytes in entry.byte_ranges:
+            if not 0 <= number < len(sizes):
+                raise ModelError(f"{path}: tensor {entry.name} is in file {number}, which is none")
+            end = offset + num_bytes
+            if offset < 0 or num_bytes < 0 or end > sizes[number]:
+                raise ModelError(
+                    f"{index.files[number]}: tensor {entry.name} ends at byte {end} of "
+                    f"{sizes[number]}: the file is truncated or has changed since it was prepared"
+                )
     return index
 
 
@@ -87,12 +96,26 @@ class TensorFiles:
         numbers for quantisation blocks. Raises ModelError naming the tensor for types and sizes
         that cannot be read.
         """
+        if entry.type in GGUF_BLOCKS:
+            return decode_gguf(entry, self.blocks_of(entry))
         decode = decode_gguf if self._is_gguf else decode_safetensors
-        return decode(entry, self.bytes_of(entry))
+        return decode(entry, self.bytes_at(entry.file, entry.offset, entry.num_bytes))
 
-    def bytes_of(self, entry: TensorEntry) -> RawBytes:
-        """Return the tensor's bytes, uint8 [num_bytes], a view of the mapped file."""
-        return self._maps[entry.file][entry.offset : entry.offset + entry.num_bytes]
+    def bytes_at(self, file: int, offset: int, num_bytes: int) -> RawBytes:
+        """Return these bytes, uint8 [num_bytes], a view of the mapped file."""
+        return self._maps[file][offset : offset + num_bytes]
+
+    def blocks_of(self, entry: TensorEntry, row_step: int = 1) -> RawBytes:
+        """Return the quantisation blocks of every `row_step`th row, as GGUF files have them.
+
+        A view of the mapped file if it has them one after the other.
+        """
+        parts = [self.bytes_at(*each) for each in entry.byte_ranges]
+        if row_step > 1:
+            num_rows = math.prod(entry.shape[:-1])
+            parts = [part.reshape(num_rows, -1)[::row_step] for part in parts]
+        numbers, *scales = map(np.ascontiguousarray, parts)
+        return _gguf_mxfp4(numbers, *scales) if scales else numbers.reshape(-1)
 
     def prefetch(self, entry: TensorEntry) -> None:
         """Let the system read the tensor's bytes into the page cache, without waiting for it."""
@@ -130,6 +153,25 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
     return dequantize(entry.type, blocks, block_size).view(entry.shape)
 
 
+def _gguf_mxfp4(numbers: RawBytes, scales: RawBytes) -> RawBytes:
+    """Return blocks of MXFP4 as GGUF files have them, of numbers and scales that lie apart.
+
+    numbers   16 bytes a block   0 1 | 2 3 | … | 30 31
+    block     scale, 16 bytes    0 16 | 1 17 | … | 15 31
+    """
+    words = numbers.reshape(-1).view("<u4").reshape(-1, 4)  # of eight numbers each
+    blocks = np.empty((len(words), 1 + MXFP4_BYTES), dtype=np.uint8)
+    blocks[:, 0] = scales.reshape(-1)
+    for first in range(0, len(words), _CHUNK_BLOCKS):
+        part = slice(first, first + _CHUNK_BLOCKS)
+        bytes_of = words[part].astype(np.uint64)  # becomes a byte for each number
+        for shift, mask in _SPREADS:
+            bytes_of |= bytes_of << shift
+            bytes_of &= mask
+        blocks[part, 1:] = (bytes_of[:, :2] | bytes_of[:, 2:] << _NIBBLE).view(np.uint8)
+    return blocks.reshape(-1)
+
+
 def _view_as(entry: TensorEntry, data: RawBytes, dtype: torch.dtype) -> torch.Tensor:
     """Return `data` as entry.shape of `dtype`, without a copy if its address allows it."""
     _check_size(entry, math.prod(entry.shape) * dtype.itemsize)
@@ -157,7 +199,8 @@ def check_blocks(entry: TensorEntry) -> tuple[int, int]:
             f"tensor {entry.name} of shape {list(entry.shape)}: rows of type {entry.type} "
             f"consist of blocks of {block_size}"
         )
-    _check_size(entry, math.prod(entry.shape) // block_size * block_bytes)
+    bytes_here = MXFP4_BYTES if entry.scales else block_bytes
+    _check_size(entry, math.prod(entry.shape) // block_size * bytes_here)
     return block_size, block_bytes
 
 

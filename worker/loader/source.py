@@ -6,6 +6,7 @@ GGUF files do to query and key rows and to norms. It knows nothing of layers and
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import TensorEntry, TensorIndex
+from proto.prepared_model import MXFP4_BYTES, TensorEntry, TensorIndex
 from worker.layers.kernel_weights import GGUF_BLOCKS
 from worker.layers.norm import NormWeight
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
@@ -43,6 +44,33 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
             local = name.split(".", 2)[2]
             columns[local] = max(columns.get(local, 1), GGUF_BLOCKS[stored_as][0])
     return columns
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where a weight lies in the files.
+
+    entry: whole rows of a tensor. places: those that are rows of the weight; if it is transposed,
+        the columns that are.
+    """
+
+    entry: TensorEntry
+    places: range
+    is_transposed: bool = False
+
+    def with_rows(self, rows: slice) -> "StoredWeight":
+        """Return where these rows of the weight lie."""
+        places = self.places[rows]
+        if self.is_transposed:
+            return replace(self, places=places)
+        entry = _rows_of(self.entry, slice(places.start, places.stop))
+        return StoredWeight(entry, range(0, len(places) * places.step, places.step))
+
+    def read(self, files: TensorFiles) -> torch.Tensor:
+        """Return the weight's rows; a view of the mapped file for plain types."""
+        stored = files.read(self.entry)
+        matrix = stored.t() if self.is_transposed else stored
+        return matrix[self.places.start : self.places.stop : self.places.step]
 
 
 class WeightSource:
@@ -96,7 +124,7 @@ class WeightSource:
             head = "output.weight" if self._is_gguf else "lm_head.weight"
             self._stored_tied_head = in_file.pop(head, None)
             if self._stored_tied_head is not None:
-                _check_shape(self._stored_tied_head, self._entries["embedding.weight"].shape)
+                _check_shape(self._stored_tied_head, self._weights["embedding.weight"].shape)
         if in_file:
             raise ModelError(
                 f"tensor {next(iter(in_file))} is no part of {spec.architecture} with this "
@@ -131,7 +159,7 @@ class WeightSource:
 
     def type_of(self, name: str) -> str:
         """Return how a weight is stored: one of GGUF's types, or the safetensors dtype."""
-        return self._entries[name].type
+        return self._entries[name].entry.type
 
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
@@ -144,32 +172,35 @@ class WeightSource:
     def read_blocks(self, name: str) -> StoredBlocks:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
         shard = self._shards[name]
-        entry = _rows_of(self._entries[name], shard.rows)
-        check_blocks(entry)
-        rows, columns = entry.shape
-        data = self._files.bytes_of(entry)
-        stored = StoredBlocks(entry.type, rows, columns, data, self._row_order(name))
+        place = self._entries[name].with_rows(shard.rows)
+        check_blocks(place.entry)
+        rows, columns = len(place.places), place.entry.shape[1]
+        data = self._files.blocks_of(place.entry, place.places.step)
+        stored = StoredBlocks(place.entry.type, rows, columns, data, self._row_order(name))
         return stored.with_columns(shard.columns)
 
     def prefetch(self, name: str) -> None:
         """Let the system read a weight, or this rank's rows of it, into the page cache."""
-        self._files.prefetch(_rows_of(self._entries[name], self._shards[name].rows))
+        self._files.prefetch(self._entries[name].with_rows(self._shards[name].rows).entry)
 
     def read_rows(
         self, name: str, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:
         """Return the rows [rows, columns] of a weight in the file's order, and that order.
 
-        Of the stored dtype, also without `dtype`, they are a view of the mapped file.
+        Of the stored dtype, also without `dtype`, they are a view of the mapped file, unless that
+        has the transpose.
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
         shard = self._shards[name]
-        stored = self._files.read(_rows_of(self._entries[name], shard.rows))
-        return stored[:, shard.columns].to(dtype or stored.dtype), self._row_order(name)
+        place = self._entries[name].with_rows(shard.rows)
+        stored = place.read(self._files)[:, shard.columns]
+        rows = stored.contiguous() if place.is_transposed else stored
+        return rows.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
         """Return whether the shard's columns begin or end within a block of so many columns."""
-        num_columns = self._entries[name].shape[-1]
+        num_columns = self._weights[name].shape[-1]
         first, end, _ = self._shards[name].columns.indices(num_columns)
         return bool(first % block_size or (end % block_size and end != num_columns))
 
@@ -186,7 +217,7 @@ class WeightSource:
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         shard = self._shards[name]
-        stored = self._files.read(_rows_of(self._entries[name], shard.rows))
+        stored = self._entries[name].with_rows(shard.rows).read(self._files)
         if stored.dim() > 1:
             stored = stored[:, shard.columns]
         order = self._row_order(name)
@@ -215,7 +246,7 @@ class WeightSource:
 
     def check_tied_head(self) -> None:
         """Raise ModelError if a tied head is stored too and differs from the embedding."""
-        copy, embedding = self._stored_tied_head, self._entries["embedding.weight"]
+        copy, embedding = self._stored_tied_head, self._entries["embedding.weight"].entry
         if copy is not None and not torch.equal(
             self._files.read(copy), self._files.read(embedding)
         ):
@@ -230,15 +261,15 @@ def _pop_entry(
     stacks: dict[str, TensorEntry],
     weight: WeightSpec,
     file_format: str,
-) -> TensorEntry:
+) -> StoredWeight:
     """Return where a weight is, and remove its tensor from `in_file`.
 
     stacks: the tensors of several weights that were removed already.
     """
     stack = weight.stack_in(file_format)
     if stack is not None and stack.tensor in in_file:
-        stacks[stack.tensor] = in_file.pop(stack.tensor)
-        _check_shape(stacks[stack.tensor], stack.shape)
+        whole = stacks[stack.tensor] = in_file.pop(stack.tensor)
+        _check_shape(whole, _shape_in_file(whole, stack))
     if stack is not None and stack.tensor in stacks:
         return _part_of(stacks[stack.tensor], stack, weight.shape)
     name = weight.name_in(file_format)
@@ -248,23 +279,38 @@ def _pop_entry(
         also = f", and so is {stack.tensor}" if stack is not None and stack.tensor != name else ""
         raise ModelError(f"tensor {name} of shape {list(shape)} is missing{also}")
     _check_shape(entry, weight.shape)
-    return entry
+    return StoredWeight(entry, range(weight.shape[0]))
 
 
-def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the entry of a weight of this shape in a tensor of several."""
-    num_columns = len(shape) - 1
-    *experts, rows_each = entry.shape[: len(entry.shape) - num_columns]
-    rows = TensorEntry(
+def _is_transposed(entry: TensorEntry, stack: StackPart) -> bool:
+    return stack.transposed and entry.type not in GGUF_BLOCKS
+
+
+def _shape_in_file(entry: TensorEntry, stack: StackPart) -> tuple[int, ...]:
+    *experts, rows, columns = stack.shape
+    return (*experts, columns, rows) if _is_transposed(entry, stack) else stack.shape
+
+
+def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> StoredWeight:
+    """Return where a weight of this shape is in a tensor of several."""
+    tail = entry.shape[len(entry.shape) - len(shape) + 1 :]
+    *experts, rows_each = entry.shape[: len(entry.shape) - len(tail)]
+    all_rows = TensorEntry(
         entry.name,
         entry.type,
-        (math.prod(experts) * rows_each, *shape[1:]),
+        (math.prod(experts) * rows_each, *tail),
         entry.file,
         entry.offset,
         entry.num_bytes,
+        entry.scales,
     )
-    first = stack.index * rows_each + stack.first_row
-    return _rows_of(rows, slice(first, first + shape[0]))
+    first, step = stack.index * rows_each, stack.row_step
+    one = _rows_of(all_rows, slice(first, first + rows_each))
+    end = stack.first_row + shape[0] * step
+    places = range(stack.first_row, end, step)
+    if _is_transposed(entry, stack):
+        return StoredWeight(one, places, is_transposed=True)
+    return StoredWeight(one, range(rows_each)).with_rows(slice(places.start, places.stop, step))
 
 
 def _check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:
@@ -281,6 +327,10 @@ def _rows_of(entry: TensorEntry, rows: slice) -> TensorEntry:
     if end - first == entry.shape[0]:
         return entry
     row_bytes = entry.num_bytes // entry.shape[0]
+    scales = entry.scales
+    if scales:
+        file, offset = scales
+        scales = (file, offset + first * (row_bytes // MXFP4_BYTES))
     return TensorEntry(
         entry.name,
         entry.type,
@@ -288,6 +338,7 @@ def _rows_of(entry: TensorEntry, rows: slice) -> TensorEntry:
         entry.file,
         entry.offset + first * row_bytes,
         (end - first) * row_bytes,
+        scales,
     )
 
 

@@ -39,7 +39,8 @@ class MoeNames:
 
     router: a tensor without its ".weight". experts, gate, up, down: "EXPERTS.3.GATE.weight" is that
     of expert 3; None if all files stack experts. stacked_gate_up: tensor [experts, gate ‖ up,
-    hidden] of files that do.
+    hidden] of files that do; biases have its name with "_bias". interleaved: its rows are those of
+    gate and up by turns. transposed: see StackPart.
     """
 
     router: str = "mlp.gate"
@@ -49,6 +50,8 @@ class MoeNames:
     down: str = "down_proj"
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    interleaved: bool = False
+    transposed: bool = False
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 
@@ -58,6 +61,7 @@ class MoeSpec:
     """A router, experts of one size, and shared experts, which are one gated MLP.
 
     intermediate_size: inner columns of each expert.
+    bias: all projections of the experts have one.
     shared_size: inner columns of the shared experts; 0 if there are none.
     shared_gate: the output of the shared experts is multiplied by sigmoid(gate · x).
     is_expert_parallel: ranks have whole experts, in order, and a part of the shared ones.
@@ -68,6 +72,7 @@ class MoeSpec:
     intermediate_size: int
     router: RouterSpec
     activation: Activation = "silu"
+    bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
     names: MoeNames = MoeNames()
@@ -112,7 +117,8 @@ class MoeSpec:
             blocks = max(block_columns.get(f"{prefix}.down.weight", 1) for prefix in prefixes)
             inner = share_of_inner(num_columns, rank, size, blocks)
             for prefix in prefixes:
-                shards[f"{prefix}.gate.weight"] = shards[f"{prefix}.up.weight"] = Shard(rows=inner)
+                for name in ("gate.weight", "gate.bias", "up.weight", "up.bias"):
+                    shards[f"{prefix}.{name}"] = Shard(rows=inner)
                 shards[f"{prefix}.down.weight"] = Shard(columns=inner)
             return len(range(num_columns)[inner])
 
@@ -193,39 +199,46 @@ class MoeSpec:
     def _expert_weights(self, number: int) -> tuple[WeightSpec, ...]:
         """Return the weights of one expert, in tensors of its own or in stacks of all."""
         hidden, inner, names = self.hidden_size, self.intermediate_size, self.names
-        num_experts, gate_up, down = (
-            self.router.num_experts,
-            names.stacked_gate_up,
-            names.stacked_down,
-        )
+        num_experts, step = self.router.num_experts, 2 if names.interleaved else 1
+        first_of_up = 1 if names.interleaved else inner
+        gate_up, down = (names.stacked_gate_up, 2 * inner), (names.stacked_down, hidden)
 
         def weight(
-            name: str, theirs: str, shape: tuple[int, int], stack: str, stack_rows: int, first: int
+            kind: str, name: str, theirs: str, stack: tuple[str, int], first: int, step: int
         ) -> WeightSpec:
-            rows, columns = shape
-            alone = f"{names.experts}.{number}.{theirs}.weight"
+            of_weight = kind == "weight"
+            rows, columns = (hidden, inner) if name == "down" else (inner, hidden)
+            tail, (tensor, stack_rows) = (columns,) if of_weight else (), stack
+            stacked = tensor if of_weight else f"{tensor}_bias"
+            alone = f"{names.experts}.{number}.{theirs}.{kind}"
             return WeightSpec(
-                name=f"experts.{number}.{name}.weight",
-                shape=shape,
-                hugging_face=stack if names.experts is None else alone,
-                gguf=f"ffn_{name}.{number}.weight",
+                name=f"experts.{number}.{name}.{kind}",
+                shape=(rows, *tail),
+                hugging_face=stacked if names.experts is None else alone,
+                gguf=f"ffn_{name}.{number}.{kind}",
                 hugging_face_stack=StackPart(
-                    tensor=stack,
-                    shape=(num_experts, stack_rows, columns),
+                    tensor=stacked,
+                    shape=(num_experts, stack_rows, *tail),
                     index=number,
                     first_row=first,
+                    row_step=step,
+                    transposed=names.transposed and of_weight,
                 ),
                 gguf_stack=StackPart(
-                    tensor=f"ffn_{name}_exps.weight",
-                    shape=(num_experts, rows, columns),
+                    tensor=f"ffn_{name}_exps.{kind}",
+                    shape=(num_experts, rows, *tail),
                     index=number,
                 ),
             )
 
-        return (
-            weight("gate", names.gate, (inner, hidden), gate_up, 2 * inner, 0),
-            weight("up", names.up, (inner, hidden), gate_up, 2 * inner, inner),
-            weight("down", names.down, (hidden, inner), down, hidden, 0),
+        return tuple(
+            weight(kind, *of_projection)
+            for kind in (("weight", "bias") if self.bias else ("weight",))
+            for of_projection in (
+                ("gate", names.gate, gate_up, 0, step),
+                ("up", names.up, gate_up, first_of_up, step),
+                ("down", names.down, down, 0, 1),
+            )
         )
 
 

@@ -62,12 +62,16 @@ class StackPart:
 
     weight = tensor[first_row : first_row + rows], or tensor[index, …] of experts; shape: of the
     tensor.
+    row_step: the weight has every row_step-th of these rows.
+    transposed: files have the transpose of each matrix, unless the tensor is quantised in blocks.
     """
 
     tensor: str
     shape: tuple[int, ...]
     index: int = 0
     first_row: int = 0
+    row_step: int = 1
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +170,7 @@ def product_flops(weights: Iterable[WeightSpec]) -> int:
 
 def product_outputs(weights: Iterable[WeightSpec]) -> int:
     """Return how many numbers the products of one token with all these weights give."""
-    return sum(weight.shape[0] for weight in weights)
+    return sum(weight.shape[0] for weight in weights if len(weight.shape) == 2)
 
 
 @dataclass(frozen=True, slots=True)

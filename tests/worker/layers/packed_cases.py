@@ -8,10 +8,11 @@ from tests.worker.reference import packed as packed_reference
 from worker.layers.kernel_weights import GGUF_BLOCKS
 
 TYPES = list(GGUF_BLOCKS)
-_HALVES = {  # where float16 numbers lie in a block
+HALVES = {  # where float16 numbers lie in a block
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 
 
@@ -21,7 +22,10 @@ def random_blocks(
     """Blocks of random bits, with scales of both signs and a few orders of magnitude."""
     num_blocks = shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
     raw = rng.integers(0, 256, (num_blocks, GGUF_BLOCKS[gguf_type][1]), dtype=np.uint8)
-    for at in _HALVES[gguf_type]:
+    if gguf_type == "MXFP4":  # and the least exponents, which floats have as subnormal numbers
+        raw[:, 0] = rng.integers(120, 130, num_blocks, dtype=np.uint8)
+        raw[::7, 0] = rng.integers(0, 4, len(raw[::7]), dtype=np.uint8)
+    for at in HALVES[gguf_type]:
         scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return raw.reshape(-1)

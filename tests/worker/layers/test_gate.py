@@ -10,7 +10,7 @@ from worker.layers.scratch import RowBuffer
 # float32 arithmetic, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 SHAPES = ((1, 1), (3, 5), (2, 16), (1, 1536), (7, 531), (40, 600))
-NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh")
+NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh", "swiglu_oai")
 
 each_gate = with_each([None, *LOADABLE])  # None: torch
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -24,6 +24,9 @@ def expected(name: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, dim=1)
     if name == "silu":
         return gate / (1 + (-gate).exp()) * up
+    if name == "swiglu_oai":
+        gate = gate.clamp(max=7)
+        return gate / (1 + (-1.702 * gate).exp()) * (up.clamp(-7, 7) + 1)
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     return 0.5 * gate * (1 + inner.tanh()) * up
 
@@ -58,6 +61,12 @@ def test_the_gate_saturates_for_large_values_and_keeps_nan(variant, name) -> Non
     gate = torch.tensor([1e30, 300.0, -300.0, -1e4, 0.0, float("nan"), float("inf")])
     gate_up = torch.cat((gate, torch.full((7,), 2.0)))[None]
     found = apply(gate_of(variant, name), gate_up)[0]
+    if name == "swiglu_oai":
+        largest = pytest.approx(3 * 7, rel=1e-4)
+        assert found[:5].tolist() == [largest, largest, 0.0, 0.0, 0.0]
+        assert found[5].isnan()
+        assert found[6].item() == largest
+        return
     assert found[:5].tolist() == [pytest.approx(2e30), 600.0, 0.0, 0.0, 0.0]
     assert not found[5:].isfinite().any()
 

@@ -12,7 +12,7 @@ from tests.worker.kernel_variants import (
     load_variant,
     threads_of_torch,
 )
-from tests.worker.layers.packed_cases import TYPES, error_of, numbers_of, random_blocks
+from tests.worker.layers.packed_cases import HALVES, TYPES, error_of, numbers_of, random_blocks
 from tests.worker.reference import packed as packed_reference
 from worker.layers.kernel_weights import GGUF_BLOCKS, PackedWeight, is_packable
 
@@ -94,10 +94,10 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
     for code in (0x00, 0x7F, 0x80, 0xFF):
         filled = np.full_like(raw, code)
         blocks = filled.reshape(shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0], -1)
-        for at in (208,) if gguf_type == "Q6_K" else (0, 2) if gguf_type != "Q8_0" else (0,):
+        if gguf_type == "MXFP4":
+            blocks[:, 0] = 126
+        for at in HALVES[gguf_type]:
             blocks[:, at : at + 2] = np.float16(0.5).view(np.uint16).reshape(1).view(np.uint8)
-        if gguf_type in ("Q4_0", "Q5_0"):
-            blocks[:, 2:4] = code
         numbers = numbers_of(gguf_type, shape, blocks.reshape(-1))
         weight = weight_of(variant, gguf_type, shape, blocks.reshape(-1))
         for sign in (1.0, -1.0):

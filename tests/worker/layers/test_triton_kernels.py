@@ -89,3 +89,12 @@ def test_gate(is_gated: bool, dtype: torch.dtype, name: Any, size: int) -> None:
     else:
         up = gate_up[:, :size].contiguous()
         assert close(TritonGate(name, is_gated=False)(up, out), inner)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_clamped_gate(dtype: torch.dtype) -> None:
+    gate_up = 6 * random(4, 96, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    clamped = gate.clamp(max=7)
+    wanted = clamped * torch.sigmoid(1.702 * clamped) * (up.clamp(-7, 7) + 1)
+    assert close(TritonGate("swiglu_oai")(gate_up, RowBuffer(48).rows(gate_up)), wanted)

@@ -58,6 +58,7 @@ FAMILIES = (
     *("cohere2", "gemma2", "glm4", "granite-biases", "olmo2", "olmo3", "phi3-longrope"),
     *("smollm3", "starcoder2", "exaone4"),
     *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
+    *("gptoss", "gptoss-full"),
 )
 Checkpoint = Callable[[str], PreparedModel]
 best_variant = with_each(LOADABLE[:1])

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -65,6 +66,9 @@ GGUF_CONFIGS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=256,
         use_qk_norm=True,
         attention_bias=True,
+    ),
+    "gptoss": GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=64, sliding_window=9
     ),
     "qwen3moe": Qwen3MoeConfig(
         **SIZES, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=256

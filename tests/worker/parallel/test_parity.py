@@ -89,7 +89,7 @@ def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe-dense-layers"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe-dense-layers", "gptoss"])
 def test_ranks_with_whole_experts(name: str, size: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")

@@ -1,7 +1,8 @@
 // The activation of the MLP: silu or GELU (tanh form) of one half of a row, times the other half;
 // or of the whole row, without a gate.
 //
-// Both functions are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
+// All functions are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u) for GELU, and
+// y = 1.702 x for the clamped SwiGLU of gpt-oss (OpenAI, gpt-oss model card, section 2.3).
 #include "common/row_vectors.h"
 #include "layers/row_parts.h"
 #include "layers/rows.h"
@@ -22,11 +23,27 @@ TOKEND_INLINE F<N> sigmoid(F<N> y) {
     return (y < F<N>{} ? e : one) / (one + e);
 }
 
+constexpr float LIMIT = 7.0f;
+
+// NaN stays NaN.
+TOKEND_INLINE F<N> at_most_limit(F<N> x) { return x > LIMIT ? splat<N>(LIMIT) : x; }
+
 template <int64_t KIND>
 TOKEND_INLINE F<N> activated(F<N> x) {
     if constexpr (KIND == TOKEND_SILU) return x * sigmoid(x);
+    if constexpr (KIND == TOKEND_SWIGLU_OAI) {
+        const F<N> clamped = at_most_limit(x);
+        return clamped * sigmoid(1.702f * clamped);
+    }
     constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
     return x * sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715f * (x * x * x)));
+}
+
+// What the activation is multiplied by.
+template <int64_t KIND>
+TOKEND_INLINE F<N> factor(F<N> up) {
+    if constexpr (KIND != TOKEND_SWIGLU_OAI) return up;
+    return (up < -LIMIT ? splat<N>(-LIMIT) : at_most_limit(up)) + 1.0f;
 }
 
 // up: null if it is not gated.
@@ -35,13 +52,13 @@ TOKEND_FLATTEN void gate_span(const T* x, const T* up, int64_t size, To* out) {
     int64_t at = 0;
     for (; at + N <= size; at += N) {
         F<N> value = activated<KIND>(load<N>(x + at));
-        if (up) value *= load<N>(up + at);
+        if (up) value *= factor<KIND>(load<N>(up + at));
         store<N>(out + at, value);
     }
     if (at < size) {
         const int64_t rest = size - at;
         F<N> value = activated<KIND>(load_some<N>(x + at, rest, 0.0f));
-        if (up) value *= load_some<N>(up + at, rest, 0.0f);
+        if (up) value *= factor<KIND>(load_some<N>(up + at, rest, 0.0f));
         store_some<N>(out + at, rest, value);
     }
 }
@@ -62,29 +79,29 @@ void gate_rows(const TokendGateCall* gate) {
 
 // Calls body with a null pointer of the element type, and the kind.
 template <class Body>
-void with_kind(const TokendGateCall* gate, Body body) {
-    with_type(gate->dtype, [&](auto* type) {
-        if (gate->kind == TOKEND_SILU)
-            body(type, std::integral_constant<int64_t, TOKEND_SILU>());
-        else
-            body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
+void with_kind(int64_t dtype, int64_t kind, Body body) {
+    with_type(dtype, [&](auto* type) {
+        switch (kind) {
+            case TOKEND_SILU: return body(type, std::integral_constant<int64_t, TOKEND_SILU>());
+            case TOKEND_GELU_TANH: return body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
+            case TOKEND_SWIGLU_OAI: return body(type, std::integral_constant<int64_t, TOKEND_SWIGLU_OAI>());
+        }
     });
 }
 
 }  // namespace
 
 void gate_row(int64_t kind, int64_t is_gated, int64_t dtype, int64_t size, const void* x, void* out) {
-    with_type(dtype, [&]<class T>(T*) {
+    with_kind(dtype, kind, [&]<class T>(T*, auto known) {
         const T* half = static_cast<const T*>(x);
-        const auto gate = kind == TOKEND_SILU ? gate_span<TOKEND_SILU, T, T> : gate_span<TOKEND_GELU_TANH, T, T>;
-        gate(half, is_gated ? half + size : nullptr, size, static_cast<T*>(out));
+        gate_span<known, T, T>(half, is_gated ? half + size : nullptr, size, static_cast<T*>(out));
     });
 }
 
 }  // namespace tokend
 
 extern "C" void tokend_gate(const TokendGateCall* gate) {
-    tokend::with_kind(gate, [&](auto* type, auto kind) {
+    tokend::with_kind(gate->dtype, gate->kind, [&](auto* type, auto kind) {
         tokend::gate_rows<kind, std::remove_pointer_t<decltype(type)>>(gate);
     });
 }

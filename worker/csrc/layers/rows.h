@@ -40,7 +40,7 @@ __attribute__((visibility("default"))) void tokend_norm(const TokendNormCall* no
 // out += the norm of x; out is read and written once.
 __attribute__((visibility("default"))) void tokend_add_norm(const TokendNormCall* norm);
 
-enum TokendGateKind : int64_t { TOKEND_SILU = 0, TOKEND_GELU_TANH = 1 };
+enum TokendGateKind : int64_t { TOKEND_SILU = 0, TOKEND_GELU_TANH = 1, TOKEND_SWIGLU_OAI = 2 };
 
 struct TokendGateCall {
     int64_t kind;
@@ -52,6 +52,7 @@ struct TokendGateCall {
     void* out;      // [num_rows, size]
 };
 
-// out[row, i] = f(x[row, i]) * x[row, size + i], or f(x[row, i]) if it is not gated.
+// out[row, i] = f(x[row, i]) * x[row, size + i], or f(x[row, i]) if it is not gated. TOKEND_SWIGLU_OAI
+// is always gated, and multiplies by the clamped x[row, size + i] plus 1.
 __attribute__((visibility("default"))) void tokend_gate(const TokendGateCall* gate);
 }

@@ -15,12 +15,13 @@
 //           5 bits   … and one row more: bit j of a byte is the fifth bit of row j's
 //           6 bits   … and two rows more: bits 2(j%4) of a byte of row j/4
 //
-// Codes are unsigned; a type whose numbers are scale * (code - zero) keeps no minima.
+// Codes are unsigned; a type whose numbers are scale * (code - zero) keeps no minima. Codes of MXFP4
+// are places in a table of unsigned numbers, to which its zero applies.
 #pragma once
 
 #include <cstdint>
 
-enum { TOKEND_Q4_0, TOKEND_Q4_1, TOKEND_Q5_0, TOKEND_Q5_1, TOKEND_Q8_0, TOKEND_Q4_K, TOKEND_Q5_K, TOKEND_Q6_K };
+enum { TOKEND_Q4_0, TOKEND_Q4_1, TOKEND_Q5_0, TOKEND_Q5_1, TOKEND_Q8_0, TOKEND_Q4_K, TOKEND_Q5_K, TOKEND_Q6_K, TOKEND_MXFP4 };
 
 extern "C" {
 

@@ -61,21 +61,38 @@ struct ScaledDots {
 };
 #endif
 
-// DOT_LANES bytes, each as a float.
+// DOT_LANES bytes, each as a whole number.
 template <class Byte>
-TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {
+TOKEND_INLINE DotI load_bytes_as_ints(const Byte* from) {
 #if defined(__AVX512F__)
     const __m128i bytes = load_bytes<__m128i>(from);
-    return (DotF)_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes)
-                                                           : _mm512_cvtepu8_epi32(bytes));
+    return (DotI)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(__AVX2__)
     const __m128i bytes = _mm_cvtsi64_si128(load_bytes<int64_t>(from));
-    return (DotF)_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes)
-                                                           : _mm256_cvtepu8_epi32(bytes));
+    return (DotI)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    DotF result;
-    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = float(from[lane]);
+    DotI result;
+    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = from[lane];
     return result;
+#endif
+}
+
+template <class Byte>
+TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {
+    return to_floats(load_bytes_as_ints(from));
+}
+
+// Each byte of `codes`, below 16, becomes table[byte].
+TOKEND_INLINE DotU look_up(const uint8_t (&table)[16], DotU codes) {
+#if defined(__AVX512F__)
+    return (DotU)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes<__m128i>(table)), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (DotU)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_bytes<__m128i>(table)), (__m256i)codes);
+#elif defined(__SSSE3__)
+    return (DotU)_mm_shuffle_epi8(load_bytes<__m128i>(table), (__m128i)codes);
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    return (DotU)__builtin_shuffle(load_bytes<Bytes>(table), (Bytes)codes);
 #endif
 }
 

@@ -74,6 +74,7 @@ constexpr Raw raw_layout() {
     if (std::is_same_v<Format, Q8_0>) return {34, 0, 0, 0, 2, 0};
     if (std::is_same_v<Format, Q4_K>) return {144, 0, 2, 0, 16, 4};
     if (std::is_same_v<Format, Q5_K>) return {176, 0, 2, 16, 48, 4};
+    if (std::is_same_v<Format, MXFP4>) return {17, 0, 0, 0, 1, 0};
     return {210, 208, 0, 128, 0, 192};
 }
 
@@ -127,6 +128,10 @@ void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
     uint8_t codes[BLOCK];
     raw_codes<Format>(raw, sub, codes);
     put_codes<Format>(to, output, codes);
+    if constexpr (Format::HAS_TABLE) {
+        scales[output] = raw[layout.scale];
+        return;
+    }
     if constexpr (!Format::HAS_HEAD) {
         std::memcpy(scales + output * 2, raw + layout.scale, 2);
         if (Format::HAS_LOW) std::memcpy(scales + Format::SCALE_BYTES + output * 2, raw + layout.low, 2);
@@ -212,6 +217,9 @@ void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) 
             scale[half] = factor * (Format::HAS_LOW ? float(bits) : float(int8_t(bits)));
         }
         if constexpr (Format::HAS_LOW) low = -(to_float(head[PANEL + output]) * float(scales[PANEL + output]));
+    } else if constexpr (Format::HAS_TABLE) {
+        scale[0] = scale[1] = bit_cast<float>(std::max(int32_t(scales[output]) << 23, LEAST_POWER)) * 0.5f;
+        for (uint8_t& code : codes) code = E2M1_CODES[code];
     } else {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
         scale[0] = scale[1] = to_float(halves[output]);

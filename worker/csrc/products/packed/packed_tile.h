@@ -22,7 +22,7 @@ struct Packed {
     using Format = Format_;
     static constexpr int HALVES = Format::HALVES;
     static constexpr bool HAS_LOW = Format::HAS_LOW;
-    static constexpr int BITS = Format::BITS;
+    static constexpr int BITS = Format::CODE_BITS;
     static constexpr int zero = Format::ZERO;
 
     const uint8_t* panel;
@@ -39,13 +39,15 @@ struct Packed {
         template <int J>
         TOKEND_INLINE DotU codes(int index) const {
             const uint8_t* column = codes_at + (vector + index) * DOT_LANES * 4;
-            if constexpr (BITS == 8) return load_bytes<DotU>(column + J * ROW);
+            if constexpr (Format::BITS == 8) return load_bytes<DotU>(column + J * ROW);
             const DotU both = load_bytes<DotU>(column + J / 2 * ROW);
             const DotU low = (J % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
-            if constexpr (BITS == 5) {
+            if constexpr (Format::HAS_TABLE) {
+                return look_up(E2M1_CODES, low);
+            } else if constexpr (Format::BITS == 5) {
                 const DotU high = load_bytes<DotU>(column + 4 * ROW);
                 return low | ((J < 4 ? high << (J < 4 ? 4 - J : 0) : high >> (J < 4 ? 0 : J - 4)) & 0x10101010u);
-            } else if constexpr (BITS == 6) {
+            } else if constexpr (Format::BITS == 6) {
                 const DotU high = load_bytes<DotU>(column + (4 + J / 4) * ROW);
                 constexpr int AT = J % 4 * 2;
                 return low | ((AT < 4 ? high << (AT < 4 ? 4 - AT : 0) : high >> (AT < 4 ? 0 : AT - 4)) & 0x30303030u);
@@ -55,6 +57,7 @@ struct Packed {
 
         TOKEND_INLINE DotF scale(int half, int index) const {
             const int output = (vector + index) * DOT_LANES;
+            if constexpr (Format::HAS_TABLE) return half_powers(scales + output);
             if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + output);
             const DotF factor = load<DOT_LANES>(halves(head) + output);
             if constexpr (HAS_LOW) return factor * load_bytes_as_floats(scales + output);
@@ -65,6 +68,12 @@ struct Packed {
             const int output = (vector + index) * DOT_LANES;
             if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + PANEL + output);
             return load<DOT_LANES>(halves(head) + PANEL + output) * -load_bytes_as_floats(scales + PANEL + output);
+        }
+
+        // 2^(exponent - 128) of each byte; infinity for 255, which stands for NaN.
+        static TOKEND_INLINE DotF half_powers(const uint8_t* exponents) {
+            const DotI bits = load_bytes_as_ints(exponents) << 23;
+            return bit_cast<DotF>(DotI(bits > LEAST_POWER ? bits : splat_int(LEAST_POWER))) * 0.5f;
         }
 
         static TOKEND_INLINE const float16* halves(const uint8_t* from) {
@@ -123,7 +132,7 @@ struct Unpacked {
 
 // The bits of a code matter only if bytes are added as 16-bit words.
 template <class Format>
-using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::BITS : 8>;
+using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::CODE_BITS : 8>;
 
 template <class Format>
 TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
