@@ -45,7 +45,7 @@ from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
 from api_server.tracing import TraceHeaders
 from proto.engine_io import EngineCoreRequest
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, require
 from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import ThinkingRule
@@ -93,6 +93,12 @@ class RequestBuilder:
         self._grammar = checked_grammar(request, grammar)
         self._agent = agent_hint(request, tenant)
         app_state.check_model(request.model)
+        if request.return_routed_experts:
+            require(
+                app_state.settings.model.enable_return_routed_experts,
+                "return_routed_experts",
+                "needs a server with --enable-return-routed-experts",
+            )
         self._app_state = app_state
         self._request = request
         self._tenant = tenant
@@ -126,6 +132,7 @@ class RequestBuilder:
             num_logprobs=num_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
             returns_token_ids=request.return_token_ids,
+            returns_experts=request.return_routed_experts,
             includes_usage=request.includes_usage,
             includes_continuous_usage=request.includes_continuous_usage,
         )
@@ -467,6 +474,7 @@ _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "top_k": (0, -1),
     "stop": ([],),
     "prompt_logprobs": (),
+    "return_routed_experts": (False,),
     "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "logit_bias": ({},),

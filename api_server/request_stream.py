@@ -11,6 +11,7 @@ Everything here runs on the event loop.
 
 import asyncio
 import math
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,7 +24,7 @@ from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo, RoutedExperts
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 DeltaWriter = Callable[[], bool]
@@ -144,6 +145,40 @@ class Delta:
 
 
 @dataclass(slots=True)
+class ExpertRows:
+    """The experts of a choice's tokens, from the first of the prompt on; see RoutedExperts.
+
+    After a preemption or a restart tokens are computed again, and their experts replaced.
+    """
+
+    num_layers: int = 0
+    top_k: int = 0
+    num_bytes: int = 1
+    data: bytearray = field(default_factory=bytearray)
+
+    def store(self, part: RoutedExperts) -> None:
+        """Raises InternalRequestError if experts of tokens before were lost."""
+        self.num_layers, self.top_k, self.num_bytes = part.num_layers, part.top_k, part.num_bytes
+        start = part.first_position * self._row_bytes
+        if start > len(self.data):
+            raise InternalRequestError("routed experts were lost")
+        self.data[start : start + len(part.data)] = part.data
+
+    def encode(self, num_tokens: int) -> dict[str, Any]:
+        """Return the experts of the first tokens, at most `num_tokens`, as the client gets them."""
+        data = self.data[: num_tokens * self._row_bytes]
+        return {
+            "dtype": f"uint{8 * self.num_bytes}",
+            "shape": [len(data) // max(1, self._row_bytes), self.num_layers, self.top_k],
+            "data": b64encode(data).decode(),
+        }
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.num_layers * self.top_k * self.num_bytes
+
+
+@dataclass(slots=True)
 class Choice:
     """The tokens and the text of one choice, and how it ended.
 
@@ -155,6 +190,7 @@ class Choice:
     counts_tokens: tokens without text make a delta, too.
     send_buffer: of the HTTP request.
     text_tail: collects the text of an agent's answer; None for other requests.
+    experts: of its tokens, if the request returns them.
     """
 
     index: int
@@ -168,6 +204,7 @@ class Choice:
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
     text_tail: TextTail | None = None
     token_ids: list[int] = field(default_factory=list)
+    experts: ExpertRows = field(default_factory=ExpertRows)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     _num_decoded_characters: int = 0
@@ -413,6 +450,8 @@ class RequestStream:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
         if output.prompt_logprobs is not None:
             self._store_prompt_rows(output)
+        if output.routed_experts is not None:
+            choice.experts.store(output.routed_experts)
         num_repeated = self._num_repeated(choice, output)
         rows = (
             unpack_logprobs(output.logprobs)[num_repeated:] if output.logprobs is not None else []

@@ -80,6 +80,7 @@ def sampling_params(
         edits=edits,
         logprob_token_ids=tuple(request.logprob_token_ids),
         repetition=_repetition(request),
+        return_routed_experts=request.return_routed_experts,
     )
     params.validate(vocab_size)
     if params.greedy and request.n > 1 and not request.use_beam_search:

@@ -98,6 +98,10 @@ def _check_session(n: int, params: SamplingParams) -> None:
             "a session gives no prompt_logprobs: it keeps the KV of earlier turns",
             "prompt_logprobs",
         )
+    if params.return_routed_experts:
+        raise InvalidRequestError(
+            "a session does not return routed experts", "return_routed_experts"
+        )
 
 
 def _check_deadlines(message: EngineCoreRequest) -> None:
@@ -143,6 +147,7 @@ def _check_beams(message: EngineCoreRequest) -> None:
         (params.prompt_logprobs is not None, "prompt_logprobs"),
         (params.edits is not None, "edits"),
         (params.repetition is not None, "repetition_detection"),
+        (params.return_routed_experts, "return_routed_experts"),
     ):
         if is_used:
             raise InvalidRequestError(f"{name} does not go with beam search", name)

@@ -79,6 +79,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together; by default the model's own maximum."""
     seed: int | None = None
     """Seed for requests without one, so that their sampling is the same after each start."""
+    enable_return_routed_experts: bool = False
+    """Keep the experts that computed each token of a mixture, for return_routed_experts."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

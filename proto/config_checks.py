@@ -57,6 +57,7 @@ def validate(config: ServeConfig) -> None:
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
     _check_pins(config)
+    _check_routed_experts(config)
     check_media(config)
     check_preemption(config)
     _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
@@ -95,6 +96,17 @@ def _check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
             "kv_cache_metrics_one_in",
+        )
+
+
+def _check_routed_experts(config: ServeConfig) -> None:
+    if not config.model.enable_return_routed_experts:
+        return
+    if kv_transfer_config(config.cache.kv_transfer_config).kv_connector:
+        raise ConfigError(
+            "--enable-return-routed-experts does not go with --kv-transfer-config: the experts of "
+            "tokens whose KV is loaded are not known",
+            "enable_return_routed_experts",
         )
 
 

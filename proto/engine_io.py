@@ -276,6 +276,21 @@ class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
     num_external_tokens: int = 0
 
 
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The experts that computed consecutive tokens of one choice, best first.
+
+    first_position: of the first token, counted from the beginning of the prompt.
+    data: little-endian unsigned integers of `num_bytes` bytes, [tokens, num_layers, top_k]; only
+        layers with experts count.
+    """
+
+    first_position: int
+    num_layers: int
+    top_k: int
+    num_bytes: int
+    data: bytes
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Output of one choice in one step.
 
@@ -301,6 +316,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     error: ErrorInfo | None = None
     goes_on: bool = False
     kv_transfer_params: bytes = b""
+    routed_experts: RoutedExperts | None = None
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from proto.engine_io import LogprobsArrays
+from proto.engine_io import LogprobsArrays, RoutedExperts
 from proto.errors import ErrorInfo
 
 
@@ -11,6 +11,13 @@ class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
     seq_id: int
     arrays: LogprobsArrays
+
+
+class RowExperts(msgspec.Struct, array_like=True, frozen=True):
+    """Routed experts of consecutive positions of one sequence."""
+
+    seq_id: int
+    experts: RoutedExperts
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
@@ -29,6 +36,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
         sampled tokens.
     candidates: for beams whose last token is computed, the best next tokens in order, without
         ranks; no token is sampled for them.
+    routed_experts: of positions computed in this step, for sequences that request them; in the
+        first step of a sequence also of those found in the prefix cache.
     """
 
     epoch: int
@@ -41,3 +50,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     error: ErrorInfo | None = None
     failed_seq_ids: list[int] = []
     candidates: list[RowLogprobs] = []
+    routed_experts: list[RowExperts] = []

@@ -139,6 +139,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
         none. The choices are then the best sequences that were found, best first.
     length_penalty: a finished hypothesis scores (sum of log-probabilities) /
         (number of tokens) ** length_penalty.
+    return_routed_experts: the output has the experts that computed each token.
     early_stopping: True ends the search at beam_width finished hypotheses; False when no
         unfinished one has a better score now; "never" when none can get one.
     """
@@ -171,6 +172,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     edits: LogitEdits | None = None
     logprob_token_ids: tuple[int, ...] = ()
     repetition: RepetitionDetection | None = None
+    return_routed_experts: bool = False
 
     @property
     def greedy(self) -> bool:

@@ -121,7 +121,9 @@ SUITES = (
     Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
     Suite(
-        "models", "hybrid models, models on transformers' code, tensor-parallel workers", 1200, 600
+        "models",
+        "hybrid models, models on transformers' code, workers side by side, routed experts",
+        *(1200, 600),
     ),
     Suite(
         "families", "every family, from a folder and a GGUF file, against transformers", 1800, 300

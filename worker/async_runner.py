@@ -13,14 +13,14 @@ Start with `AsyncModelRunner.launch`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.model_runner_output import ModelRunnerOutput, RowExperts, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Download, Downloader
@@ -37,6 +37,7 @@ from worker.model_runner import (
     no_grammars,
     nonfinite_tokens,
 )
+from worker.routed_experts import ExpertSpan
 from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
 from worker.sampling.logprobs import logprobs_of_sequences, pack_logprobs
 from worker.step_inputs import SampledPositions
@@ -78,6 +79,7 @@ class QueuedStep:
         logprobs: LogprobRequests,
         download: Download,
         device_time: DeviceTime,
+        routed_experts: Callable[[Sequence[ExpertSpan], npt.NDArray[np.generic]], list[RowExperts]],
     ) -> None:
         self.is_ready = download.is_ready
         self._device_time = device_time
@@ -88,6 +90,7 @@ class QueuedStep:
         self._indices = indices
         self._logprobs = logprobs
         self._download = download
+        self._routed_experts = routed_experts
         self._arrays: list[npt.NDArray[np.generic]] = []
 
     def wait_for_tokens(self) -> None:
@@ -113,14 +116,17 @@ class QueuedStep:
             if not nonfinite[sequence]:
                 sampled[sequence].append(token_id)
         logprobs = self._pack_logprobs(nonfinite)
-        return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds)
+        experts: list[RowExperts] = []
+        if self._forward.experts is not None:
+            experts = self._routed_experts(self._forward.expert_spans, self._arrays[-1])
+        return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
 
     def _pack_logprobs(self, nonfinite: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
         requests, positions = self._logprobs, self._positions
         if not requests:
             return []
         packed = pack_logprobs(
-            self._arrays[3:], requests.num_logprobs, requests.position, requests.named
+            self._arrays[3:6], requests.num_logprobs, requests.position, requests.named
         )
         return logprobs_of_sequences(
             (positions.seq_ids[index], arrays)
@@ -198,10 +204,20 @@ class AsyncModelRunner:
         else:
             best = nonfinite.new_empty(0, dtype=torch.float32)
             token_ids = nonfinite.new_empty(0).long()
-        download = self._downloader.start_download([token_ids, best, nonfinite, *logprobs])
+        experts = [] if forward.experts is None else [forward.experts]
+        download = self._downloader.start_download(
+            [token_ids, best, nonfinite, *logprobs, *experts]
+        )
         indices = self._batch.append_pending(positions)
         return QueuedStep(
-            forward, self._batch, positions, indices, requests, download, self._device_time
+            forward,
+            self._batch,
+            positions,
+            indices,
+            requests,
+            download,
+            self._device_time,
+            self._runner.routed_experts,
         )
 
     def _keep_last_tokens(self, positions: SampledPositions, token_ids: torch.Tensor) -> None:

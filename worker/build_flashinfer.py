@@ -1,6 +1,7 @@
 """Compiles FlashInfer's kernels ahead of time, on a machine with nvcc and no GPU.
 
     python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--soft-cap] [--fp8]
+                                      [--experts]
     python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
@@ -149,6 +150,10 @@ def specs(options: argparse.Namespace) -> Iterator[Any]:
             yield activation.gen_act_and_mul_module(name)
     if options.cascade or options.for_tests:
         yield cascade.gen_cascade_module()
+    if options.experts or options.for_tests:
+        from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
+
+        yield gen_cutlass_fused_moe_sm90_module()
     yield from map(attention_spec, variants(options))
 
 
@@ -176,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
     )
     words.add_argument("--fp8", action="store_true", help="also for K and V of 8 bits")
     words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
+    words.add_argument("--experts", action="store_true", help="mixtures of experts, on Hopper")
     words.add_argument(
         "--no-rows", action="store_false", dest="rows", help="without norms, gates and rotations"
     )

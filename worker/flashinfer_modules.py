@@ -23,6 +23,7 @@ from worker.layers.flashinfer_kernels import (
     VERSION,
     import_flashinfer,
     installed_version,
+    is_hopper,
 )
 from worker.models.mlp import MlpSpec
 from worker.models.moe import MoeSpec
@@ -96,6 +97,8 @@ def build_command(
         words.append("--fp8")
     if config.cascade_attention_from:
         words.append("--cascade")
+    if _has_fused_experts(spec):
+        words.append("--experts")
     return " ".join(words)
 
 
@@ -127,6 +130,10 @@ def _modules(
     mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec | MoeSpec)]
     for name in sorted({mlp.activation for mlp in mlps}):
         yield activation.gen_act_and_mul_module(name)
+    if _has_fused_experts(spec):
+        from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
+
+        yield gen_cutlass_fused_moe_sm90_module()
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()
@@ -147,6 +154,12 @@ def _modules(
             bool(spec.attention_shape.soft_cap),
             False,
         )
+
+
+def _has_fused_experts(spec: ModelSpec) -> bool:
+    """Return whether FlashInferExperts may compute a mixture of this model."""
+    mixtures = (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
+    return any(each.activation == "silu" for each in mixtures) and is_hopper(torch.device("cuda"))
 
 
 def _load(module: Any) -> None:

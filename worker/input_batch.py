@@ -39,6 +39,12 @@ class BlockTable:
         )
         self._length = [[0] * num_groups for _ in range(num_rows)]
 
+    def slots(self, group: int, row: int, first: int, end: int) -> NDArray[np.int64]:
+        """Return the KV slots of positions [first, end) of a row, int64."""
+        block, offset = np.divmod(np.arange(first, end), self.block_size)
+        found: NDArray[np.int64] = self.ids[group, row, block] * np.int64(self.block_size) + offset
+        return found
+
     def replace(self, row: int, block_ids: BlockIds) -> None:
         """Set the whole table of a row, one list for each group."""
         self._length[row] = [0] * self.num_groups

@@ -204,6 +204,7 @@ MoeStructure = _structure(
         **{"router": RouterStructure, "first_expert": c_int64, "end_expert": c_int64},
         **{"experts": c_void_p, "shared_size": c_int64},
         **{"shared": ExpertStructure, "shared_gate": c_void_p},
+        **{"num_thread_groups": c_int64, "thread_group_ends": c_void_p},
     },
 )
 """TokendMoe of csrc/layers/moe.h."""
@@ -242,6 +243,7 @@ StackRun = _structure(
         **dict.fromkeys(("dtype", "num_rows"), c_int64),
         **dict.fromkeys(("hidden", "positions", "attention_calls", "scratch"), c_void_p),
         **dict.fromkeys(("is_timed", "product_ns", "attention_ns"), c_int64),
+        **{"chosen": c_void_p, "chosen_stride": c_int64},
     },
 )
 """TokendStackRun of csrc/layers/stack.h."""

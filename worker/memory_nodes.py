@@ -6,6 +6,10 @@ thread that is bound to a core reads the same range of a weight in every step:
     weight   | thread 0 | thread 1 | thread 2 | thread 3 |
     lies on  | node 0              | node 1              |
 
+Experts of a mixture that a step needs differ, so the threads of a node share its ranges of all of
+them evenly (`thread_groups`). Pages are 2 MiB: a weight of an expert that is smaller than a few
+pages does not follow its ranges.
+
 Threads take tasks of attention in no fixed order, so KV pages lie on all nodes of the threads in
 turn, and so do weights if threads are not bound. All threads of a tensor-parallel rank are on one
 node if possible (deploy/supervisor/processes.py), and then all of this is on that node.
@@ -15,6 +19,7 @@ On a machine with one node nothing is placed. Start at `memory_placement`.
 
 import ctypes
 import functools
+import itertools
 import logging
 import os
 import platform
@@ -47,6 +52,12 @@ class MemoryPlacement:
 
     by_thread: tuple[int, ...]
     nodes: tuple[int, ...]
+
+    @property
+    def thread_groups(self) -> tuple[int, ...]:
+        """The end of each group of neighbouring threads on one node; empty if it is one group."""
+        ends = tuple(itertools.accumulate(len(list(alike)) for _, alike in groupby(self.by_thread)))
+        return ends if len(ends) > 1 else ()
 
     def place_weight(self, memory: torch.Tensor) -> None:
         """Place the large pages that begin in a weight, before the first write to them.

@@ -31,6 +31,7 @@ from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
+from worker.routed_experts import require_routed_experts, slot_bytes
 
 LEAST_TOKENS: Final = 1024
 """Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
@@ -47,7 +48,8 @@ class MemoryPlan:
     """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
 
     weights: by format. work: by purpose.
-    block_bytes: of a KV block; each of `num_groups` KV groups takes one for the same tokens.
+    block_bytes: of a KV block, with the experts that are kept for it.
+    num_groups: KV groups, each of which takes a block for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
     free: what the model may take of the device now.
     """
@@ -166,6 +168,9 @@ def plan_memory(
     token_bytes = [
         layer_cache(shard.spec, kv_dtype)[1].bytes_per_token for shard in shard_model(spec, size)
     ]
+    if config.model.enable_return_routed_experts:
+        require_routed_experts(spec)
+        token_bytes[0] += slot_bytes(spec)
     block_bytes = cache.block_size * sum(token_bytes[number] for number in ranks)
     layout, _ = layer_cache(spec, kv_dtype)
     free = device.free_bytes(cache)

@@ -7,7 +7,7 @@ known; it samples on the device.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from proto.engine_io import LogprobsArrays
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.model_runner_output import ModelRunnerOutput, RowExperts, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend
 from worker.cuda_graphs import DecodeGraphs
@@ -26,6 +26,7 @@ from worker.input_batch import NO_LOGPROBS, PENDING, InputBatch, build_inputs, d
 from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
+from worker.routed_experts import ExpertSpan, RoutedExpertsCache
 from worker.sampling.logprobs import concatenate, prompt_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
 from worker.step_inputs import StepInputs, decodes_first
@@ -49,7 +50,8 @@ class ForwardOutput:
 
     started: monotonic time at which the step began. seq_ids: of the sequences, in the order of
     `inputs`. step_order: index in that order of each sequence of the step. hidden [T, H] and
-    sample_tokens, those of the inputs, are on the model's device.
+    sample_tokens, those of the inputs, are on the model's device, and so are experts
+    [n, mixtures, top_k], those of the positions of expert_spans, one after the other.
     """
 
     step: SchedulerOutput
@@ -59,6 +61,8 @@ class ForwardOutput:
     step_order: list[int]
     hidden: torch.Tensor
     sample_tokens: torch.Tensor
+    expert_spans: Sequence[ExpertSpan] = ()
+    experts: torch.Tensor | None = None
 
     def answer(
         self,
@@ -68,6 +72,7 @@ class ForwardOutput:
         prompt_logprobs: list[RowLogprobs],
         candidates: list[RowLogprobs],
         seconds: float,
+        routed_experts: list[RowExperts],
     ) -> ModelRunnerOutput:
         """Return the message to the engine; sampled and nonfinite are in the order of the inputs.
 
@@ -83,6 +88,7 @@ class ForwardOutput:
             seconds,
             failed_seq_ids=[self.seq_ids[index] for index in nonfinite.nonzero()[0].tolist()],
             candidates=candidates,
+            routed_experts=routed_experts,
         )
 
 
@@ -108,7 +114,8 @@ class ModelRunner:
     """Executes the steps of one epoch in order, on a CPU or an accelerator.
 
     graphs: CUDA graphs for decode steps. device_tokens: sampled tokens that the host does not know
-    yet; None if every step is sampled on the host.
+    yet; None if every step is sampled on the host. experts: those of each token; None if they are
+    not kept.
     """
 
     def __init__(
@@ -121,7 +128,9 @@ class ModelRunner:
         placement: Placement | None = None,
         graphs: DecodeGraphs | None = None,
         device_tokens: DeviceTokens | None = None,
+        experts: RoutedExpertsCache | None = None,
     ) -> None:
+        self._experts = experts
         self._model = model
         self._attention = attention
         self._step_sampler = StepSampler(batch, sampler)
@@ -152,21 +161,43 @@ class ModelRunner:
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if len(step_rows) == 0:
             if block_copies.size:
-                self.kv_cache.copy_blocks(*self.placement.to_device(list(block_copies)))
+                self._copy_blocks(*self.placement.to_device(list(block_copies)))
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
+        spans, expert_slots = self._expert_spans(step, inputs, seq_ids)
         arrays = [inputs.token_ids, inputs.positions, inputs.sample_tokens, *block_copies]
+        arrays += expert_slots
         if self._device_tokens is not None:
             arrays.append(np.repeat(inputs.rows, np.diff(inputs.query_start)))
-        token_ids, positions, sample_tokens, sources, targets, *token_rows = (
-            self.placement.to_device(arrays)
+        token_ids, positions, sample_tokens, sources, targets, *others = self.placement.to_device(
+            arrays
         )
         if block_copies.size:
-            self.kv_cache.copy_blocks(sources, targets)
+            self._copy_blocks(sources, targets)
         if self._device_tokens is not None:
-            token_ids = self._device_tokens.fill_pending(token_ids, token_rows[0])
+            token_ids = self._device_tokens.fill_pending(token_ids, others[-1])
         hidden = self._run_model(inputs, token_ids, positions)
-        return ForwardOutput(step, started, inputs, seq_ids, step_order, hidden, sample_tokens)
+        experts = None
+        if self._experts is not None:
+            self._experts.store(others[0])
+            experts = self._experts.read(others[1]) if spans else None
+        return ForwardOutput(
+            step, started, inputs, seq_ids, step_order, hidden, sample_tokens, spans, experts
+        )
+
+    def routed_experts(
+        self, spans: Sequence[ExpertSpan], experts: NDArray[np.generic]
+    ) -> list[RowExperts]:
+        """Return the experts of these spans, [n, mixtures, top_k], flat or not, as messages."""
+        if not spans:
+            return []
+        assert self._experts is not None
+        ends = np.cumsum([span.count for span in spans])
+        parts = np.split(experts.reshape(int(ends[-1]), -1), ends[:-1])
+        return [
+            RowExperts(span.seq_id, self._experts.message(span.first, part))
+            for span, part in zip(spans, parts, strict=True)
+        ]
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
@@ -183,9 +214,19 @@ class ModelRunner:
         nonfinite = self._nonfinite_before_logits(inputs, forward.hidden)
         sampled = self._sample(forward, nonfinite, get_grammars)
         prompts = self._prompt_logprobs(forward, nonfinite)
+        experts: list[RowExperts] = []
+        if forward.experts is not None:
+            on_host = self.placement.to_host(forward.experts).numpy()
+            experts = self.routed_experts(forward.expert_spans, on_host)
         seconds = time.monotonic() - forward.started
         return forward.answer(
-            sampled.tokens, nonfinite, sampled.logprobs, prompts, sampled.candidates, seconds
+            sampled.tokens,
+            nonfinite,
+            sampled.logprobs,
+            prompts,
+            sampled.candidates,
+            seconds,
+            experts,
         )
 
     def warm_up(self) -> None:
@@ -205,6 +246,37 @@ class ModelRunner:
         self._attention.plan(inputs.attention)
         hidden = self._model.forward(token_ids, positions, self._attention)
         return self._model.float32_logits(hidden.index_select(0, sample_tokens))
+
+    def _copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+        self.kv_cache.copy_blocks(sources, copies)
+        if self._experts is not None:
+            self._experts.copy_blocks(sources, copies)
+
+    def _expert_spans(
+        self, step: SchedulerOutput, inputs: StepInputs, seq_ids: Sequence[int]
+    ) -> tuple[list[ExpertSpan], list[NDArray[np.int64]]]:
+        """Return the positions whose experts the step returns, and the KV slots of the experts.
+
+        The slots are those of all tokens, int64 [T], and those of the positions, int64 [n]; none if
+        no experts are kept.
+
+            cached prefix   | this step |            first step of a sequence: all of both
+                              | this step |          a later one: its own
+        """
+        if self._experts is None:
+            return [], []
+        batch, group = self.batch, self._experts.group
+        begins = {new.seq_id for new in step.new_requests}
+        begins.update(step.cached_requests.resumed_seq_ids)
+        spans, slots = [], [np.empty(0, dtype=np.int64)]
+        for index, seq_id in enumerate(seq_ids):
+            if not batch.params(seq_id).return_routed_experts:
+                continue
+            first = 0 if seq_id in begins else int(inputs.num_computed[index])
+            end = int(inputs.seq_lens[index])
+            spans.append(ExpertSpan(seq_id, first, end - first))
+            slots.append(batch.block_table.slots(group, int(inputs.rows[index]), first, end))
+        return spans, [inputs.attention[group].slot_mapping, np.concatenate(slots)]
 
     def _build_inputs(
         self, step: SchedulerOutput, step_rows: NDArray[np.int64]

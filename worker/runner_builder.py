@@ -38,6 +38,7 @@ from worker.loaded_model import LoadedModel
 from worker.memory_nodes import memory_placement
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
+from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
@@ -66,11 +67,19 @@ class RunnerBuilder:
         self._report = report
         self._device = loaded.device
         self.step_tokens = self._device.step_tokens(config.scheduler)
+        # Ranks route alike, and the engine reads the answers of the first.
+        records = config.model.enable_return_routed_experts and loaded.group.rank == 0
+        self._expert_record = (
+            record_experts(loaded.model, self.step_tokens, self._device.torch_device)
+            if records
+            else None
+        )
         peak = self._device.peak_bytes(self._run_largest_step)
         tokens = loaded.plan.num_blocks * config.cache.block_size
-        self.kv_cache_bytes = self._device.kv_cache_bytes(
-            config.cache, tokens * loaded.geometry.bytes_per_token, peak
-        )
+        kv_bytes = loaded.geometry.bytes_per_token
+        token_bytes = kv_bytes + (slot_bytes(loaded.model.spec) if records else 0)
+        pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
+        self.kv_cache_bytes = pool_bytes * kv_bytes // token_bytes
 
     def build_model_runner(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
         """Return the runner and the KV connector for an engine.
@@ -87,6 +96,7 @@ class RunnerBuilder:
             batch,
             lambda fraction: self._report(Progress("worker", rank, "capturing graphs", fraction)),
             connector,
+            self._experts(cache),
         )
         return runner, connector
 
@@ -101,9 +111,22 @@ class RunnerBuilder:
         shape = self._loaded.model.spec.attention_shape
         backend = create_backend(self._config.device.attention_backend, cache, shape)
         attention = with_hooks(backend, connector)
-        runner = ModelRunner(self._model(), attention, create_sampler(), batch, cache)
+        runner = ModelRunner(
+            self._model(),
+            attention,
+            create_sampler(),
+            batch,
+            cache,
+            experts=self._experts(cache),
+        )
         runner.warm_up()
         return runner
+
+    def _experts(self, cache: KVCache) -> RoutedExpertsCache | None:
+        record = self._expert_record
+        return (
+            record if record is None else RoutedExpertsCache(self._loaded.model.spec, cache, record)
+        )
 
     def _connect(self, message: InitializeCache, cache: KVCache) -> WorkerConnector:
         config, group = self._config, self._loaded.group
@@ -224,11 +247,12 @@ class CudaRunnerBuilder:
         batch: InputBatch,
         on_progress: Callable[[float], None],
         connector: WorkerConnector = NO_CONNECTOR,
+        experts: RoutedExpertsCache | None = None,
     ) -> AsyncModelRunner:
         """Return a runner; captures CUDA graphs first.
 
         on_progress: called with the captured fraction. connector: may need calls around each
-        layer's attention, which exclude graphs.
+        layer's attention, which exclude graphs. experts: those of each token, if they are kept.
         """
         num_rows = len(batch.num_tokens)
         sizes = self._graph_sizes(num_rows)
@@ -239,7 +263,7 @@ class CudaRunnerBuilder:
             graphs = DecodeGraphs(self._model, attention, self._accelerator, sizes)
             graphs.capture(batch.block_table, on_progress)
         tokens = DeviceTokens(self._accelerator, num_rows)
-        runner = self._create_runner(attention, kv_cache, batch, graphs, tokens)
+        runner = self._create_runner(attention, kv_cache, batch, graphs, tokens, experts)
         runner.warm_up()
         sampler = DeviceSampler(
             self._accelerator,
@@ -282,6 +306,7 @@ class CudaRunnerBuilder:
         batch: InputBatch,
         graphs: DecodeGraphs | None,
         tokens: DeviceTokens,
+        experts: RoutedExpertsCache | None = None,
     ) -> ModelRunner:
         return ModelRunner(
             self._model,
@@ -292,6 +317,7 @@ class CudaRunnerBuilder:
             DevicePlacement(self._accelerator),
             graphs,
             tokens,
+            experts,
         )
 
     def _graph_sizes(self, num_rows: int) -> tuple[int, ...]:

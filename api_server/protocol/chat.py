@@ -366,7 +366,7 @@ class ChatEncoder(OpenAIStreamEncoder):
             fields["stop_reason"] = delta.stop_reason
         if options.returns_token_ids:
             fields["token_ids"] = delta.token_ids
-        return fields
+        return fields | options.routed_experts(self._stream, delta)
 
 
 def delta_message(parts: Sequence[OutputPart]) -> dict[str, Any]:

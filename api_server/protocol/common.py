@@ -229,6 +229,9 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     """Add token_ids and prompt_token_ids to the answer."""
     return_tokens_as_token_ids: bool = False
     """Write tokens of logprobs as token_id:N."""
+    return_routed_experts: bool = False
+    """Add routed_experts to each choice of a mixture of experts: the experts that computed each
+    token. Needs --enable-return-routed-experts."""
     return_prompt_text: bool = False
     """Add prompt_text to the answer, as the model saw it."""
     cache_salt: Salt | None = None

@@ -85,6 +85,7 @@ class ResponseOptions:
     returns_token_ids: bool
     includes_usage: bool
     includes_continuous_usage: bool
+    returns_experts: bool = False
 
     @property
     def is_text_only(self) -> bool:
@@ -98,6 +99,17 @@ class ResponseOptions:
     def envelope(self, object_name: str) -> dict[str, Any]:
         """Return the fields at the top of every body and chunk. object_name: its `object`."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def routed_experts(self, stream: RequestStream, delta: Delta) -> dict[str, Any]:
+        """Return the field `routed_experts` of a choice's last delta, if it was requested.
+
+        Each token has experts but the last, which was sampled and not computed.
+        """
+        if not self.returns_experts or delta.finish_reason is None:
+            return {}
+        choice = stream.choices[delta.index % stream.num_choices]
+        num_tokens = len(stream.prompt_token_ids) + len(choice.token_ids) - 1
+        return {"routed_experts": choice.experts.encode(num_tokens)}
 
     def prompt_logprobs(self, stream: RequestStream) -> list[dict[str, Any] | None] | None:
         """Return the field `prompt_logprobs`; None if it was not requested."""

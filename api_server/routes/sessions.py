@@ -65,6 +65,7 @@ UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "stop": ([],),
     "prompt_logprobs": (),
+    "return_routed_experts": (False,),
     "truncate_prompt_tokens": (),
     "timeout_ms": (),
     "queue_timeout_ms": (),

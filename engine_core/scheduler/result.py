@@ -153,6 +153,7 @@ class ResultPass:
         logprobs = {row.seq_id: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
         candidates = {row.seq_id: row.arrays for row in result.candidates}
+        experts = {row.seq_id: row.experts for row in result.routed_experts}
         requests, discard_until_step, invalid = self._requests, self._discard_until_step, ""
         for seq_id, token_ids, end in zip(
             result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
@@ -191,7 +192,7 @@ class ResultPass:
                 token_ids = self._append_tokens(request, token_ids)
                 if seq_id not in requests:
                     finish_reason = request.status.finish_reason
-            elif seq_id not in prompt_logprobs:
+            elif seq_id not in prompt_logprobs and seq_id not in experts:
                 continue
             if num_new and not request.first_info_sent:
                 first = _first_token_info(request)
@@ -210,6 +211,7 @@ class ResultPass:
                     logprobs.get(seq_id) if logprobs else None,
                     prompt_logprobs.get(seq_id) if prompt_logprobs else None,
                     kv_transfer_params=request.kv_transfer_params,
+                    routed_experts=experts.get(seq_id) if experts else None,
                 )
             )
         if candidates:

@@ -96,6 +96,16 @@ BAD_FIELDS = [
     ({"logprobs": -2}, "logprobs", "20"),
     ({"logprobs": True}, "logprobs", ""),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "20"),
+    (
+        {"return_routed_experts": True},
+        "return_routed_experts",
+        "needs a server with --enable-return-routed-experts",
+    ),
+    (
+        {"use_beam_search": True, "return_routed_experts": True},
+        "return_routed_experts",
+        "use_beam_search",
+    ),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "true or false"),

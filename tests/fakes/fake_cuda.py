@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
+from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
+from worker.layers.triton_experts import PairBlocks, TritonExperts
 
 COPYING = ("tensor", "as_tensor", "asarray")
 """Functions of torch that create a tensor from host data."""
@@ -52,8 +53,6 @@ class FakeCuda(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             product = (x.double() @ weight.double().t()).to(x.dtype)
             return product if bias is None else product.add_(bias)
-        if name == "grouped_mm":
-            return device.adopt(_grouped_product(*map(on_host, (*args, kwargs["offs"]))))
         if name == "addmm_":
             residual, x, transposed = args
             return residual.add_((x.double() @ transposed.double()).to(x.dtype))
@@ -74,14 +73,30 @@ class FakeCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the product of each group of rows, which ends where `ends` says, and its weight."""
-    starts = [0, *ends.tolist()]
-    parts = [
-        (x[first:end].double() @ weight.double()).to(x.dtype)
-        for first, end, weight in zip(starts, ends.tolist(), weights, strict=False)
-    ]
-    return torch.cat(parts)
+def multiply_by_torch(
+    experts: TritonExperts,
+    x: torch.Tensor,
+    pairs: PairBlocks,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    block: int,
+) -> None:
+    """TritonExperts._multiply without Triton, for tensors of a FakeDevice."""
+    assert isinstance(out, DeviceTensor)
+
+    def run() -> None:
+        blocks = (on_host(each).tolist() for each in (pairs.experts, pairs.first, pairs.end))
+        for expert, first, end in zip(*blocks, strict=True):
+            assert end - first <= block
+            inputs = on_host(x)[on_host(rows)[first:end]].double()
+            product = inputs @ on_host(weight)[expert].double().t()
+            on_host(out)[first:end] = product.to(out.dtype)
+            if bias is not None:
+                on_host(out)[first:end] += on_host(bias)[expert]
+
+    out.owner.kernel(run)
 
 
 class SameThreadExecutor:

@@ -42,7 +42,8 @@ from worker.attention import kv_store
 from worker.device.transfers import Download, Downloader
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.layers import activation, norm, triton_kernels
+from worker.layers import activation, norm, triton_experts, triton_kernels
+from worker.loader import formats
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -356,6 +357,7 @@ class FakeLibrary:
     gelu_tanh_and_mul = Launches()
     apply_rope_with_cos_sin_cache_inplace = Launches()
     merge_state_in_place = Launches()
+    cutlass_fused_moe = Launches()
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
         return FakeWrapper(on_host=(0, 1, 3))
@@ -385,18 +387,23 @@ def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
 
 
 @contextmanager
-def watched() -> Iterator[HotPath]:
-    """Activate the torch modes and the fakes of kernels."""
+def watched(is_hopper: bool = False) -> Iterator[HotPath]:
+    """Activate the torch modes and the fakes of kernels.
+
+    is_hopper: mixtures run on FlashInfer.
+    """
     watch, library = HotPath(), FakeLibrary()
     with ExitStack() as stack:
         for module, kernels in (
             (kv_store, ("_kernel",)),
             (device_kernels, ("_draw_kernel", "_listed_kernel", "_rows_kernel")),
             (triton_kernels, ("_norm_kernel", "_gate_kernel")),
+            (triton_experts, ("_grouped_kernel",)),
         ):
             for name in kernels:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))
-        for module in (activation, norm):
+        stack.enter_context(patch.object(formats, "is_hopper", lambda device: is_hopper))
+        for module in (activation, formats, norm):
             stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
         stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -76,6 +76,9 @@ class FakeModules:
             "flashinfer.jit.activation": {
                 "gen_act_and_mul_module": lambda name: FakeModule(self, f"{name}_and_mul")
             },
+            "flashinfer.jit.fused_moe": {
+                "gen_cutlass_fused_moe_sm90_module": named("fused_moe_90")
+            },
             "flashinfer.jit.attention": {},
             "flashinfer.jit.attention.modules": {"gen_batch_prefill_module": prefill},
         }

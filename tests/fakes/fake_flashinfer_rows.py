@@ -1,4 +1,4 @@
-"""FlashInfer's kernels for norms, gates and rotations on a FakeDevice, strict about the contract.
+"""FlashInfer's kernels for norms, gates, rotations and experts on a FakeDevice, strict.
 
 The library casts pointers to the dtype of its first argument and reads vectors of 16 bytes, without
 checks; a violation is a ContractError here. num_calls: by name. modules: if given, a kernel whose
@@ -84,6 +84,82 @@ class FakeRowKernels:
                 heads.copy_(torch.cat(turned, dim=-1))
 
         self._device.kernel(run)
+
+    def cutlass_fused_moe(
+        self,
+        input: torch.Tensor,
+        token_selected_experts: torch.Tensor,
+        token_final_scales: torch.Tensor,
+        fc1_expert_weights: torch.Tensor,
+        fc2_expert_weights: torch.Tensor,
+        output_dtype: torch.dtype,
+        quant_scales: list[torch.Tensor],
+        fc1_expert_biases: torch.Tensor | None = None,
+        fc2_expert_biases: torch.Tensor | None = None,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        ep_size: int = 1,
+        ep_rank: int = 0,
+        output: torch.Tensor | None = None,
+        *,
+        use_fused_finalize: bool,
+    ) -> list[torch.Tensor]:
+        self.num_calls["cutlass_fused_moe"] += 1
+        self._need("fused_moe_90")
+        demand(output is not None, "the result has its place")
+        assert output is not None
+        demand(not use_fused_finalize, "sums of experts have an order")
+        demand(quant_scales == [], "16-bit weights have no scales")
+        first, second, chosen = fc1_expert_weights, fc2_expert_weights, token_selected_experts
+        for name, each in (("input", input), ("fc1", first), ("fc2", second), ("output", output)):
+            self._check(name, each)
+            demand(each.is_contiguous(), f"{name} is contiguous")
+            demand(each.dtype == output_dtype, f"{name} has the dtype of the output")
+        for name, each, dtype in (
+            ("experts", chosen, torch.int32),
+            ("scales", token_final_scales, torch.float32),
+        ):
+            self._on_device(name, each)
+            demand(each.dtype == dtype, f"{name} are {dtype}")
+            demand(each.dim() == 2 and each.is_contiguous(), f"{name} are rows without gaps")
+            demand(len(each) == len(input), f"each token has {name}")
+        demand(chosen.shape == token_final_scales.shape, "each expert has a scale")
+        demand(first.dim() == second.dim() == 3, "weights are stacked")
+        num_experts, hidden, inner = second.shape
+        demand(first.shape == (num_experts, 2 * inner, hidden), "up and gate are in one weight")
+        demand(input.shape == output.shape == (len(input), hidden), "rows are of the hidden size")
+        demand(hidden % 8 == 0 and inner % 8 == 0, "rows are whole vectors of 16 bytes")
+        demand((fc1_expert_biases is None) == (fc2_expert_biases is None), "both have biases")
+        if fc1_expert_biases is not None and fc2_expert_biases is not None:
+            for bias, weight in ((fc1_expert_biases, first), (fc2_expert_biases, second)):
+                self._check("bias", bias)
+                demand(bias.shape == weight.shape[:2], "a bias for each output")
+                demand(bias.is_contiguous() and bias.dtype == output_dtype, "a bias like outputs")
+        for rank, size in ((tp_rank, tp_size), (ep_rank, ep_size)):
+            demand(0 <= rank < size, "a rank is one of all")
+
+        def run() -> None:
+            experts = on_host(chosen).long() - ep_rank * num_experts
+            demand(int(experts.max()) < (ep_size - ep_rank) * num_experts, "experts exist")
+            demand(int(experts.min()) >= -ep_rank * num_experts, "experts exist")
+            total = torch.zeros(output.shape)
+            for row, slot in ((experts >= 0) & (experts < num_experts)).nonzero().tolist():
+                expert = int(experts[row, slot])
+                up_gate = on_host(first)[expert].float() @ on_host(input)[row].float()
+                if fc1_expert_biases is not None:
+                    up_gate += on_host(fc1_expert_biases)[expert].float()
+                up, gate = up_gate.to(output_dtype).float().chunk(2)
+                product = (
+                    on_host(second)[expert].float() @ (F.silu(gate) * up).to(output_dtype).float()
+                )
+                # The library leaves the bias of the sum to the first rank.
+                if fc2_expert_biases is not None and tp_rank == 0:
+                    product += on_host(fc2_expert_biases)[expert].float()
+                total[row] += on_host(token_final_scales)[row, slot] * product
+            on_host(output).copy_(total)
+
+        self._device.kernel(run)
+        return [output]
 
     def _norm(
         self,

@@ -1,6 +1,6 @@
 """Small GGUF files: any tensors, plain or in random blocks of any type."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,9 +70,14 @@ def write(
     tensors: Mapping[str, tuple[str, npt.NDArray[np.generic]]],
     architecture: str = "llama",
     metadata: Mapping[str, Any] = NO_METADATA,
+    add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
-    """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name."""
+    """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name.
+
+    add_metadata: adds metadata that is no plain number, text or list, such as a tokenizer.
+    """
     writer = gguf.GGUFWriter(path, architecture)
+    add_metadata(writer)
     add = {
         str: writer.add_string,
         bool: writer.add_bool,

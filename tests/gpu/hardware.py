@@ -18,7 +18,10 @@ def rehearsing() -> bool:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Problem sizes of the phases. configs: model configurations by name, see random_model.py."""
+    """Problem sizes of the phases. configs: model configurations by name, see random_model.py.
+
+    experts: mixtures: number of experts, experts of a token, hidden and inner size.
+    """
 
     configs: dict[str, dict[str, Any]]
     rate_bytes: int = 8 << 30
@@ -44,6 +47,8 @@ class Sizes:
     at_once: int = 256
     arriving_seconds: float = 15.0
     answers: int = 12
+    experts: tuple[tuple[int, int, int, int], ...] = ((128, 8, 2048, 768), (8, 2, 4096, 14336))
+    expert_batches: tuple[int, ...] = (1, 8, 64, 512)
 
 
 class Hardware:
@@ -74,6 +79,18 @@ class Hardware:
         from worker.sampling.device_kernels import TritonDraw, TritonEdits
 
         return DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
+
+    def experts(self, stacked: Any) -> dict[str, Any]:
+        """The implementations of stacked experts that this device has, by name."""
+        from worker.layers import flashinfer_kernels as library
+        from worker.layers.experts import ExpertRanks
+        from worker.layers.triton_experts import TritonExperts
+
+        found: dict[str, Any] = {"triton": TritonExperts(stacked, "silu")}
+        if library.is_hopper(self.device) and (module := library.usable_flashinfer()):
+            ranks = ExpertRanks(len(stacked.down))
+            found["flashinfer"] = library.FlashInferExperts(module, stacked, ranks)
+        return found
 
     def name(self) -> str:
         """The name of the device."""

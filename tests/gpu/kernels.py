@@ -1,4 +1,4 @@
-"""Attention and sampling on the device against their definitions."""
+"""Attention, sampling and experts on the device against their definitions."""
 
 import os
 import time
@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
+from tests.gpu.timing import read_rate
 from tests.worker.reference.torch_kernels import draw_by_torch
 from worker.device.transfers import DevicePlacement
+from worker.layers.experts import StackedWeights
 from worker.sampling.device_sampler import DeviceDraw
 from worker.sampling.row_params import RowParams, neutral_params, torch_columns
 
@@ -21,6 +24,7 @@ ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
 KERNEL_TESTS = (
     ATTENTION,
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
+    "tests/worker/layers/test_experts_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
 )
 
@@ -102,6 +106,52 @@ def operators(report: Report) -> None:
             report.error(f"{pair}: {outcome}")
     report.figure("pairs", len(found))
     demand(bool(found), "there are no pairs")
+
+
+@torch.inference_mode()
+def experts(report: Report) -> None:
+    """Mixtures in bfloat16 against float32, and their time against reading the chosen experts once.
+
+    Reports times and shares of the read limit, without a target.
+    """
+    gpu = hardware()
+    rate = read_rate(gpu)
+    report.figure("read GB/s", rate / 1e9)
+    for num_experts, top_k, hidden, inner in gpu.sizes.experts:
+        shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+        weights = [torch.randn(shape, device=gpu.device).mul_(0.02).bfloat16() for shape in shapes]
+        stacked = StackedWeights(*weights)
+        for name, implementation in gpu.experts(stacked).items():
+            for batch in gpu.sizes.expert_batches:
+                part = f"{name}, {num_experts} of {hidden}x{inner}, batch {batch}"
+                with report.part(part):
+                    x = torch.randn(batch, hidden, device=gpu.device).bfloat16()
+                    scores = torch.rand(batch, num_experts, device=gpu.device)
+                    best = scores.topk(top_k)
+                    args = x, best.values / best.values.sum(1, keepdim=True), best.indices
+                    error = _experts_error(stacked, implementation(*args), *args)
+                    demand(error < 0.02, f"the relative error is {error:.4f}")
+                    seconds = gpu.median_seconds(lambda: implementation(*args))  # noqa: B023
+                    read = len(best.indices.unique()) * sum(each[0].nbytes for each in weights)
+                    figures = {"us": seconds * 1e6, "share of read limit": read / rate / seconds}
+                    report.figure(part, figures | {"relative error": error})
+
+
+def _experts_error(
+    stacked: StackedWeights,
+    found: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+) -> float:
+    """Return the relative error of the first rows of a mixture."""
+    rows = min(8, len(x))
+    exact = torch.zeros(rows, x.shape[1], device=x.device)
+    for row in range(rows):
+        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+            gate, up = (stacked.gate_up[expert].float() @ x[row].float()).chunk(2)
+            exact[row] += weight * (stacked.down[expert].float() @ (F.silu(gate) * up))
+    return float((found[:rows].float() - exact).norm() / exact.norm())
 
 
 def rows_of(count: int, seed: int, **columns: float) -> RowParams:

@@ -54,6 +54,8 @@ SIZES = Sizes(
     at_once=6,
     arriving_seconds=1.0,
     answers=3,
+    experts=((4, 2, 64, 32),),
+    expert_batches=(1, 5),
 )
 
 
@@ -76,6 +78,11 @@ class Rehearsal(Hardware):
     def kernels(self) -> Any:
         library = FakeFlashInfer(self.cuda.device)
         return DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
+
+    def experts(self, stacked: Any) -> dict[str, Any]:
+        from worker.layers.experts import DenseExperts
+
+        return {"torch": DenseExperts(stacked, "silu")}
 
     def name(self) -> str:
         return "the strict fake"

@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from api_server.request_stream import ExpertRows
 from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import DeviceConfig
+from proto.engine_io import EngineCoreOutput
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor
+from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor, multiply_by_torch
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
@@ -31,25 +33,29 @@ from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_transformers import save_tiny_transformers
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
+from worker import flashinfer_modules
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner
 from worker.attention.flashinfer import HEAD_DIMS
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.layers import activation, linear, norm
+from worker.layers import activation, linear, norm, triton_experts
 from worker.layers.scratch import RowBuffer
+from worker.layers.triton_experts import TritonExperts
 from worker.loader import formats, weights
 from worker.loader.transformers_weights import load_transformers
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.transformers_model import spec_of_transformers
+from worker.routed_experts import RoutedExpertsCache, record_experts
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
+STEP_TOKENS = 64
 HEADS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
 
 
@@ -137,6 +143,7 @@ class OnFakeCuda:
         num_rows: int,
         kv_dtype: torch.dtype | None = None,
         library: FakeFlashInfer | None = None,
+        returns_experts: bool = False,
         **settings: Any,
     ) -> None:
         self.library = library or FakeFlashInfer(cuda.device)
@@ -153,7 +160,13 @@ class OnFakeCuda:
             Sampler(TorchBackend()),
             model.dtype,
         )
-        self.runner = self.builder.build(self.cache, self.rows, self.progress.append)
+        experts = None
+        if returns_experts:
+            record = record_experts(decoder, STEP_TOKENS, CUDA)
+            experts = RoutedExpertsCache(decoder.spec, self.cache, record)
+        self.runner = self.builder.build(
+            self.cache, self.rows, self.progress.append, experts=experts
+        )
 
 
 @pytest.fixture
@@ -168,6 +181,10 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
+    monkeypatch.setattr(TritonExperts, "_multiply", multiply_by_torch)
+    monkeypatch.setattr(triton_experts, "_grouped_kernel", lambda *_: None)
+    for module in (formats, flashinfer_modules):
+        monkeypatch.setattr(module, "is_hopper", lambda device: False)
     for module in (activation, norm):
         monkeypatch.setattr(module, "usable_flashinfer", lambda: None)
     # The reference on the CPU rounds like the device: by torch alone.
@@ -192,13 +209,17 @@ def llama(models: dict[str, Model]) -> Model:
     return models["llama"]
 
 
-def host_runner(model: Model, num_rows: int) -> ModelRunner:
+def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> ModelRunner:
     """A reference runner of the same model on the CPU."""
     decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
+    experts = None
+    if returns_experts:
+        record = record_experts(decoder, STEP_TOKENS, torch.device("cpu"))
+        experts = RoutedExpertsCache(decoder.spec, cache, record)
     spec = model.spec
     shape = spec.attention_shape
     attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
-    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache)
+    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache, experts=experts)
 
 
 def reference_tokens(model: Model) -> dict[int, list[int]]:
@@ -435,6 +456,40 @@ def test_tokens_kept_on_the_device_equal_those_of_the_host(
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
+
+
+def test_experts_of_tokens_need_no_wait_for_the_device(
+    cuda: FakeCuda, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of overlapped steps, with graphs and after preemptions, are those of the host."""
+    model = models["mixtral"]
+    params = [{"temperature": 0.0, "return_routed_experts": index % 3 != 2} for index in range(8)]
+    params[1]["logprobs"] = 2
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, returns_experts=True)
+    ahead = Harness(worker.runner, 24, async_scheduling=True)
+    host = Harness(SyncModelRunner(host_runner(model, NUM_ROWS, returns_experts=True)), 24)
+    expected = serve(host, params)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
+    assert serve(ahead, params) == expected
+    assert ahead.worker.num_preempted > 0
+    assert cuda.device.num_replays > 0
+    for number, key in enumerate(host.outputs):
+        found, wanted = (experts_of(each.outputs[key]) for each in (ahead, host))
+        assert (found.num_layers > 0) == (number % 3 != 2)
+        assert found == wanted
+
+
+def experts_of(outputs: list[EngineCoreOutput]) -> ExpertRows:
+    """Experts of all tokens but the last, and those of earlier outputs are replaced."""
+    rows = ExpertRows()
+    for output in outputs:
+        if output.routed_experts is not None:
+            rows.store(output.routed_experts)
+    return rows
 
 
 def test_overlapping_steps_do_not_count_time_twice(cuda: FakeCuda, llama: Model) -> None:

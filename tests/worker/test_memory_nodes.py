@@ -80,6 +80,14 @@ def test_each_page_of_weights_is_placed_once_where_it_is_read(policies: Policies
     assert {nodes for _, _, nodes in policies} == {(0,), (1,), (3,)}
 
 
+@pytest.mark.parametrize(
+    ("by_thread", "groups"),
+    [((), ()), ((1, 1), ()), ((0, 0, 1, 1), (2, 4)), ((0, 1, 1, 3), (1, 3, 4))],
+)
+def test_threads_of_a_node_are_a_group(by_thread: tuple[int, ...], groups: tuple[int, ...]) -> None:
+    assert MemoryPlacement(by_thread, (0, 1, 3)).thread_groups == groups
+
+
 def test_memory_without_a_reader_of_its_own_lies_on_all_nodes_in_turn(policies: Policies) -> None:
     placement = MemoryPlacement((), (0, 1))
     weight = WeightArena(placement).allocate(5 << 20)

@@ -21,7 +21,8 @@ from worker.device.devices import CpuDevice
 from worker.kernels import Kernels
 from worker.loaded_model import load
 from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
-from worker.models.registry import spec_from_config
+from worker.models.moe import MoeSpec
+from worker.models.registry import model_spec, spec_from_config
 from worker.parallel.group import RankGroup
 
 MIB = 1 << 20
@@ -38,9 +39,16 @@ def cpu_of(config: ServeConfig, root: Path = Path("/")) -> CpuDevice:
 
 
 def assert_planned(
-    prepared: PreparedModel, config: ServeConfig, root: Path = Path("/")
+    prepared: PreparedModel,
+    config: ServeConfig,
+    root: Path = Path("/"),
+    *,
+    expert_bytes: int = 0,
 ) -> MemoryPlan:
-    """Check that weights and KV of all ranks take the bytes that the plan has for them."""
+    """Check that weights and KV of all ranks take the bytes that the plan has for them.
+
+    expert_bytes: of the experts that are kept for each token.
+    """
     size = config.parallel.tensor_parallel_size
     plan = plan_memory(config, prepared, cpu_of(config, root))
     ranks = [
@@ -48,7 +56,7 @@ def assert_planned(
         for rank in range(size)
     ]
     assert plan.weights == sum((rank.weight_format.memory for rank in ranks), Counter())
-    token_bytes = sum(rank.geometry.bytes_per_token for rank in ranks)
+    token_bytes = expert_bytes + sum(rank.geometry.bytes_per_token for rank in ranks)
     assert plan.block_bytes == token_bytes * config.cache.block_size
     return plan
 
@@ -80,6 +88,18 @@ def test_ranks_together_take_what_was_planned(
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     assert_planned(prepared, config_of("--cpu-weights", weights, "--tensor-parallel-size", "2"))
+
+
+def test_experts_that_are_kept_are_part_of_the_pool(kernels: Kernels, tmp_path: Path) -> None:
+    save_tiny("mixtral", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    flags = ("--enable-return-routed-experts", "--tensor-parallel-size", "2")
+    config = config_of(*flags, "--kv-cache-memory", "1M")
+    mixtures = [layer.mlp for layer in model_spec(prepared, config).layers]
+    experts = sum(each.router.top_k for each in mixtures if isinstance(each, MoeSpec))
+    assert experts > 0
+    plan = assert_planned(prepared, config, expert_bytes=experts)
+    assert MIB - plan.block_bytes < plan.pool_bytes <= MIB
 
 
 def test_the_packaged_model_takes_what_was_planned(kernels: Kernels) -> None:

@@ -1,7 +1,9 @@
 """The experts of a mixture: gated MLPs, of which each row is computed by a few.
 
-    DenseExperts    stacked tensors [experts, out, in], on any device
-    LinearExperts   a pair of linear layers for each expert, in any format of a weight
+    DenseExperts        stacked tensors [experts, out, in], in plain torch
+    LinearExperts       a pair of linear layers for each expert, in any format of a weight
+    FlashInferExperts   stacked tensors, on a GPU of compute capability 9.0 (flashinfer_kernels.py)
+    TritonExperts       stacked tensors, on other GPUs (triton_experts.py)
 
 Rows are sorted by expert, so that each expert multiplies all its rows at once:
 
@@ -56,8 +58,23 @@ class StackedWeights:
     down_bias: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """How the experts of a layer are divided among ranks.
+
+    first: the number of this rank's first expert among those of all ranks. total: all of them.
+    are_whole: a rank has whole experts, else a part of the inner columns of each.
+    """
+
+    total: int
+    first: int = 0
+    rank: int = 0
+    size: int = 1
+    are_whole: bool = False
+
+
 class DenseExperts:
-    """Experts as stacked tensors, in plain torch; on a GPU without waiting for it."""
+    """Experts as stacked tensors, in plain torch."""
 
     def __init__(self, stacked: StackedWeights, activation: Activation, first: int = 0) -> None:
         """first: the number of the first expert among those of all ranks."""
@@ -96,8 +113,6 @@ class DenseExperts:
 
 def _multiply_groups(x: torch.Tensor, stacked: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return [rows, out]: rows up to ends[i] times the transpose of stacked[i] [out, in]."""
-    if x.device.type == "cuda":
-        return F.grouped_mm(x, stacked.transpose(1, 2), offs=ends)
     output = x.new_empty(len(x), stacked.shape[1])
     first = 0
     for weight, end in zip(stacked, ends.tolist(), strict=True):

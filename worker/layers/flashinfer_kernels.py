@@ -1,4 +1,4 @@
-"""FlashInfer's kernels for norm, gate and rotation, for 16-bit activations on a GPU.
+"""FlashInfer's kernels for norm, gate, rotation and experts, for 16-bit activations on a GPU.
 
 usable_flashinfer returns the library or None. What its kernels do not support goes to our own
 (triton_kernels.py): other dtypes, rows whose size is no multiple of a 16-byte vector, and norms
@@ -21,6 +21,7 @@ from worker.layers.scratch import Scratch
 
 if TYPE_CHECKING:
     from worker.layers.activation import Activation, Gate
+    from worker.layers.experts import ExpertRanks, StackedWeights
     from worker.layers.norm import NormArithmetic
 
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
@@ -114,6 +115,85 @@ class FlashInferGate:
             return self._own(gate_up, out)
         self._gate(gate_up, out=out.tensor)
         return out.tensor
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the library has its CUTLASS experts of compute capability 9.0 for a GPU."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes_experts(
+    stacked: "StackedWeights", activation: "Activation", ranks: "ExpertRanks"
+) -> bool:
+    """Return whether FlashInferExperts computes these experts.
+
+    The library counts experts of equal ranks, and reads vectors of 16 bytes.
+    """
+    num_experts, hidden, inner = stacked.down.shape
+    return (
+        activation == "silu"
+        and stacked.down.dtype in SIXTEEN_BITS
+        and hidden * stacked.down.itemsize % VECTOR_BYTES == 0
+        and inner * stacked.down.itemsize % VECTOR_BYTES == 0
+        and (not ranks.are_whole or num_experts * ranks.size == ranks.total)
+    )
+
+
+class FlashInferExperts:
+    """The experts of a mixture by FlashInfer's CUTLASS kernels, all in one call.
+
+    The library has the up projection before the gate, so the weights are copied once in this order.
+    Sums of a row's experts are a kernel of their own: fused into the product they would be added
+    in an order that changes from run to run.
+    """
+
+    def __init__(self, library: Any, stacked: "StackedWeights", ranks: "ExpertRanks") -> None:
+        self._run = library.cutlass_fused_moe
+        self._gate_up = _up_first(stacked.gate_up)
+        self._down = stacked.down.contiguous()
+        self._gate_up_bias = self._down_bias = None
+        if stacked.gate_up_bias is not None or stacked.down_bias is not None:
+            # The library takes both or none.
+            dtype, first, second = self._down.dtype, stacked.gate_up_bias, stacked.down_bias
+            if first is None:
+                first = self._down.new_zeros(self._gate_up.shape[:2])
+            if second is None:
+                second = self._down.new_zeros(self._down.shape[:2])
+            self._gate_up_bias = _up_first(first).to(dtype)
+            self._down_bias = second.to(dtype).contiguous()
+        whole = ranks.are_whole
+        self._ranks = {
+            "tp_size": 1 if whole else ranks.size,
+            "tp_rank": 0 if whole else ranks.rank,
+            "ep_size": ranks.size if whole else 1,
+            "ep_rank": ranks.rank if whole else 0,
+        }
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.empty_like(x)
+        self._run(
+            x.contiguous(),
+            chosen.int(),
+            weights.contiguous(),
+            self._gate_up,
+            self._down,
+            x.dtype,
+            [],
+            fc1_expert_biases=self._gate_up_bias,
+            fc2_expert_biases=self._down_bias,
+            output=output,
+            use_fused_finalize=False,
+            **self._ranks,
+        )
+        return output.float()
+
+
+def _up_first(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate ‖ up, [experts, 2 * inner, ...], as up ‖ gate."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return torch.cat((up, gate), dim=1)
 
 
 class FlashInferRotary:

@@ -30,7 +30,20 @@ from worker.layers.embedding import (
     MappedBlockTable,
     MappedTable,
 )
-from worker.layers.experts import DenseExperts, Expert, Experts, LinearExperts, StackedWeights
+from worker.layers.experts import (
+    DenseExperts,
+    Expert,
+    ExpertRanks,
+    Experts,
+    LinearExperts,
+    StackedWeights,
+)
+from worker.layers.flashinfer_kernels import (
+    FlashInferExperts,
+    is_hopper,
+    takes_experts,
+    usable_flashinfer,
+)
 from worker.layers.kernel_weights import (
     GGUF_BLOCKS,
     Bf16Weight,
@@ -48,6 +61,7 @@ from worker.layers.linear import (
     is_reordered_by_onednn,
     make_linear,
 )
+from worker.layers.triton_experts import TritonExperts
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -84,13 +98,13 @@ class Product:
 class ExpertProducts:
     """The products of a layer's experts: gate_up and down of each.
 
-    first: the number of the first one among the experts of all ranks.
+    ranks: which of the layer's experts these are.
     """
 
     gate_up: tuple[Product, ...]
     down: tuple[Product, ...]
     activation: Activation
-    first: int
+    ranks: ExpertRanks
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,7 @@ class DenseFormat:
         def build() -> Experts:
             self.memory[self.name] += gate_up.nbytes + down.nbytes
             stacked = StackedWeights(gate_up, down, gate_up_bias, down_bias)
-            return DenseExperts(stacked, experts.activation, experts.first)
+            return stacked_experts(stacked, experts.activation, experts.ranks)
 
         return build
 
@@ -467,6 +481,17 @@ class MixedFormat:
         return self._blocks.ends_bytes(source, ends)
 
 
+def stacked_experts(stacked: StackedWeights, activation: Activation, ranks: ExpertRanks) -> Experts:
+    """Return the fastest implementation of stacked experts on their device."""
+    device = stacked.down.device
+    if device.type != "cuda":
+        return DenseExperts(stacked, activation, ranks.first)
+    library = usable_flashinfer() if is_hopper(device) else None
+    if library is not None and takes_experts(stacked, activation, ranks):
+        return FlashInferExperts(library, stacked, ranks)
+    return TritonExperts(stacked, activation, ranks.first)
+
+
 def _numbers_of(weights: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers that blocks stand for: [out, in]."""
     numbers = [weight.rows(torch.arange(weight.out_features), dtype) for weight in weights]
@@ -529,7 +554,7 @@ def _read_each_expert(
         [Expert(gate_up(), down()) for gate_up, down in pairs],
         inner_size,
         experts.activation,
-        experts.first,
+        experts.ranks.first,
     )
 
 

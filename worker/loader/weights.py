@@ -22,7 +22,7 @@ from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
 from worker.layers.activation import Activation
 from worker.layers.embedding import Embedding, VocabParallelTable
-from worker.layers.experts import Experts
+from worker.layers.experts import ExpertRanks, Experts
 from worker.layers.linear import Linear, PartOutput, ResidualLinear, VocabParallelHead
 from worker.layers.norm import Norm
 from worker.layers.rotary import RotaryEmbedding
@@ -242,9 +242,15 @@ class LayerReader:
         return self._read_product((name,), with_bias=self._builder.group.rank == 0)
 
     def experts(
-        self, numbers: range, activation: Activation, *, rows_share: float, are_whole: bool
+        self,
+        numbers: range,
+        activation: Activation,
+        *,
+        total: int,
+        rows_share: float,
+        are_whole: bool,
     ) -> Callable[[], Experts]:
-        """Read gate, up and down projections of the experts with these numbers.
+        """Read gate, up and down projections of the experts with these numbers, of `total`.
 
         rows_share: of a step's rows, those that one expert computes on average.
         are_whole: ranks have whole experts. Else they add up the down projections, and only the
@@ -258,7 +264,9 @@ class LayerReader:
 
         gate_up = products("gate", "up", with_bias=True)
         down = products("down", with_bias=adds_bias)
-        return self._read_experts(ExpertProducts(gate_up, down, activation, numbers.start))
+        group = self._builder.group
+        ranks = ExpertRanks(total, numbers.start, group.rank, group.size, are_whole)
+        return self._read_experts(ExpertProducts(gate_up, down, activation, ranks))
 
     def output_linear(self, name: str) -> Callable[[], ResidualLinear]:
         """Read the product that ends the part, as `summed_linear` does."""

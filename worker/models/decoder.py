@@ -44,6 +44,11 @@ class Decoder:
         self._normed = RowBuffer(spec.hidden_size)
         self._head = head
 
+    def record_experts(self, record: torch.Tensor) -> None:
+        """Write the experts of each step's rows to `record`, int32 [mixtures, rows, top_k]."""
+        for stack in self._stacks:
+            stack.record_experts(record)
+
     @torch.inference_mode()
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

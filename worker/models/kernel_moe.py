@@ -5,8 +5,11 @@ all layers, with the same bits.
 """
 
 import ctypes
+import functools
+import logging
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -24,6 +27,17 @@ from worker.layers.experts import Expert, LinearExperts
 from worker.layers.linear import ProductDescriptions, format_thresholds
 from worker.layers.router import SCORING_CODES, Router
 from worker.layers.scratch import ByteBuffer
+from worker.memory_nodes import memory_placement
+
+logger = logging.getLogger("tokend.worker")
+
+KERNEL: Final = "the mixture kernel"
+
+
+@functools.cache
+def report_mixtures(implementation: str) -> None:
+    """Log once what computes mixtures; called when it does."""
+    logger.info("mixtures of experts run on %s", implementation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +87,22 @@ class KernelMoe:
         """Return the description of the mixture that the kernel reads for `num_rows` rows."""
         return self._descriptions[bisect_right(self.thresholds, max(1, num_rows)) - 1]
 
-    def run(self, x: torch.Tensor, output: torch.Tensor, adds: bool, memory: ByteBuffer) -> None:
-        """Write the mixture of x to output, both [T, hidden], or add it to what output holds."""
+    def run(
+        self,
+        x: torch.Tensor,
+        output: torch.Tensor,
+        adds: bool,
+        memory: ByteBuffer,
+        record: torch.Tensor | None = None,
+    ) -> None:
+        """Write the mixture of x to output, both [T, hidden], or add it to what output holds.
+
+        record: gets the experts of each row, int32 [T or more, top_k], contiguous.
+        """
         moe, dtype = self.description(len(x)).structure, DTYPE_CODES[x.dtype]
         assert output.dtype == x.dtype
         assert x.stride(1) == output.stride(1) == 1
+        report_mixtures(KERNEL)
         run = MoeRun(
             dtype=dtype,
             num_rows=len(x),
@@ -87,6 +112,7 @@ class KernelMoe:
             output=output.data_ptr(),
             adds=adds,
             scratch=memory.address(self._kernels.moe_bytes(moe, dtype, len(x))),
+            chosen=None if record is None else record.data_ptr(),
         )
         self._kernels.moe_run(moe, run)
 
@@ -106,6 +132,9 @@ class MoeDescription:
             self._expert(expert, rows, mixture.intermediate_size) for expert in experts.experts
         ]
         self._experts = (ExpertStructure * len(described))(*described)
+        placement = memory_placement()
+        groups = () if placement is None else placement.thread_groups
+        self._thread_groups = (ctypes.c_int64 * len(groups))(*groups)
         shared, gate = mixture.shared, mixture.shared_gate
         self.structure = MoeStructure(
             hidden_size=mixture.hidden_size,
@@ -117,6 +146,8 @@ class MoeDescription:
             experts=ctypes.addressof(self._experts),
             shared_size=mixture.shared_size,
             shared_gate=None if gate is None else gate.data_ptr(),
+            num_thread_groups=len(groups),
+            thread_group_ends=ctypes.addressof(self._thread_groups),
         )
         if shared is not None:
             self.structure.shared = self._expert(shared, num_rows, mixture.shared_size)

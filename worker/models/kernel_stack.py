@@ -28,6 +28,7 @@ from worker.layers.linear import Linear, ProductDescriptions, format_thresholds
 from worker.layers.norm import KernelNorm, Norm
 from worker.layers.scratch import ByteBuffer
 from worker.models.attention import Attention
+from worker.models.kernel_moe import KERNEL, report_mixtures
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 from worker.models.mlp import Mlp
 from worker.models.moe import MoeMlp
@@ -76,6 +77,15 @@ class KernelStack:
         ]
         self._run = StackRun()
         self._memory = ByteBuffer()
+        self._record: torch.Tensor | None = None
+        self._has_mixtures = any(isinstance(layer.mlp, MoeMlp) for layer in layers)
+
+    def record_experts(self, record: torch.Tensor) -> None:
+        assert record.is_contiguous()
+        assert record.dtype == torch.int32
+        self._record = record
+        self._run.chosen = record.data_ptr()
+        self._run.chosen_stride = record.stride(0)
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return (
@@ -113,11 +123,14 @@ class KernelStack:
         assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
         stack = self._description(len(hidden)).structure
         assert hidden.shape[1] == stack.hidden_size
+        assert self._record is None or len(hidden) <= self._record.shape[1]
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()
         run.attention_calls = attention.layer_calls(len(hidden))
         run.scratch = self._memory.address(self._kernels.stack_bytes(stack, dtype, len(hidden)))
+        if self._has_mixtures:
+            report_mixtures(KERNEL)
         first_wrong = self._kernels.stack_run(stack, run)
         if first_wrong < len(hidden):
             raise IndexError(f"position {int(positions[first_wrong])} is beyond the model's length")

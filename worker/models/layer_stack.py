@@ -12,6 +12,7 @@ import torch
 from worker.attention.base import AttentionBackend
 from worker.layers.norm import Norm
 from worker.layers.scratch import ByteBuffer, RowBuffer
+from worker.models.moe import MoeMlp
 from worker.models.parts import ForwardContext, LayerPart
 
 
@@ -47,6 +48,10 @@ class LayerStack(Protocol):
         """
         ...
 
+    def record_experts(self, record: torch.Tensor) -> None:
+        """Write the experts of each step's rows to `record`, int32 [mixtures, rows, top_k]."""
+        ...
+
 
 class EagerLayers:
     """A LayerStack for every step; calls part after part."""
@@ -60,6 +65,11 @@ class EagerLayers:
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return True
+
+    def record_experts(self, record: torch.Tensor) -> None:
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
+        for mixture, part in zip(mixtures, record, strict=True):
+            mixture.record = part
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

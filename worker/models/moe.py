@@ -16,7 +16,7 @@ from worker.layers.activation import Activation, make_gate
 from worker.layers.experts import Expert, Experts, LinearExperts
 from worker.layers.linear import PartOutput
 from worker.layers.router import Router, RouterSpec
-from worker.models.kernel_moe import KernelMoe, Mixture
+from worker.models.kernel_moe import KernelMoe, Mixture, report_mixtures
 from worker.models.mlp import share_of_inner
 from worker.models.parts import (
     ForwardContext,
@@ -145,6 +145,7 @@ class MoeSpec:
         experts = reader.experts(
             self.own_experts,
             self.activation,
+            total=self.router.num_experts,
             rows_share=self.router.top_k / self.router.num_experts,
             are_whole=self.is_expert_parallel,
         )
@@ -247,6 +248,7 @@ class MoeMlp:
 
     shared: the shared experts, or None. shared_gate: float32 [hidden], or None.
     kernel: computes the mixture in one call; None for dense experts, and without kernels.
+    record: gets the experts of each row, int32 [rows, top_k]; None if they are not recorded.
     """
 
     def __init__(
@@ -265,6 +267,7 @@ class MoeMlp:
         self.shared = shared
         self.shared_gate = shared_gate
         self.output = output
+        self.record: torch.Tensor | None = None
         self._gate = make_gate(spec.activation, device)
 
     @cached_property
@@ -293,15 +296,19 @@ class MoeMlp:
         if self.kernel is None or not self.kernel.takes(len(x)):
             return self.output.add_to(residual, self._mix(x, context).to(x.dtype))
         if self.output.is_plain:
-            self.kernel.run(x, residual, adds=True, memory=context.memory)
+            self.kernel.run(x, residual, True, context.memory, self.record)
             return residual
         output = torch.empty_like(residual)
-        self.kernel.run(x, output, adds=False, memory=context.memory)
+        self.kernel.run(x, output, False, context.memory, self.record)
         return self.output.add_to(residual, output)
 
     def _mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the mixture of x in float32, computed in torch."""
-        total = self.experts(x, *self.router(x))
+        report_mixtures(type(self.experts).__name__)
+        weights, chosen = self.router(x)
+        if self.record is not None:
+            self.record[: len(x)].copy_(chosen)
+        total = self.experts(x, weights, chosen)
         if self.shared is not None:
             inner = context.scratch(self.spec.shared_size)
             output = self.shared.down(self._gate(self.shared.gate_up(x), inner)).float()

@@ -38,6 +38,8 @@ from worker.loader.formats import (
     WeightFormat,
 )
 from worker.loader.weights import load_model
+from worker.memory_nodes import MemoryPlacement
+from worker.models import kernel_moe
 from worker.models.layer_stack import EagerLayers
 from worker.models.moe import MoeMlp
 from worker.models.parts import ForwardContext
@@ -295,3 +297,25 @@ def test_a_row_of_the_kernel_is_the_same_in_any_batch(form: str, tmp_path: Path)
     assert wanted[3].isnan().all()
     assert wanted[:3].isfinite().all()
     assert wanted[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("by_thread", [(0, 1, 1), (0, 0, 1, 1, 1), (0, 1)])
+def test_threads_of_memory_nodes_compute_all_of_each_expert(
+    by_thread: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits; a team of another size than the groups shares everything."""
+    mlp = mixture_in("blocks", torch.float32, tmp_path)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(6))
+    wanted = run(mlp, x)
+    del mlp.kernel  # which describes the threads that there were
+    placement = MemoryPlacement(by_thread, (0, 1))
+    monkeypatch.setattr(kernel_moe, "memory_placement", lambda: placement)
+    assert mlp.kernel is not None
+    assert mlp.kernel.description(1).structure.num_thread_groups == 2
+    threads = torch.get_num_threads()
+    try:
+        for count in (len(by_thread), 4):
+            torch.set_num_threads(count)
+            assert torch.equal(run(mlp, x), wanted)
+    finally:
+        torch.set_num_threads(threads)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel
@@ -179,6 +179,31 @@ def test_ranks_hold_their_shard_of_a_files_blocks(kernels: Kernels, tmp_path: Pa
     held = [each.memory["packed"] for each in forms]
     assert sum(held) == pytest.approx(whole.memory["packed"], rel=0.1)
     assert max(held) <= 0.6 * whole.memory["packed"]
+
+
+@pytest.mark.parametrize("is_expert_parallel", [False, True])
+def test_ranks_with_experts_of_a_file_round_no_more_than_one(
+    is_expert_parallel: bool, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Sums of ranks have another order, so roundings to 8 bits differ; errors are no larger."""
+    config = MixtralConfig(
+        **SIZES | {"intermediate_size": 512}, num_local_experts=4, num_experts_per_tok=2
+    )
+    prepared = prepared_gguf(tmp_path, "Q4_K", config)
+    spec = spec_of(prepared)
+
+    def form() -> PackedFormat:
+        return PackedFormat(kernels, DenseFormat(torch.float32), torch.float32)
+
+    one_rank = logits(load(prepared, RankGroup(), form()), 30)
+    if is_expert_parallel:
+        spec = spec.with_expert_parallel()
+    with Ranks(2) as ranks:
+        decoders = [load(prepared, group, form(), spec=spec) for group in ranks.groups]
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], one_rank)
+    assert_no_larger_error(found[0], one_rank, logits(load(prepared, RankGroup()), 30))
 
 
 @pytest.mark.parametrize("kind", [each for each in GGUF_BLOCKS if each.endswith("K")])

@@ -292,7 +292,22 @@ class MoeTeam {
         if (moe_.shared_size) body(moe_.shared, space_.shared, 0, run_.num_rows);
     }
 
-    // Products of all experts; the thread computes a range of panels, counted through all of them.
+    // Threads [first, end) of a team, and their share of the outputs of a weight.
+    struct ThreadGroup {
+        int64_t first, end, threads;
+        int64_t first_panel(int64_t panels) const { return panels * first / threads; }
+        int64_t num_panels(int64_t panels) const { return panels * end / threads - first_panel(panels); }
+    };
+
+    ThreadGroup group_of(int64_t thread, int64_t threads) const {
+        const int64_t count = moe_.num_thread_groups, *ends = moe_.thread_group_ends;
+        if (count == 0 || ends[count - 1] != threads) return {0, threads, threads};
+        const int64_t* end = std::upper_bound(ends, ends + count, thread);
+        return {end == ends ? 0 : end[-1], *end, threads};
+    }
+
+    // Products of all experts; the thread computes a range of the panels of its group, counted
+    // through all of them.
     void multiply(TokendStackLinear TokendExpert::*product, Rows Lane::*from, Rows Lane::*to, int64_t output_dtype) {
         const auto panels_of = [](const TokendLinearPart& part) {
             return (part.out_features + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS;
@@ -300,12 +315,14 @@ class MoeTeam {
         const auto cost_of = [](const TokendStackLinear& linear, int64_t count) {
             return (count + ROWS_OF_READING) * ((linear.in_features + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS);
         };
+        const ThreadGroup group = group_of(omp_get_thread_num(), omp_get_num_threads());
         int64_t total = 0;
         each_group([&](const TokendExpert& expert, const Lane&, int64_t, int64_t count) {
             const TokendStackLinear& linear = expert.*product;
-            for (int64_t i = 0; i < linear.num_parts; i++) total += panels_of(linear.parts[i]) * cost_of(linear, count);
+            for (int64_t i = 0; i < linear.num_parts; i++)
+                total += group.num_panels(panels_of(linear.parts[i])) * cost_of(linear, count);
         });
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t thread = omp_get_thread_num() - group.first, threads = group.end - group.first;
         const int64_t begin = total * thread / threads, end = total * (thread + 1) / threads;
         int64_t at = 0;
         each_group([&](const TokendExpert& expert, const Lane& lane, int64_t first, int64_t count) {
@@ -314,7 +331,7 @@ class MoeTeam {
             char* output = (lane.*to).memory;
             for (int64_t i = 0; i < linear.num_parts; i++) {
                 const TokendLinearPart& part = linear.parts[i];
-                const int64_t panels = panels_of(part);
+                const int64_t panels = group.num_panels(panels_of(part)), before = group.first_panel(panels_of(part));
                 // The first panel that begins at or after a place in the work of all.
                 const auto panel_at = [&](int64_t place) {
                     return std::clamp<int64_t>((place - at + cost - 1) / cost, 0, panels);
@@ -323,8 +340,8 @@ class MoeTeam {
                 if (first_panel < end_panel)
                     part.kernels->multiply_share(
                         part, {run_.dtype, lane.num_rows, first, count, rows_of(lane.*from, run_.dtype), lane.codes,
-                               output_dtype, {(lane.*to).stride / bytes_of(output_dtype), output}, first_panel,
-                               end_panel});
+                               output_dtype, {(lane.*to).stride / bytes_of(output_dtype), output},
+                               before + first_panel, before + end_panel});
                 at += panels * cost;
                 output += part.out_features * bytes_of(output_dtype);
             }

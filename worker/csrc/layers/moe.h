@@ -35,6 +35,9 @@ struct TokendExpert {
     TokendStackLinear down;
 };
 
+// Threads of one group are bound to one memory node, where their range of every weight lies
+// (worker/memory_nodes.py), and share the work on these ranges evenly.
+//
 // Products of all experts have weights of one format for gate_up and one for down, each with
 // kernels of one library; those of the shared experts may have others.
 struct TokendMoe {
@@ -48,6 +51,8 @@ struct TokendMoe {
     int64_t shared_size;  // inner size of the shared experts; 0 if there are none
     TokendExpert shared;
     const float* shared_gate;  // [hidden_size], or null
+    int64_t num_thread_groups;         // 0: one group of all threads
+    const int64_t* thread_group_ends;  // of each group the thread after its last
 };
 
 struct TokendMoeRun {

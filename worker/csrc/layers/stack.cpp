@@ -214,10 +214,17 @@ class Layers {
         const bool adds = !layer.mlp_post_norm.weight;
         const Rows output = adds ? residual() : space_.added;
         const TokendMoeRun run = {run_.dtype, run_.num_rows, from.stride, from.memory, output.stride,
-                                  output.memory, adds, space_.mixture, nullptr};
+                                  output.memory, adds, space_.mixture, chosen(layer)};
         tokend_moe_run(layer.moe, &run);
         clock_.lap(run_.product_ns);
         if (!adds) add_norm(layer.mlp_post_norm);
+    }
+
+    // Where the experts of a layer's rows go; null if they are not recorded.
+    int32_t* chosen(const TokendStackLayer& layer) const {
+        if (!run_.chosen) return nullptr;
+        const int64_t before = std::count_if(stack_.layers, &layer, [](const auto& each) { return each.moe; });
+        return run_.chosen + before * run_.chosen_stride;
     }
 
     void add_norm(const TokendRowNorm& norm) {

@@ -103,6 +103,8 @@ struct TokendStackRun {
     int64_t is_timed;           // 1: adds to the two fields below
     int64_t product_ns;         // of products and the rounding of their inputs
     int64_t attention_ns;
+    int32_t* chosen;  // receives the experts of each row in each mixture, [num_rows, top_k]; or null
+    int64_t chosen_stride;  // elements from one mixture to the next
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows.

@@ -1,0 +1,44 @@
+"""The experts of mixtures on a GPU against float32: Triton everywhere, FlashInfer on Hopper."""
+
+import pytest
+import torch
+
+from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
+from worker.layers.flashinfer_kernels import FlashInferExperts, is_hopper, usable_flashinfer
+from worker.layers.triton_experts import TritonExperts
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+def implementations(stacked: StackedWeights) -> dict[str, Experts]:
+    found: dict[str, Experts] = {"triton": TritonExperts(stacked, "silu")}
+    if is_hopper(CUDA) and (library := usable_flashinfer()):
+        found["flashinfer"] = FlashInferExperts(library, stacked, ExpertRanks(len(stacked.down)))
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 300])
+@pytest.mark.parametrize("sizes", [(8, 2, 256, 512), (64, 8, 512, 96)])
+def test_experts(sizes: tuple[int, int, int, int], num_rows: int) -> None:
+    num_experts, top_k, hidden, inner = sizes
+    shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    weights = [torch.randn(shape).mul_(0.05).to(BF16) for shape in shapes]
+    x = torch.randn(num_rows, hidden).to(BF16)
+    best = torch.rand(num_rows, num_experts).topk(top_k)
+    wide = StackedWeights(*(each.float() for each in weights))
+    expected = DenseExperts(wide, "silu")(x.float(), best.values, best.indices)
+    stacked = StackedWeights(*(each.to(CUDA) for each in weights))
+    args = [each.to(CUDA) for each in (x, best.values, best.indices)]
+    for name, experts in implementations(stacked).items():
+        found = experts(*args)
+        error = (found.cpu() - expected).norm() / expected.norm()
+        assert error < 0.02, name
+        assert torch.equal(found, experts(*args)), f"{name} sums in another order"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = experts(*args)
+        graph.replay()
+        assert torch.equal(found, again), name

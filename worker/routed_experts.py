@@ -1,0 +1,116 @@
+"""The experts that computed each token, for requests with `return_routed_experts`.
+
+Routers write the experts of a step to the record, which the model keeps. They are then stored by KV
+slot, so that a prefix found in the cache brings its experts along, as it brings keys and values:
+
+    record   [mixture, row of the step, expert]      int32
+    slots    [KV slot, mixture, expert]              as small as the number of experts allows
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.engine_io import RoutedExperts
+from proto.errors import ConfigError
+from worker.kv_cache import KVCache
+from worker.models.decoder import Decoder
+from worker.models.moe import MoeSpec
+from worker.models.spec import ModelSpec
+
+FIELD: Final = "enable_return_routed_experts"
+_MOST_IN_A_BYTE: Final = 256
+
+
+def require_routed_experts(spec: ModelSpec) -> None:
+    """Raise ConfigError for a model whose routed experts cannot be recorded."""
+    mixtures = _mixtures(spec)
+    if not mixtures:
+        raise ConfigError(
+            f"--enable-return-routed-experts: {spec.architecture} has no experts", FIELD
+        )
+    if len({mixture.router.top_k for mixture in mixtures}) > 1:
+        raise ConfigError(
+            "--enable-return-routed-experts: layers choose different numbers of experts", FIELD
+        )
+    if None not in spec.windows:
+        raise ConfigError(
+            "--enable-return-routed-experts needs a layer without a sliding window: a window's KV "
+            "slots are freed before the request ends",
+            FIELD,
+        )
+
+
+def slot_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the experts of a KV slot."""
+    mixtures = _mixtures(spec)
+    return len(mixtures) * mixtures[0].router.top_k * _slot_dtype(spec).itemsize
+
+
+def record_experts(model: Decoder, max_tokens: int, device: torch.device) -> torch.Tensor:
+    """Let the model record the experts of each step of at most `max_tokens` tokens.
+
+    Returns the record, int32 [mixtures, max_tokens, top_k], best experts first.
+    """
+    mixtures = _mixtures(model.spec)
+    shape = (len(mixtures), max_tokens, mixtures[0].router.top_k)
+    record = torch.zeros(shape, dtype=torch.int32, device=device)
+    model.record_experts(record)
+    return record
+
+
+def _mixtures(spec: ModelSpec) -> list[MoeSpec]:
+    return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+
+
+def _slot_dtype(spec: ModelSpec) -> np.dtype[Any]:
+    num_experts = max(mixture.router.num_experts for mixture in _mixtures(spec))
+    return np.dtype(np.uint8 if num_experts <= _MOST_IN_A_BYTE else np.int16)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpan:
+    """Consecutive positions of one sequence, from `first` on."""
+
+    seq_id: int
+    first: int
+    count: int
+
+
+class RoutedExpertsCache:
+    """The experts of every token whose KV is in a cache, on the model's device."""
+
+    def __init__(self, spec: ModelSpec, cache: KVCache, record: torch.Tensor) -> None:
+        """record: as `record_experts` returns it."""
+        num_mixtures, _, top_k = record.shape
+        self._record = record
+        self._block_size = cache.block_size
+        self.group = cache.layout.windows.index(None)
+        """The KV cache group whose blocks live as long as the request."""
+        shape = (cache.num_blocks * cache.block_size, num_mixtures, top_k)
+        # Pages of zeros take no memory on a CPU before a token is stored.
+        self._slots = torch.from_numpy(np.zeros(shape, _slot_dtype(spec))).to(record.device)
+
+    def store(self, slots: torch.Tensor) -> None:
+        """Store the experts of the last step. slots: int64 [T], of its tokens."""
+        rows = self._record[:, : len(slots)].transpose(0, 1)
+        self._slots.index_copy_(0, slots, rows.to(self._slots.dtype))
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the experts [n, mixtures, top_k] of slots int64 [n], a copy."""
+        return self._slots.index_select(0, slots)
+
+    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+        """Copy block sources[i] to block copies[i], as `KVCache.copy_blocks` does."""
+        blocks = self._slots.view(-1, self._block_size, *self._slots.shape[1:])
+        blocks.index_copy_(0, copies, blocks.index_select(0, sources))
+
+    def message(self, first: int, experts: NDArray[np.generic]) -> RoutedExperts:
+        """Return experts [n, mixtures, top_k], flat or not, of positions from `first` on."""
+        _, num_layers, top_k = self._slots.shape
+        return RoutedExperts(
+            first, num_layers, top_k, experts.itemsize, np.ascontiguousarray(experts).tobytes()
+        )
