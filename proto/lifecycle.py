@@ -161,7 +161,7 @@ class KVGroup(msgspec.Struct, array_like=True, frozen=True):
 class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     """Shape of a worker's KV cache; the engine computes the size of the pool from it.
 
-    The cache is one buffer [block, slot, K/V, kv_head, token, dim].
+    The cache is one buffer [block, slot, K/V, kv_head, token, dim]; latent KV has no V.
 
     num_slots: layers per group; they share a block.
     num_kv_heads: per device.
@@ -169,6 +169,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     dtype: "bfloat16", "float32", …
     bytes_per_token: all slots, K and V, and the scales of int8.
     groups: KV cache groups, all in one pool of blocks of the same size.
+    num_parts: 2 for K and V, 1 for latents, which are both.
     """
 
     num_slots: int
@@ -177,6 +178,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     bytes_per_token: int
     groups: tuple[KVGroup, ...] = (KVGroup(),)
+    num_parts: int = 2
 
 
 class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):

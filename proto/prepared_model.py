@@ -42,6 +42,10 @@ class ModelFamily(NamedTuple):
 
 FAMILIES: Final = {
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
+    "DeepseekV2ForCausalLM": ModelFamily(
+        "deepseek2", "deepseek2", "DeepSeek-V2, V2.5, V2-Lite, Coder-V2"
+    ),
+    "DeepseekV3ForCausalLM": ModelFamily("deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1"),
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
@@ -49,6 +53,7 @@ FAMILIES: Final = {
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Glm4MoeLiteForCausalLM": ModelFamily("glm4moelite", "deepseek2", "GLM-4.7-Flash"),
     "GptOssForCausalLM": ModelFamily("gptoss", "gpt-oss", "gpt-oss-20b, gpt-oss-120b"),
     "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
     "GraniteMoeForCausalLM": ModelFamily(

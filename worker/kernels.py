@@ -44,7 +44,7 @@ AttentionStep = _structure(
             ("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
             c_int64,
         ),
-        **dict.fromkeys(("max_blocks", "window", "most_partial_rows"), c_int64),
+        **dict.fromkeys(("max_blocks", "window", "most_partial_rows", "latent_dim"), c_int64),
         **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
         **dict.fromkeys(("scale", "soft_cap"), c_double),
     },
@@ -188,7 +188,8 @@ RouterStructure = _structure(
     "RouterStructure",
     {
         **dict.fromkeys(("num_experts", "top_k", "scoring", "normalises"), c_int64),
-        **{"num_groups": c_int64, "top_groups": c_int64, "scale": c_double},
+        **dict.fromkeys(("num_groups", "top_groups", "best_of_group"), c_int64),
+        "scale": c_double,
         **dict.fromkeys(("weight", "bias", "selection_bias"), c_void_p),
     },
 )

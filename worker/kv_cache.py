@@ -16,6 +16,8 @@ group, so that a block is one contiguous range and copying it anywhere is one co
 
     block 5  =  slot 0: K h0 t0..tB | K h1 … | V h0 … | V h1 …   slot 1: …
 
+Latent KV (worker/attention/base.py) has no V: a block is K alone, of one head.
+
 A layer sees two strided views of it whose strides are equal. In an int8 cache the scales of a
 page follow its rows; a head of 256 numbers has a scale for each 128:
 
@@ -107,12 +109,20 @@ def _order(window: Window) -> tuple[bool, int]:
     return (window is not None, -(window or 0))
 
 
-def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: int) -> torch.dtype:
+def resolve_kv_dtype(
+    setting: KVCacheDType, activations: torch.dtype, head_dim: int, latent_dim: int = 0
+) -> torch.dtype:
     """Return the dtype of K and V for a setting; "auto" is that of the activations.
 
-    Raises ConfigError for int8 with heads whose scales would not be aligned.
+    Raises ConfigError for int8 with heads whose scales would not be aligned, and for 8 bits with
+    latents, whose two parts one scale does not suit.
     """
     dtype = _DTYPES.get(setting, activations)
+    if latent_dim and dtype.itemsize == 1:
+        raise ConfigError(
+            f"--kv-cache-dtype {setting} is not supported with latent KV: bf16, f16, f32 are",
+            "kv_cache_dtype",
+        )
     if dtype == torch.int8 and head_dim % SCALE_BYTES:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}",
@@ -122,7 +132,7 @@ def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: 
 
 
 def kv_cache_geometry(
-    layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_parts: int = 2
 ) -> KVCacheGeometry:
     """Return the geometry that a worker reports for layers laid out like this."""
     return KVCacheGeometry(
@@ -130,15 +140,16 @@ def kv_cache_geometry(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        bytes_per_token=layout.num_slots * 2 * num_kv_heads * _row_bytes(head_dim, dtype),
+        bytes_per_token=layout.num_slots * num_parts * num_kv_heads * _row_bytes(head_dim, dtype),
         groups=tuple(KVGroup(window) for window in layout.windows),
+        num_parts=num_parts,
     )
 
 
 class KVCache:
     """The KV tensors of one device.
 
-    buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros; the
+    buffer: [num_blocks, num_slots, num_parts, num_kv_heads, block_size, head_dim], zeros; the
         last two of int8 are one: block_size rows and their scales.
 
     On a CPU the memory is an anonymous zero mapping: a page costs memory only once a
@@ -161,7 +172,8 @@ class KVCache:
         page: tuple[int, ...] = (block_size, geometry.head_dim)
         if self.dtype == torch.int8:
             page = (block_size * _row_bytes(geometry.head_dim, torch.int8),)
-        shape = (num_blocks, geometry.num_slots, 2, geometry.num_kv_heads, *page)
+        heads = (geometry.num_parts, geometry.num_kv_heads)
+        shape = (num_blocks, geometry.num_slots, *heads, *page)
         self.buffer = (
             _lazy_zeros(shape, self.dtype)
             if device == _CPU
@@ -174,7 +186,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all slots, K and V."""
+        """Bytes of one token in all slots."""
         return self.buffer[0].nbytes // self.block_size
 
     def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
@@ -187,13 +199,13 @@ class KVCache:
         words.index_copy_(0, copies, words.index_select(0, sources))
 
     def layer_pages(self, layer: int) -> "tuple[Pages, Pages]":
-        """Return the pages of K and of V of one layer.
+        """Return the pages of K and of V of one layer: the same twice for latents.
 
         Views, not copies; the strides of the two are equal and the last is 1. Blocks of other
         groups hold other layers in the same slot.
         """
         pages = self.buffer[:, self.layout.layer_slots[layer].slot]
-        return self._pages(pages[:, 0]), self._pages(pages[:, 1])
+        return self._pages(pages[:, 0]), self._pages(pages[:, -1])
 
     def _pages(self, part: torch.Tensor) -> "Pages":
         if self.dtype != torch.int8:

@@ -136,7 +136,10 @@ def load(
     if not is_cuda(device) and (placement := memory_placement()) is not None:
         logger.info("%s", placement)
     whole = model_spec(prepared, config)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.attention_shape.head_dim)
+    heads = whole.attention_shape
+    kv_dtype = resolve_kv_dtype(
+        config.cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim
+    )
     if is_cuda(device):
         load_modules(
             config.device,

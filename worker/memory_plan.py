@@ -148,7 +148,8 @@ def plan_memory(
     dtype = device.resolve_dtype(activation_dtype(config.model))
     spec = model_spec(prepared, config)
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
-    kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, spec.attention_shape.head_dim)
+    heads = spec.attention_shape
+    kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
     conversion = 0
@@ -217,7 +218,10 @@ def plan_memory(
 def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
     """Return how the layers of a worker share its KV cache, and the shape of that."""
     heads, layout = spec.attention_shape, kv_layout(spec.windows)
-    return layout, kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    num_parts = 1 if heads.latent_dim else 2
+    return layout, kv_cache_geometry(
+        layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
+    )
 
 
 def _step_memory(
@@ -230,7 +234,7 @@ def _step_memory(
     layer_results = num_tokens * dtype.itemsize * 2 * (outputs + 3 * spec.hidden_size)
     num_sampled = min(num_tokens, config.scheduler.max_num_seqs)
     logits = num_sampled * spec.vocab_size * 2 * _FLOAT32
-    tables = len(set(spec.ropes)) * spec.max_position * shape.head_dim * _FLOAT32
+    tables = len(set(spec.ropes)) * spec.max_position * shape.rotary_dim * _FLOAT32
     return Counter(
         {f"steps of {num_tokens:,} tokens": layer_results + logits, "rotary tables": tables}
     )

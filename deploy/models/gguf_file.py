@@ -42,6 +42,8 @@ _EXPERT_KEYS: Final = {
 """The same for mixtures of experts."""
 
 _MIXTURES: Final[dict[str, dict[str, Any]]] = {
+    "deepseek2": {},
+    "deepseek3": {},
     "glm4moe": {},
     "gptoss": {},
     "granitemoe": {},
@@ -53,6 +55,8 @@ _MIXTURES: Final[dict[str, dict[str, Any]]] = {
 """Families of mixtures: what their files leave out because it is the same for all models."""
 
 _MODEL_TYPES: Final = {
+    "deepseek2": "deepseek_v2",
+    "deepseek3": "deepseek_v3",
     "ernie45": "ernie4_5",
     "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
@@ -87,12 +91,26 @@ _TEMPERATURE: Final = "attention.temperature_scale"
 _YARN_LOG: Final = "rope.scaling.yarn_log_multiplier"
 _MINISTRAL3_KEYS: Final = {_TEMPERATURE: "llama_4_scaling_beta", _YARN_LOG: "mscale_all_dim"}
 """Keys of the rotary embedding of Ministral 3 → in rope_parameters."""
+_LATENT_KEYS: Final = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_LENGTHS_OF_HEADS: Final = {
+    "attention.key_length": "attention.key_length_mla",
+    "attention.value_length": "attention.value_length_mla",
+}
+"""Lengths of latent attention's heads in older files, and in newer ones, where the first two are
+those of its latents."""
+_WITH_LATENT_KV: Final = ("deepseek2", "deepseek3")
 _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
     "cohere2": {
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "logit_scale": "logit_scale",
         _WINDOW: "sliding_window",
     },
+    "deepseek2": _LATENT_KEYS,
+    "deepseek3": _LATENT_KEYS,
     "exaone4": {_WINDOW: "sliding_window"},
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -124,7 +142,7 @@ _ROPE_FACTORS: Final = {
 _GATING_KEY: Final = "expert_gating_func"
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 """What scores of experts are made by, as a number."""
-_GATINGS: Final = {"glm4moe": _SIGMOID, "gptoss": _SOFTMAX_OF_CHOSEN}
+_GATINGS: Final = {"deepseek3": _SIGMOID, "glm4moe": _SIGMOID, "gptoss": _SOFTMAX_OF_CHOSEN}
 
 _REQUIRED_KEYS: Final = (
     "context_length",
@@ -215,6 +233,7 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
     keys = _CONFIG_KEYS if mixture is None else _CONFIG_KEYS | _EXPERT_KEYS
     keys = keys | _OWN_KEYS.get(family, {})
     gating = _GATINGS.get(family, _SOFTMAX)
+    is_latent = family in _WITH_LATENT_KV
     for key in own:
         if (
             key not in _SUPPORTED_KEYS
@@ -222,6 +241,7 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
             and not (family in _WITH_PATTERN and key == _WINDOW_PATTERN)
             and not (family == "ministral3" and key in _MINISTRAL3_KEYS)
             and not (mixture is not None and key == _GATING_KEY and own[key] == gating)
+            and not (is_latent and key in (*_LENGTHS_OF_HEADS.values(), _YARN_LOG))
             and not (key == "expert_count" and own[key] == 0)
         ):
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
@@ -245,10 +265,11 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
-    _add_head_dim(config, own, prefix, family)
+    if not is_latent:
+        _add_head_dim(config, own, prefix, family)
     names = {tensor.name for tensor in header.tensors}
     config |= {flag: tensor in names for flag, tensor in _BIASES.get(family, {}).items()}
-    if family == "glm4moe":  # counts the layers that predict further tokens, too
+    if mixture is not None:  # counts the layers that predict further tokens, too
         config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
     if family in _WITH_PATTERN and isinstance(own.get(_WINDOW_PATTERN), list):
         config["layer_types"] = [
@@ -257,6 +278,8 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         ]
     rope = _rope_parameters(own, prefix, _GEMMA3_THETA if is_gemma3 else _DEFAULT_THETA)
     config["rope_parameters"] = rope
+    if is_latent:
+        _add_latent_heads(config, own, prefix, rope)
     if family == "gptoss" and rope["rope_type"] == "yarn":
         rope["truncate"] = False  # files do not say so
     if is_gemma3:
@@ -279,10 +302,32 @@ def _family(architecture: str, own: Mapping[str, Any]) -> str:
     """Return the module of the family: files of Mixtral call themselves "llama", for example."""
     if architecture == "llama" and own.get("expert_count"):
         return "mixtral"
+    if architecture == "deepseek2" and own.get(_GATING_KEY) == _SIGMOID:
+        return "deepseek3"
     if architecture == "olmo2" and _WINDOW in own:
         return "olmo3"
     modules = [family.module for family in FAMILIES.values() if family.gguf == architecture]
     return architecture if architecture in modules else modules[0]
+
+
+def _add_latent_heads(
+    config: dict[str, Any], own: Mapping[str, Any], prefix: str, rope: dict[str, Any]
+) -> None:
+    """Add the sizes of latent attention's heads, and how YaRN scales their queries."""
+    config.pop("num_key_value_heads", None)  # 1 in newer files, which count latents
+    key, value = (own.get(newer, own.get(older)) for older, newer in _LENGTHS_OF_HEADS.items())
+    rotated = own.get("rope.dimension_count")
+    if not all(type(length) is int for length in (key, value, rotated)) or key <= rotated:
+        raise ModelError(
+            f"{prefix}attention.key_length_mla {shown(key)}, value_length_mla {shown(value)} and "
+            f"rope.dimension_count {shown(rotated)}: lengths of latent attention's heads are needed"
+        )
+    config["qk_nope_head_dim"], config["v_head_dim"] = key - rotated, value
+    if config.get("n_group", 1) > 1 and config["model_type"] == "deepseek_v2":
+        config["topk_method"] = "group_limited_greedy"
+    if _YARN_LOG in own and rope["rope_type"] == "yarn":
+        # A file has 0.1 times this, and no other mscale: cosines and sines are not scaled.
+        rope["mscale"] = rope["mscale_all_dim"] = 10 * own[_YARN_LOG]
 
 
 def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str, family: str) -> None:

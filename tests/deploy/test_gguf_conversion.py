@@ -1,5 +1,6 @@
 """Configuration and tokenizer of a GGUF file: the same as `transformers` converts them to."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from deploy.models import gguf_file, gguf_header, gguf_tokenizer
 from proto.errors import ModelError
 from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
+from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.moe import MoeSpec
 from worker.models.registry import spec_from_config
 from worker.models.rope import YarnRope
@@ -270,6 +272,55 @@ def test_the_configuration_of_a_mixture(
     write_gguf(path, architecture=architecture, extra=extra, **sizes)
     with pytest.raises(ModelError, match=rf"sets {architecture}\.expert_gating_func"):
         gguf_file.read(str(path), lambda what: None)
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+@pytest.mark.parametrize("gating", [None, 1, 2])
+def test_the_configuration_of_latent_attention(
+    tmp_path: Path, gating: int | None, is_newer: bool
+) -> None:
+    """Newer files count latents as keys and values, and name the lengths of heads apart."""
+    keys: dict[str, Any] = {
+        "attention.q_lora_rank": 24,
+        "attention.kv_lora_rank": 16,
+        "attention.key_length": 24 if is_newer else 20,
+        "attention.value_length": 16 if is_newer else 12,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 16,
+        "expert_shared_count": 2,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+        "leading_dense_block_count": 1,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 40.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+    }
+    if is_newer:
+        keys |= {"attention.key_length_mla": 20, "attention.value_length_mla": 12}
+    if gating is not None:
+        keys["expert_gating_func"] = gating
+    path = tmp_path / "tiny.gguf"
+    extra = {f"deepseek2.{key}": value for key, value in keys.items()}
+    write_gguf(path, architecture="deepseek2", layers=2, extra=extra)
+    spec = spec_from_config(gguf_file.read(str(path), lambda what: None).config)
+    attention, mixture = spec.attention_layers[1], spec.layers[1].mlp
+    assert isinstance(attention, LatentAttentionSpec)
+    assert isinstance(mixture, MoeSpec)
+    assert not isinstance(spec.layers[0].mlp, MoeSpec)
+    assert (attention.q_lora_rank, attention.kv_lora_rank, attention.v_head_dim) == (24, 16, 12)
+    assert (attention.qk_nope_head_dim, attention.qk_rope_head_dim) == (12, 8)
+    magnitude = 0.0707 * math.log(40.0) + 1.0
+    assert attention.scale == pytest.approx(magnitude**2 / 20**0.5)
+    assert isinstance(attention.rope, YarnRope)
+    assert attention.rope.attention_factor == pytest.approx(1.0)
+    router = mixture.router
+    assert (router.scoring == "sigmoid") == router.selection_bias == (gating == 2)
+    assert router.best_of_group == (2 if gating == 2 else 1)
+    assert (router.num_groups, router.top_groups, router.scale) == (4, 2, 2.5)
+    assert mixture.shared_size == 32
 
 
 @pytest.mark.parametrize("key", ["block_count", "context_length", "attention.head_count"])

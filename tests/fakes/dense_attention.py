@@ -13,6 +13,7 @@ class DenseAttention:
         self._scale = spec.attention_shape.scale
         self._soft_cap = spec.attention_shape.soft_cap
         self._windows = spec.windows
+        self._latent_dim = spec.attention_shape.latent_dim
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -21,12 +22,14 @@ class DenseAttention:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, Hq, D], key and value [T, Hkv, D], appended; a new [T, Hq, D]."""
-        query, key = rotate(query, rotation), rotate(key, rotation)
+        """query [T, Hq, D], key and value [T, Hkv, D], appended; a new [T, Hq, D or latent]."""
+        query, key = (rotate(each, rotation, self._latent_dim) for each in (query, key))
+        if value is None:
+            value = key[..., : self._latent_dim]
         if layer in self._keys:
             key = torch.cat((self._keys[layer], key))
             value = torch.cat((self._values[layer], value))

@@ -9,12 +9,15 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -85,6 +88,17 @@ _GEMMA3: dict[str, Any] = _SIZES | {
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _GLM4_MOE: dict[str, Any] = _EXPERTS | {"n_routed_experts": 6, "head_dim": 16, "pad_token_id": 0}
 
+_LATENT: dict[str, Any] = _EXPERTS | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "pad_token_id": 0,
+}
+_MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -99,6 +113,44 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "cohere2": Cohere2Config(**_SIZES | _KINDS, logit_scale=0.5, pad_token_id=0),
     "cohere2-biases": Cohere2Config(
         **_SIZES, sliding_window=5, attention_bias=True, logit_scale=0.5, pad_token_id=0
+    ),
+    "deepseek2": DeepseekV2Config(
+        **_SIZES | _LATENT,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        rope_parameters=_MSCALE,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek2-groups": DeepseekV2Config(
+        **_SIZES | _LATENT,
+        q_lora_rank=48,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    "deepseek3": DeepseekV3Config(
+        **_SIZES | _LATENT,
+        q_lora_rank=48,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        rope_parameters=_MSCALE | {"mscale": 1.5},
+    ),
+    "deepseek3-halves": DeepseekV3Config(
+        **_SIZES | _LATENT,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        first_k_dense_replace=2,
+        num_mtp_layers=0,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+    ),
+    "glm4moelite": Glm4MoeLiteConfig(
+        **_SIZES | _LATENT, q_lora_rank=48, mlp_layer_types=["sparse", "dense", "sparse"]
     ),
     "gemma2": Gemma2Config(
         **_SIZES | _WINDOW,

@@ -55,6 +55,11 @@ class AttentionShape:
     num_heads is a multiple of num_kv_heads; query head h reads KV head
     h // (num_heads // num_kv_heads). `scale` multiplies query times key, which then becomes
     soft_cap * tanh(score / soft_cap) (Gemma 2, section 2); a soft_cap of 0 leaves it unchanged.
+
+    latent_dim: not 0 in latent attention (DeepSeek-V2, section 2.1), which has one KV head and
+    caches no values. The first latent_dim numbers of a key are its value too; the others rotate:
+
+        key, query  | latent | rotated part |      output  | latent |
     """
 
     num_heads: int
@@ -62,6 +67,22 @@ class AttentionShape:
     head_dim: int
     scale: float
     soft_cap: float = 0.0
+    latent_dim: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """The last numbers of a head, to which the rotary embedding applies."""
+        return self.head_dim - self.latent_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value, and of each head of the output."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def flops_per_key(self) -> int:
+        """FLOPs of one token for each that it sees: query by key, weight by value."""
+        return 2 * self.num_heads * (self.head_dim + self.value_dim)
 
     @property
     def group_size(self) -> int:
@@ -81,7 +102,7 @@ class AttentionBackend(Protocol):
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -89,8 +110,8 @@ class AttentionBackend(Protocol):
 
         query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], not yet rotated, of
         one dtype, which need not be the cache's; heads and dims contiguous, rows at any stride
-        (slices of one fused tensor). Returns a new contiguous [T, num_heads, head_dim] of that
-        dtype.
+        (slices of one fused tensor). Returns a new contiguous [T, num_heads, value_dim] of that
+        dtype. value: None in latent attention.
 
         sinks: float32 [num_heads], a logit of each head that takes part in the softmax of every
         query but has no value, so that weights sum to less than 1 (OpenAI, gpt-oss model card).

@@ -69,7 +69,7 @@ class AttentionPlan:
 class CpuAttention:
     """An attention backend on the C++ kernels.
 
-    Raises UnsupportedShapeError for a head_dim that is not a multiple of 8.
+    Raises UnsupportedShapeError for heads, or parts of latent ones, that are not a multiple of 8.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class CpuAttention:
     ) -> None:
         if shape.head_dim % 8:
             raise UnsupportedShapeError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
+        if shape.latent_dim % 8:
+            raise UnsupportedShapeError(f"a latent must be a multiple of 8, got {shape.latent_dim}")
         assert shape.scale > 0, "the kernels look for the largest score before scaling"
         self._kernels = kernels
         self._kv_cache = kv_cache
@@ -123,28 +125,32 @@ class CpuAttention:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._check(query, self._shape.num_heads)
         self._check(key, self._shape.num_kv_heads)
-        self._check(value, self._shape.num_kv_heads)
-        assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
+        assert (value is None) == (self._shape.latent_dim > 0)
+        if value is not None:
+            self._check(value, self._shape.num_kv_heads)
+            assert value.dtype == key.dtype, "K and V are of one dtype"
+        assert query.dtype == key.dtype, "queries and K are of one dtype"
         assert rotation.dtype == torch.float32
         assert rotation.is_contiguous()
-        assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
+        assert rotation.shape == (query.shape[0], 2, self._shape.rotary_dim // 2)
         if sinks is not None:
             assert (sinks.shape, sinks.dtype) == ((self._shape.num_heads,), torch.float32)
             assert sinks.is_contiguous()
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = query.new_empty((*query.shape[:2], self._shape.value_dim))
         layout = self._kv_cache.layout
         group = layout.layer_slots[layer].group
         call = self._layers[layer]
         call.dtype = DTYPE_CODES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.key, call.key_stride = key.data_ptr(), key.stride(0)
-        call.value, call.value_stride = value.data_ptr(), value.stride(0)
+        if value is not None:
+            call.value, call.value_stride = value.data_ptr(), value.stride(0)
         call.rotation, call.output = rotation.data_ptr(), output.data_ptr()
         call.sinks = None if sinks is None else sinks.data_ptr()
         plan = self._plans[layout.windows[group]].structure
@@ -159,6 +165,7 @@ class CpuAttention:
             head_dim=self._shape.head_dim,
             block_size=self._kv_cache.block_size,
             window=_UNBOUNDED if window is None else window,
+            latent_dim=self._shape.latent_dim,
             scale=self._shape.scale,
             soft_cap=self._shape.soft_cap,
         )

@@ -72,6 +72,8 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
             f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
             "kv_cache_dtype",
         )
+    if shape.latent_dim:
+        raise _refusal("does not compute latent attention yet")
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise _refusal(f"has kernels for heads of {sizes}, not {shape.head_dim}")
@@ -133,13 +135,14 @@ class FlashInferAttention:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queue the kernels of one layer and wait for none. Rotates query and key in place."""
         group = self._kv_cache.layout.layer_slots[layer].group
         pages = self._pages[layer]
+        assert value is not None, "latent attention is refused"
         self._rotate(query, key, rotation)
         self._store(self._slots[group], key, value, pages)
         ordered = query.index_select(0, self._moves[0]) if self._moves else query

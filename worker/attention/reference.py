@@ -28,7 +28,7 @@ class ReferenceAttention:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -37,10 +37,12 @@ class ReferenceAttention:
         inputs, window = self._groups[group], layout.windows[group]
         key_pages, value_pages = self._kv_cache.layer_pages(layer)
         slots = torch.from_numpy(inputs.slot_mapping)
-        key_pages.write(slots, rotate(key.float(), rotation))
-        value_pages.write(slots, value)
-        turned = rotate(query, rotation).float()
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        latent_dim, value_dim = self._shape.latent_dim, self._shape.value_dim
+        key_pages.write(slots, rotate(key.float(), rotation, latent_dim))
+        if value is not None:
+            value_pages.write(slots, value)
+        turned = rotate(query, rotation, latent_dim).float()
+        output = query.new_empty((*query.shape[:2], value_dim))
         for row, seq_len in enumerate(inputs.seq_lens.tolist()):
             tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
             first = first_in_sight(seq_len - (tokens.stop - tokens.start), window)
@@ -48,7 +50,7 @@ class ReferenceAttention:
             output[tokens] = causal_attention(
                 turned[tokens],
                 _gather(key_pages, table, first, seq_len),
-                _gather(value_pages, table, first, seq_len),
+                _gather(value_pages, table, first, seq_len)[..., :value_dim],
                 self._shape,
                 window,
                 sinks,
@@ -69,7 +71,7 @@ def causal_attention(
     window: Window,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention [Q, Hq, D] of query [Q, Hq, D] to key and value [Hkv, N, D].
+    """Return attention [Q, Hq, V] of query [Q, Hq, D] to key [Hkv, N, D] and value [Hkv, N, V].
 
     The queries have the last Q of the N positions. sinks: as in AttentionBackend.run.
     """
@@ -95,7 +97,7 @@ def causal_attention(
     broken = ~value.isfinite().all(dim=-1)
     output = torch.einsum("hgqn,hnd->qhgd", weights, value.masked_fill(broken[..., None], 0.0))
     seen = torch.einsum("qn,hn->qh", (~hidden).float(), broken.float()) > 0
-    return output.masked_fill(seen[:, :, None, None], float("nan")).reshape(query.shape)
+    return output.masked_fill(seen[:, :, None, None], float("nan")).flatten(1, 2)
 
 
 def _gather(pages: Pages, table: torch.Tensor, first: int, end: int) -> torch.Tensor:

@@ -101,7 +101,7 @@ class LayerHooks:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -39,12 +39,12 @@ class DenseLinear:
     """The weight [out, in] as it is."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
+        self.weight = weight
         self._transposed = weight.t()
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         residual.addmm_(x, self._transposed)
@@ -127,16 +127,40 @@ class KernelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], self._out_features, dtype=self._out_dtype or x.dtype)
-        if self._weight is not None:
-            return self._weight.multiply(x, self._bias, out)
+        self.into(x, out)
+        return out
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the product to out [N, out], whose rows may be a stride apart."""
         for weight, columns, bias in self._parts:
             weight.multiply(x, bias, out[:, columns])
-        return out
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self._weight is not None:
             return self._weight.multiply_add(residual, x, self._bias)
         return residual.add_(self(x))
+
+
+class HeadLinears:
+    """A product for each head: x [T, heads, in] to [T, heads, out], with weights of their own."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+        dense = [each.weight for each in linears if isinstance(each, DenseLinear)]
+        is_one_product = len(dense) == len(linears) and dense[0].is_cuda
+        # [heads, in, out]
+        self._stacked = torch.stack(dense).transpose(1, 2) if is_one_product else None
+
+    def into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Write the products to output [T, heads, out], whose heads may be a stride apart."""
+        if self._stacked is not None:
+            output.copy_(torch.bmm(x.transpose(0, 1), self._stacked).transpose(0, 1))
+            return
+        for head, linear in enumerate(self._linears):
+            if isinstance(linear, KernelLinear):
+                linear.into(x[:, head], output[:, head])
+            else:
+                output[:, head] = linear(x[:, head])
 
 
 class MixedLinear:

@@ -65,16 +65,20 @@ class RotaryEmbedding:
         return self.table.index_select(0, positions)
 
 
-def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return heads [T, n, head_dim] rotated by the positions of their tokens, in a new tensor."""
+def rotate(heads: torch.Tensor, rotation: Rotation, first_dim: int = 0) -> torch.Tensor:
+    """Return heads [T, n, head_dim] rotated by the positions of their tokens, in a new tensor.
+
+    first_dim: dimensions before it do not rotate.
+    """
     cosines, sines = rotation[:, None].unbind(2)
-    first, second = heads.float().chunk(2, dim=-1)
+    wide = heads.float()
+    first, second = wide[..., first_dim:].chunk(2, dim=-1)
     # addcmul rounds once less than a product and a sum.
     turned = (
         (first * cosines).addcmul_(second, sines, value=-1.0),
         (second * cosines).addcmul_(first, sines),
     )
-    return torch.cat(turned, dim=-1).to(heads.dtype)
+    return torch.cat((wide[..., :first_dim], *turned), dim=-1).to(heads.dtype)
 
 
 def inverse_frequencies(rope: RotatingRope, rotary_dim: int) -> tuple[torch.Tensor, float]:

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 Scoring = Literal["softmax", "sigmoid"]
 SCORING_CODES: Final = {"softmax": 0, "sigmoid": 1}
 """TokendScoring of csrc/layers/moe.h."""
-_BEST_OF_GROUP: Final = 2
-"""Scores of a group whose sum ranks it among the groups."""
 _LEAST_SUM: Final = 1e-20
 
 
@@ -26,7 +24,8 @@ class RouterSpec:
     normalised: the weights of the chosen experts are divided by their sum.
     scale: factor of the weights.
     num_groups, top_groups: experts are chosen from the `top_groups` best of `num_groups` groups of
-        neighbours; a group ranks by the sum of its two best scores (DeepSeek-V3, section 2.1.2).
+        neighbours; a group ranks by the sum of its `best_of_group` best scores: two in DeepSeek-V3
+        (section 2.1.2), one in DeepSeek-V2 (section 2.2.2).
     bias: the logits have a bias.
     selection_bias: scores have a bias for the choice, which weights do not have (the same section).
     """
@@ -38,6 +37,7 @@ class RouterSpec:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: Literal[1, 2] = 2
     bias: bool = False
     selection_bias: bool = False
 
@@ -74,7 +74,7 @@ class Router:
     def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """Return the scores with those outside of the best groups below all others."""
         groups = choice.view(len(choice), self.spec.num_groups, -1)
-        ranks = groups.topk(_BEST_OF_GROUP).values.sum(-1)
+        ranks = groups.topk(self.spec.best_of_group).values.sum(-1)
         best = ranks.topk(self.spec.top_groups).indices
         outside = torch.ones_like(ranks, dtype=torch.bool).scatter(1, best, value=False)
         return groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)

@@ -36,7 +36,7 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
     types = {entry.name: entry.type for entry in index.tensors}
     columns: dict[str, int] = {}
     for name, weight in spec.weights().items():
-        stack = weight.stack_in(index.format)
+        stack = weight.stack_in(index.format, types)
         stored_as = types.get(weight.name_in(index.format))
         if stack is not None:
             stored_as = types.get(stack.tensor, stored_as)
@@ -114,9 +114,15 @@ class WeightSource:
         self._rope_factors: tuple[float, ...] | None = None
         if self._is_gguf and (factors := in_file.pop(ROPE_FACTORS, None)):
             self._rope_factors = self._read_rope_factors(factors)
-        stacks: dict[str, TensorEntry] = {}
+        names, stacks = frozenset(in_file), dict[str, TensorEntry]()
         self._entries = {
-            name: _pop_entry(in_file, stacks, weight, index.format)
+            name: _pop_entry(
+                in_file,
+                stacks,
+                weight,
+                weight.name_in(index.format),
+                weight.stack_in(index.format, names),
+            )
             for name, weight in self._weights.items()
         }
         self._stored_tied_head: TensorEntry | None = None
@@ -158,8 +164,13 @@ class WeightSource:
         )
 
     def type_of(self, name: str) -> str:
-        """Return how a weight is stored: one of GGUF's types, or the safetensors dtype."""
-        return self._entries[name].entry.type
+        """Return how a weight is stored: one of GGUF's types, or the safetensors dtype.
+
+        Where blocks are those of its transpose, the weight is read as numbers: "F32".
+        """
+        place = self._entries[name]
+        is_read_as_numbers = place.is_transposed and place.entry.type in GGUF_BLOCKS
+        return "F32" if is_read_as_numbers else place.entry.type
 
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
@@ -260,19 +271,19 @@ def _pop_entry(
     in_file: dict[str, TensorEntry],
     stacks: dict[str, TensorEntry],
     weight: WeightSpec,
-    file_format: str,
+    name: str,
+    stack: StackPart | None,
 ) -> StoredWeight:
     """Return where a weight is, and remove its tensor from `in_file`.
 
+    name: of a tensor of its own. stack: where it may be instead.
     stacks: the tensors of several weights that were removed already.
     """
-    stack = weight.stack_in(file_format)
     if stack is not None and stack.tensor in in_file:
         whole = stacks[stack.tensor] = in_file.pop(stack.tensor)
         _check_shape(whole, _shape_in_file(whole, stack))
     if stack is not None and stack.tensor in stacks:
         return _part_of(stacks[stack.tensor], stack, weight.shape)
-    name = weight.name_in(file_format)
     entry = in_file.pop(name, None)
     if entry is None:
         shape = stack.shape if stack is not None and stack.tensor == name else weight.shape
@@ -306,6 +317,9 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     )
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
+    if stack.rows_are_columns:
+        rows = slice(stack.first_row, stack.first_row + shape[1])
+        return StoredWeight(_rows_of(one, rows), range(shape[0]), is_transposed=True)
     end = stack.first_row + shape[0] * step
     places = range(stack.first_row, end, step)
     if _is_transposed(entry, stack):

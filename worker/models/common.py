@@ -11,6 +11,7 @@ from worker.layers.activation import Activation
 from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
+from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.parts import PartSpec
 from worker.models.rope import FactorsRope, Rope, rope_from_config, rotary_dim_from_config
@@ -27,6 +28,7 @@ _MAX_GROUPS: Final = 64
 """The kernel has a bit for each."""
 _EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts: one name each, some a new one since then."""
+_MAX_HEAD_DIM: Final = 1 << 14
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
@@ -125,6 +127,59 @@ def llama_like(
     return spec
 
 
+def latent_decoder(
+    config: ConfigReader, *, architecture: str, mlps: Sequence[PartSpec], **attention: Any
+) -> ModelSpec:
+    """Return the spec of a decoder with pre-norms and latent attention.
+
+    attention: other fields of LatentAttentionSpec. Layers that predict further tokens are not
+    loaded. Raises ModelError naming key and value for what is missing or not supported.
+    """
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    config.must_be("num_key_value_heads", num_heads)
+    config.must_be("hidden_act", "silu", "swish")
+    config.must_be("mlp_bias", False)
+    max_position = config.integer("max_position_embeddings")
+    rotary_dim, nope_dim = (
+        config.integer(f"qk_{part}_head_dim", most=_MAX_HEAD_DIM) for part in ("rope", "nope")
+    )
+    config.must_be("head_dim", rotary_dim, rotary_dim + nope_dim)
+    config.must_be("qk_head_dim", rotary_dim + nope_dim)
+    if rotary_dim % 2:
+        reason = "the rotary embedding needs an even number"
+        raise config.refusal("qk_rope_head_dim", rotary_dim, reason)
+    if rotary_dim * max_position > _MAX_ROTATIONS:
+        reason = (
+            f"at most {_MAX_ROTATIONS // rotary_dim} is supported with {rotary_dim} that rotate"
+        )
+        raise config.refusal("max_position_embeddings", max_position, reason)
+    mixer = LatentAttentionSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        q_lora_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
+        kv_lora_rank=config.integer("kv_lora_rank", most=_MAX_HEAD_DIM),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rotary_dim,
+        v_head_dim=config.integer("v_head_dim", most=_MAX_HEAD_DIM),
+        rope=rope_from_config(config, max_position),
+        bias=config.flag("attention_bias", False),
+        **attention,
+    )
+    num_unused = config.integer("num_nextn_predict_layers", 0, least=0)
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        max_position=max_position,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mlp in mlps),
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+        num_unused_layers=config.integer("num_mtp_layers", num_unused, least=0),
+    )
+    config.refuse_leftovers()
+    return spec
+
+
 def router_from_config(config: ConfigReader, **fields: Any) -> RouterSpec:
     """Return the router of a mixture; fields: others of RouterSpec.
 
@@ -138,8 +193,9 @@ def router_from_config(config: ConfigReader, **fields: Any) -> RouterSpec:
         raise config.refusal("num_experts_per_tok", top_k, f"{key} is {num_experts}")
     num_groups = config.integer("n_group", 1, most=_MAX_GROUPS)
     top_groups = config.integer("topk_group", 1)
-    if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
-        reason = f"{num_experts} experts cannot be divided into groups of two or more"
+    least = fields.get("best_of_group", 2)
+    if num_groups > 1 and (num_experts % num_groups or num_experts < least * num_groups):
+        reason = f"{num_experts} experts cannot be divided into groups of {least} or more"
         raise config.refusal("n_group", num_groups, reason)
     if top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
         reason = f"{num_groups} groups, {top_k} experts of a token"

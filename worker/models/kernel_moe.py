@@ -180,6 +180,7 @@ class MoeDescription:
             normalises=spec.normalised,
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
+            best_of_group=spec.best_of_group,
             scale=spec.scale,
             **{name: None if it is None else it.data_ptr() for name, it in tensors.items()},
         )

@@ -6,7 +6,7 @@ parts and list no weight of a layer by name. attention.py and mlp.py are example
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, Self
@@ -37,21 +37,33 @@ class HeadRows:
         the same, interleaved                                  here [ 0 2 4 5 | 1 3 6 7 ]
 
     Query times key does not depend on an order that both have.
+
+    rotates_last: the last `rotary_dim` rows rotate instead of the first, and row i of these
+        together with row i + rotary_dim / 2: in latent attention.
+
+        head of 8, 4 rotate     file [ 0 1 2 3 | 4 5 6 7 ]     here the same
+        the same, interleaved                                  here [ 0 1 2 3 | 4 6 5 7 ]
     """
 
     head_dim: int
     rotary_dim: int
     interleaved_in: tuple[str, ...] = ()
+    rotates_last: bool = False
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
         interleaved = file_format in self.interleaved_in
-        if not interleaved and self.rotary_dim == self.head_dim:
+        if not interleaved and (self.rotates_last or self.rotary_dim == self.head_dim):
             return None
         rotated = np.arange(self.rotary_dim, dtype=np.int64)
         pairs = rotated.reshape(-1, 2).T if interleaved else rotated.reshape(2, -1)
-        others = np.arange(self.rotary_dim, self.head_dim, dtype=np.int64).reshape(2, -1)
-        head = np.concatenate((pairs, others), axis=1).reshape(-1)
+        num_others = self.head_dim - self.rotary_dim
+        if self.rotates_last:
+            others = np.arange(num_others, dtype=np.int64)
+            head = np.concatenate((others, num_others + pairs.reshape(-1)))
+        else:
+            others = np.arange(self.rotary_dim, self.head_dim, dtype=np.int64)
+            head = np.concatenate((pairs, others.reshape(2, -1)), axis=1).reshape(-1)
         firsts = np.arange(0, num_rows, self.head_dim, dtype=np.int64)
         return (firsts[:, None] + head).reshape(-1)
 
@@ -64,6 +76,7 @@ class StackPart:
     tensor.
     row_step: the weight has every row_step-th of these rows.
     transposed: files have the transpose of each matrix, unless the tensor is quantised in blocks.
+    rows_are_columns: these rows of the tensor are the columns of the weight, also of blocks.
     """
 
     tensor: str
@@ -72,6 +85,7 @@ class StackPart:
     first_row: int = 0
     row_step: int = 1
     transposed: bool = False
+    rows_are_columns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +95,7 @@ class WeightSpec:
     name: "q.weight"; names of a layer's weights are relative to the layer.
     hugging_face_stack, gguf_stack: where the weight is in files that stack it with others; it is
         read from there if the file has that tensor.
+    older_gguf_stack: the same in files of another version of llama.cpp.
     head_rows: the order of the rows in the file; None for the order of this program.
     """
 
@@ -90,6 +105,7 @@ class WeightSpec:
     gguf: str
     hugging_face_stack: StackPart | None = None
     gguf_stack: StackPart | None = None
+    older_gguf_stack: StackPart | None = None
     head_rows: HeadRows | None = None
 
     def in_layer(self, layer: int) -> "WeightSpec":
@@ -102,15 +118,22 @@ class WeightSpec:
             gguf=gguf + self.gguf,
             hugging_face_stack=_with_prefix(self.hugging_face_stack, hugging_face),
             gguf_stack=_with_prefix(self.gguf_stack, gguf),
+            older_gguf_stack=_with_prefix(self.older_gguf_stack, gguf),
         )
 
     def name_in(self, file_format: str) -> str:
         """Return the tensor's name in a "gguf" or "safetensors" file."""
         return self.gguf if file_format == "gguf" else self.hugging_face
 
-    def stack_in(self, file_format: str) -> StackPart | None:
-        """Return where the weight is in a file of stacked experts of this format."""
-        return self.gguf_stack if file_format == "gguf" else self.hugging_face_stack
+    def stack_in(self, file_format: str, tensors: Container[str]) -> StackPart | None:
+        """Return where the weight is in a file of this format that stacks it with others.
+
+        tensors: names in the file.
+        """
+        if file_format != "gguf":
+            return self.hugging_face_stack
+        older = self.older_gguf_stack
+        return older if older is not None and older.tensor in tensors else self.gguf_stack
 
 
 def _with_prefix(stack: StackPart | None, prefix: str) -> StackPart | None:

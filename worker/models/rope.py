@@ -50,6 +50,8 @@ class YarnRope:
     attention_factor: multiplies cosines and sines, so query times key gets its square.
     query_growth: the query at position p is multiplied by
         1 + query_growth * log(1 + floor(p / original_max_position)), as in Llama 4; 0: by 1.
+    magnitude: multiplies all numbers of a head in latent attention, those that do not rotate, too;
+        1 if the configuration has no mscale_all_dim.
     """
 
     theta: float
@@ -60,6 +62,7 @@ class YarnRope:
     truncate: bool
     attention_factor: float
     query_growth: float = 0.0
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,9 @@ def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Ro
 def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
     original = rope.integer("original_max_position_embeddings", max_position)
     factor = rope.number("factor", max_position / original)
-    inferred = _magnitude(factor, 1.0)
+    inferred, magnitude = _magnitude(factor, 1.0), 1.0
+    if rope.get("mscale_all_dim"):
+        magnitude = _magnitude(factor, rope.number("mscale_all_dim"))
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         mscale, mscale_all = rope.number("mscale"), rope.number("mscale_all_dim")
         inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
@@ -227,6 +232,7 @@ def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", inferred),
+        magnitude=magnitude,
     )
 
 

@@ -12,6 +12,7 @@ from proto.errors import ConfigError
 from proto.lifecycle import ComputeShape
 from worker.attention.base import AttentionShape
 from worker.models.attention import AttentionSpec
+from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.moe import MoeSpec
 from worker.models.parts import PartSpec, WeightSpec, norm_weights, projection
 from worker.models.rope import Rope
@@ -107,10 +108,11 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+    def attention_layers(self) -> tuple[AttentionSpec | LatentAttentionSpec, ...]:
         """The mixers that are attention, bottom to top."""
         mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+        kinds = (AttentionSpec, LatentAttentionSpec)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, kinds))
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -165,8 +167,8 @@ class ModelSpec:
         parts = (part for layer in self.layers for part in (layer.mixer, layer.mlp))
         by_window: dict[int | None, int] = {}
         for attention in self.attention_layers:
-            flops = 2 * 2 * attention.query_size  # query by key, probabilities by value
-            by_window[attention.window] = by_window.get(attention.window, 0) + flops
+            by_window.setdefault(attention.window, 0)
+            by_window[attention.window] += attention.shape.flops_per_key
         return ComputeShape(
             sum(part.flops_per_token for part in parts),
             2 * self.vocab_size * self.hidden_size,

@@ -20,7 +20,7 @@ class Case:
     """sequences: (KV tokens before the step, query tokens). window: the layer's, in tokens.
 
     dtype: of the activations. kv_dtype: of the cache, if it differs. sinks: heads have one each, of
-    about the size of scores, and two far below and above.
+    about the size of scores, and two far below and above. latent_dim: values are that part of keys.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -34,12 +34,18 @@ class Case:
     kv_dtype: torch.dtype | None = None
     soft_cap: float = 0.0
     sinks: bool = False
+    latent_dim: int = 0
 
     @property
     def shape(self) -> AttentionShape:
         scale = self.head_dim**-0.5
         return AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_dim, scale, self.soft_cap
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            scale,
+            self.soft_cap,
+            self.latent_dim,
         )
 
 
@@ -60,7 +66,11 @@ class Step:
         layout = kv_layout([None, case.window])
         self.kv_cache = KVCache(
             kv_cache_geometry(
-                layout, case.num_kv_heads, case.head_dim, case.kv_dtype or case.dtype
+                layout,
+                case.num_kv_heads,
+                case.head_dim,
+                case.kv_dtype or case.dtype,
+                1 if case.latent_dim else 2,
             ),
             layout,
             num_blocks,
@@ -88,6 +98,7 @@ class Step:
             )
         )
         self.query, self.key, self.value = q, k, v
+        self._is_latent = case.latent_dim > 0
         self.sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
         if self.sinks is not None and case.num_heads > 2:
             self.sinks[1], self.sinks[2] = -200.0, 200.0
@@ -108,7 +119,7 @@ class Step:
             slots.append(slot[before:])
             positions.append(position[before:])
         rotary = RotaryEmbedding(
-            DefaultRope(10_000.0), case.head_dim, max(lens), torch.device("cpu")
+            DefaultRope(10_000.0), case.shape.rotary_dim, max(lens), torch.device("cpu")
         )
         self.rotation = rotary.at(torch.from_numpy(np.concatenate(positions)))
         self._before = self.kv_cache.buffer.clone()
@@ -125,7 +136,11 @@ class Step:
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.of_all_groups(self.inputs))
-        return backend.run(LAYER, self.query, self.key, self.value, self.rotation, self.sinks)
+        return backend.run(LAYER, *self.qkv(slice(None)), self.rotation, self.sinks)
+
+    def qkv(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        value = None if self._is_latent else self.value[tokens]
+        return self.query[tokens], self.key[tokens], value
 
     def of_all_groups(self, inputs: AttentionInputs) -> list[AttentionInputs]:
         """Inputs of all groups for `plan`; the group whose layer does not run has no blocks."""
@@ -146,9 +161,10 @@ class Step:
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """q or k of the step after the rotary embedding, in float64."""
         cosines, sines = self.rotation.double()[:, None].unbind(2)
-        first, second = heads.double().chunk(2, dim=-1)
+        latent, rotating = heads.double().tensor_split([self.case.latent_dim], dim=-1)
+        first, second = rotating.chunk(2, dim=-1)
         return torch.cat(
-            (first * cosines - second * sines, second * cosines + first * sines), dim=-1
+            (latent, first * cosines - second * sines, second * cosines + first * sines), dim=-1
         )
 
     def written(self, part: int) -> torch.Tensor:
@@ -156,9 +172,9 @@ class Step:
         return self._read(part, torch.from_numpy(self.inputs.slot_mapping))
 
     def expected(self) -> torch.Tensor:
-        """Attention output in float64 over the stored K and V, [T, num_heads, head_dim]."""
-        case = self.case
-        answer = torch.empty(self.query.shape, dtype=torch.float64)
+        """Attention output in float64 over the stored K and V, [T, num_heads, value_dim]."""
+        case, value_dim = self.case, self.case.shape.value_dim
+        answer = self.query.new_empty((*self.query.shape[:2], value_dim), dtype=torch.float64)
         group = case.num_heads // case.num_kv_heads
         queries = self.rotated(self.query).to(case.dtype).double()
         for row, (before, new) in enumerate(case.sequences):
@@ -168,6 +184,7 @@ class Step:
             if case.window is not None:
                 hidden |= torch.ones(new, before + new).tril(before - case.window).bool()
             key, value = (self._read(part, slots).double() for part in (0, 1))
+            value = value[..., :value_dim]
             # [new, kv_heads, group, head_dim] against [seen, kv_heads, head_dim]
             grouped = queries[start : start + new].unflatten(1, (-1, group))
             scores = torch.einsum("qhgd,khd->hgqk", grouped, key) * case.shape.scale

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from worker.models.latent_attention import LatentAttentionSpec
 
 NUM_TOKENS = 7
 
@@ -19,8 +20,18 @@ def test_flops_equal_those_counted_by_torch(name: str, tmp_path: Path) -> None:
     model.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(NUM_TOKENS)[None], use_cache=False)
-    shape = spec_of(prepare_checkpoint(tmp_path, tmp_path / "prepared")).compute_shape
+    spec = spec_of(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
+    shape = spec.compute_shape
     pairs = NUM_TOKENS * NUM_TOKENS
     expected = NUM_TOKENS * (shape.linear_flops + shape.head_flops)
-    expected += pairs * sum(flops for _, flops in shape.attention_flops)
+    for attention in spec.attention_layers:
+        if isinstance(attention, LatentAttentionSpec):  # there over keys and values of each head
+            widths = attention.query_dim + attention.v_head_dim
+            expected += pairs * 2 * attention.num_heads * widths
+            latents = attention.head_dim + attention.kv_lora_rank
+            assert attention.shape.flops_per_key == 2 * attention.num_heads * latents
+        else:
+            expected += pairs * attention.shape.flops_per_key
+    by_layer = sum(attention.shape.flops_per_key for attention in spec.attention_layers)
+    assert sum(flops for _, flops in shape.attention_flops) == by_layer
     assert counter.get_total_flops() == expected

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -21,7 +23,7 @@ from transformers import (
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.gguf_files import write
+from tests.fakes.gguf_files import numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
@@ -48,7 +50,23 @@ from worker.models.registry import spec_from_config
 Tensors = dict[str, torch.Tensor]
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
+LATENT: dict[str, Any] = SIZES | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+}
 GGUF_CONFIGS: dict[str, PretrainedConfig] = {
+    "deepseek2": DeepseekV2Config(**LATENT, topk_method="group_limited_greedy"),
+    "deepseek3": DeepseekV3Config(**LATENT, num_mtp_layers=0),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2moe": Qwen2MoeConfig(
         **SIZES,
@@ -120,7 +138,9 @@ def test_stacked_experts_equal_experts_in_tensors_of_their_own(tmp_path: Path) -
 def test_a_gguf_file_of_stacked_experts(name: str, kind: str, tmp_path: Path) -> None:
     config = GGUF_CONFIGS[name]
     with torch.no_grad():
-        model, tensors = tiny(kind, config, permuted=name in ("mixtral", "granitemoe"))
+        # Rows of 64 numbers, as those of attn_k_b, are too short for blocks of 256.
+        kinds = {"kv_b": "Q8_0"} if kind == "Q4_K" else {}
+        model, tensors = tiny(kind, config, name in ("mixtral", "granitemoe"), kinds)
         expected = model(TOKENS[None]).logits[0]
     assert "blk.1.ffn_gate_exps.weight" in tensors
     write(tmp_path / "model.gguf", tensors)
@@ -135,6 +155,31 @@ def test_a_gguf_file_of_stacked_experts(name: str, kind: str, tmp_path: Path) ->
         error = (logits(prepared, blocks) - expected).abs().mean()
         assert error < 0.02 * expected.std(), "activations are rounded to 8 bits"
         assert not blocks.dense_names
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_an_older_gguf_file_of_latent_attention(kind: str, tmp_path: Path) -> None:
+    """The weights of keys and values are one tensor, and those of keys transposed."""
+    config = GGUF_CONFIGS["deepseek3"]
+    with torch.no_grad():
+        model, tensors = tiny("F32", config, permuted=False)
+        for layer, state in enumerate(model.model.layers):
+            both = state.self_attn.kv_b_proj.weight
+            rows = random_rows(kind, *both.shape, seed=layer)
+            both.copy_(torch.from_numpy(numbers(kind, rows)))
+            for name in ("k_b", "v_b"):
+                del tensors[f"blk.{layer}.attn_{name}.weight"]
+            tensors[f"blk.{layer}.attn_kv_b.weight"] = (kind, rows)
+        expected = model(TOKENS[None]).logits[0]
+    write(tmp_path / "model.gguf", tensors)
+    prepared = prepare(
+        tmp_path / "prepared", config_of(config), gguf_index(tmp_path / "model.gguf")
+    )
+    assert (logits(prepared) - expected).abs().max() < 1e-4
+    if kind == "Q8_0":
+        blocks = PackedFormat(load_kernels(), DenseFormat(torch.float32), torch.float32)
+        error = (logits(prepared, blocks) - expected).abs().mean()
+        assert error < 0.02 * expected.std(), "activations are rounded to 8 bits"
 
 
 def drop(name: str) -> Callable[[Tensors], None]:
@@ -180,6 +225,7 @@ def test_missing_and_surplus_experts_are_named(
 @pytest.mark.parametrize(
     ("fields", "bias"),
     [
+        ({"num_groups": 4, "top_groups": 2, "best_of_group": 1}, False),
         ({"num_groups": 4, "top_groups": 2, "scoring": "sigmoid", "scale": 2.5}, True),
         ({"scoring": "sigmoid", "normalised": False}, True),
         ({"num_groups": 2, "top_groups": 1}, False),
@@ -199,7 +245,7 @@ def test_the_router_chooses_within_the_best_groups(fields: dict[str, Any], bias:
             choice[first : first + 16 // spec.num_groups]
             for first in range(0, 16, 16 // spec.num_groups)
         ]
-        ranks = [sum(sorted(group.tolist())[-2:]) for group in groups]
+        ranks = [sum(sorted(group.tolist())[-spec.best_of_group :]) for group in groups]
         best = sorted(range(spec.num_groups), key=lambda group: -ranks[group])[: spec.top_groups]
         allowed = [each for each in range(16) if each * spec.num_groups // 16 in best]
         wanted = sorted(allowed, key=lambda each: -choice[each])[:3]
@@ -258,6 +304,7 @@ def test_the_kernel_computes_what_torch_computes(
 
 
 ROUTERS = (
+    RouterSpec(num_experts=6, top_k=2, num_groups=3, top_groups=1, best_of_group=1),
     RouterSpec(num_experts=6, top_k=2, scoring="sigmoid", scale=2.5, selection_bias=True),
     RouterSpec(num_experts=6, top_k=3, num_groups=3, top_groups=2, bias=True),
     RouterSpec(num_experts=6, top_k=6, normalised=False),

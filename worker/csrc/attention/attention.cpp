@@ -62,17 +62,19 @@ void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t r
     finish_row(piece, row, all);
 }
 
-// Writes the rotated K and the V of one token to its page.
+// Writes the rotated K and the V of one token to its page; in latent attention only K.
 template <class C>
 void write_token(const TokendAttentionStep* step, const TokendAttentionLayer* layer, int64_t token, Scratch& scratch) {
     const int64_t slot = step->slot_mapping[token], head_dim = step->head_dim, block_size = step->block_size;
+    const int64_t rotary_dim = head_dim - step->latent_dim;
     const int64_t page = slot / block_size * layer->block_stride, offset = slot % block_size;
     float* row = scratch.floats(head_dim);
     for (int64_t head = 0; head < step->num_kv_heads; head++) {
         const int64_t at = page + head * layer->head_stride;
         read_row(layer->dtype, layer->key, token * layer->key_stride + head * head_dim, head_dim, row);
-        rotate_row(layer->rotation + token * head_dim, head_dim, row);
+        rotate_row(layer->rotation + token * rotary_dim, rotary_dim, row + head_dim - rotary_dim);
         write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->key_pages) + at);
+        if (step->latent_dim > 0) continue;
         read_row(layer->dtype, layer->value, token * layer->value_stride + head * head_dim, head_dim, row);
         write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->value_pages) + at);
     }

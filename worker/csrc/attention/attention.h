@@ -18,6 +18,7 @@ struct TokendAttentionStep {
     int64_t max_blocks;
     int64_t window;  // tokens that a query sees at most, including its own
     int64_t most_partial_rows;  // limit of rows in memory, unless one tile needs more
+    int64_t latent_dim;  // 0, or of latent attention: below
     const int32_t* query_start;
     const int32_t* seq_lens;
     const int32_t* block_table;
@@ -25,6 +26,11 @@ struct TokendAttentionStep {
     double scale;
     double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: no soft cap
 };
+
+// Latent attention (DeepSeek-V2, section 2.1) has one KV head and pages of keys only. The first
+// latent_dim numbers of a key do not rotate and are its value too; the others rotate:
+//
+//   key   | latent, the value | rotated part |      queries are the same; an output is a latent
 
 // A tile: neighbouring queries of one sequence under one KV head.
 //   rows:     query_count * group_size, row = query * group_size + head in group
@@ -73,7 +79,9 @@ struct TokendAttentionSchedule {
 //   dtype: of query, key, value and output, not int8
 //   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
 //       float scales [parts of a row, block_size] (token_rows.h)
-//   rotation: [num_tokens, 2, head_dim / 2], cosines and sines
+//   rotation: [num_tokens, 2, n / 2], cosines and sines of the n last numbers of a head, which rotate: all but
+//       a latent
+//   value_pages: those of keys in latent attention, where value is null
 //   sinks: [num_heads], a logit of each head that takes part in the softmax but has no value; or null
 struct TokendAttentionLayer {
     int64_t dtype;

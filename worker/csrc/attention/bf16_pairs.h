@@ -25,8 +25,9 @@ constexpr int64_t TILE_WORDS = 256;
 constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
 
 // Whether these kernels support the layer: whole tiles, and results not required in float32.
-inline bool suits_bfloat16(const TokendAttentionLayer* layer, int64_t head_dim) {
-    return layer->dtype == TOKEND_BFLOAT16 && head_dim % INNER == 0 &&
+inline bool suits_bfloat16(const Piece& piece) {
+    const TokendAttentionLayer* layer = piece.layer;
+    return layer->dtype == TOKEND_BFLOAT16 && piece.head_dim % INNER == 0 && piece.rotary_dim % INNER == 0 &&
            (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);
 }
 
@@ -62,16 +63,19 @@ TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* word
 // The query of a row, rotated (token_rows.h) and rounded, in the order of the keys.
 template <class C>
 TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
-    const int64_t token = piece.token(row), head_dim = piece.head_dim, half = head_dim / 2;
+    const int64_t token = piece.token(row), head_dim = piece.head_dim, half = piece.rotary_dim / 2;
+    const int64_t kept = head_dim - piece.rotary_dim;
     const auto* query = static_cast<const bfloat16*>(piece.layer->query) + token * piece.layer->query_stride +
                         piece.head(row) * head_dim;
-    const float* rotation = piece.layer->rotation + token * head_dim;
+    const float* rotation = piece.layer->rotation + token * piece.rotary_dim;
     auto* turned = reinterpret_cast<bfloat16*>(words);
+    std::copy_n(query, kept, turned);
+    auto *first = turned + kept, *second = first + half;
     for (int64_t dim = 0; dim < half; dim += 16) {
-        const F<16> a = load<16>(query + dim), b = load<16>(query + half + dim);
+        const F<16> a = load<16>(query + kept + dim), b = load<16>(query + kept + half + dim);
         const F<16> cosine = load<16>(rotation + dim), sine = load<16>(rotation + half + dim);
-        store<16>(turned + dim, a * cosine - b * sine);
-        store<16>(turned + half + dim, b * cosine + a * sine);
+        store<16>(first + dim, a * cosine - b * sine);
+        store<16>(second + dim, b * cosine + a * sine);
     }
     if constexpr (QUANTISED<C>) {
         for (int64_t dim = 0; dim < head_dim; dim += INNER) {
@@ -86,9 +90,9 @@ inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* pl
                            const RowResult& result) {
     if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
     const int64_t at = piece.token(row) * piece.step->num_heads + piece.head(row);
-    auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.head_dim;
+    auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.value_dim;
     const float total = whole_total(piece, row, result);
-    for (int64_t dim = 0; dim < piece.head_dim; dim += 16) store<16>(to + dim, load<16>(result.output + dim) / total);
+    for (int64_t dim = 0; dim < piece.value_dim; dim += 16) store<16>(to + dim, load<16>(result.output + dim) / total);
 }
 
 // V of two neighbouring tokens, one word per dim; `head_dim` words. For bfloat16 every 32 dims are

@@ -361,7 +361,7 @@ void attend(const Piece& piece, const Piece& following, const TokendAttentionSch
 
 bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
                             Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim) || piece.layer->cache_dtype != TOKEND_BFLOAT16) return false;
+    if (!suits_bfloat16(piece) || piece.layer->cache_dtype != TOKEND_BFLOAT16) return false;
 #if defined(TOKEND_AMX)
     if (tiles_allowed()) {
         attend<TileRows>(piece, following, plan, index, scratch);

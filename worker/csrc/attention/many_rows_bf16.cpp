@@ -342,7 +342,7 @@ void attend(const Piece& piece, const TokendAttentionSchedule* plan, int64_t ind
 }  // namespace
 
 bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim)) return false;
+    if (!suits_bfloat16(piece)) return false;
     if (piece.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(piece, plan, index, scratch);
     else attend<bfloat16>(piece, plan, index, scratch);
     return true;

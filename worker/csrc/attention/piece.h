@@ -64,6 +64,8 @@ struct Piece {
     int64_t group;
     int64_t rows;
     int64_t head_dim;
+    int64_t rotary_dim;   // of a head, the last ones
+    int64_t value_dim;    // of an output, the first ones
     int64_t begin, end;   // KV tokens
     int64_t first_limit;  // position after the tile's first query
     int64_t window;       // tokens that a query sees at most
@@ -75,6 +77,8 @@ struct Piece {
         group = s->num_heads / s->num_kv_heads;
         rows = t->query_count * group;
         head_dim = s->head_dim;
+        rotary_dim = s->head_dim - s->latent_dim;
+        value_dim = s->latent_dim > 0 ? s->latent_dim : s->head_dim;
         const int64_t from = (t->kv_begin / t->piece_len + index) * t->piece_len;
         begin = std::max<int64_t>(from, t->kv_begin);
         end = std::min<int64_t>(from + t->piece_len, t->kv_end);
@@ -106,12 +110,12 @@ struct Piece {
     // The query of a row, rotated and rounded to the activations' dtype.
     void rotated_query(int64_t row, float* query) const {
         read_row(layer->dtype, layer->query, token(row) * layer->query_stride + head(row) * head_dim, head_dim, query);
-        rotate_row(layer->rotation + token(row) * head_dim, head_dim, query);
+        rotate_row(layer->rotation + token(row) * rotary_dim, rotary_dim, query + head_dim - rotary_dim);
         round_row(layer->dtype, head_dim, query);
     }
 
     void write_output(int64_t row, const float* output) const {
-        write_row(layer->dtype, output, head_dim, layer->output, (token(row) * step->num_heads + head(row)) * head_dim);
+        write_row(layer->dtype, output, value_dim, layer->output, (token(row) * step->num_heads + head(row)) * value_dim);
     }
 
     // Rows of K and V of tokens [from, to).

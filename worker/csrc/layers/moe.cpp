@@ -229,7 +229,7 @@ class MoeTeam {
                 if (choice[i] > best[0]) best[1] = best[0], best[0] = choice[i];
                 else if (choice[i] > best[1]) best[1] = choice[i];
             }
-            return best[0] + best[1];
+            return router_.best_of_group == 1 ? best[0] : best[0] + best[1];
         };
         // A group is kept if fewer than top_groups others are better; of equal ones the first.
         uint64_t kept = 0;

@@ -24,6 +24,7 @@ struct TokendRouter {
     int64_t normalises;  // 1: the weights of a row's experts sum to `scale`
     int64_t num_groups;
     int64_t top_groups;
+    int64_t best_of_group;  // 1 or 2 scores, whose sum ranks a group
     double scale;
     const float* weight;          // [num_experts, hidden_size]
     const float* bias;            // [num_experts], of the logits; or null
