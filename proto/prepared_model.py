@@ -23,6 +23,11 @@ from proto.errors import ModelError, shown
 MANIFEST_VERSION = 2
 MXFP4_BYTES: Final = 16
 """Of the 32 numbers of a block of MXFP4, without its scale."""
+FP8: Final = "F8_E4M3"
+"""As safetensors names it."""
+FP8_BLOCK: Final = 128
+"""Rows and columns of a block of FP8 numbers, which has one float32 scale (DeepSeek-V3,
+section 3.3.2)."""
 
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
@@ -45,7 +50,9 @@ FAMILIES: Final = {
     "DeepseekV2ForCausalLM": ModelFamily(
         "deepseek2", "deepseek2", "DeepSeek-V2, V2.5, V2-Lite, Coder-V2"
     ),
-    "DeepseekV3ForCausalLM": ModelFamily("deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1"),
+    "DeepseekV3ForCausalLM": ModelFamily(
+        "deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1, Kimi K2"
+    ),
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
@@ -113,8 +120,9 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
     shape: as in torch, rows first; in elements.
     file: index into TensorIndex.files.
     offset, num_bytes: byte range in that file.
-    scales: file and offset of the scales of MXFP4 blocks whose scales are a tensor of their own,
-        one byte a block; empty for all other tensors.
+    scales: file and offset of the scales of blocks whose scales are a tensor of their own; empty
+        for all other tensors. Of MXFP4 one byte for each block. Of FP8 a row of float32 for every
+        FP8_BLOCK rows; a third number is the row of its block with which the tensor begins.
     """
 
     name: str
@@ -129,10 +137,36 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
     def byte_ranges(self) -> list[tuple[int, int, int]]:
         """File, offset and number of bytes of the tensor, and of its scales if they lie apart."""
         ranges = [(self.file, self.offset, self.num_bytes)]
-        if self.scales:
-            file, offset = self.scales
-            ranges.append((file, offset, self.num_bytes // MXFP4_BYTES))
+        match self.scales:
+            case file, offset:
+                ranges.append((file, offset, self.num_bytes // MXFP4_BYTES))
+            case file, offset, first:
+                num_blocks = -(-(first + self.shape[0]) // FP8_BLOCK)
+                ranges.append((file, offset, num_blocks * self._scale_row_bytes))
         return ranges
+
+    @property
+    def _scale_row_bytes(self) -> int:
+        """Bytes of the scales of one row of FP8 blocks."""
+        return 4 * -(-self.shape[1] // FP8_BLOCK)
+
+    def with_rows(self, first: int, end: int) -> "TensorEntry":
+        """Return these rows with all columns: a range of the tensor's bytes, and their scales."""
+        row_bytes = self.num_bytes // self.shape[0]
+        scales = self.scales
+        match scales:
+            case file, offset:
+                scales = (file, offset + first * (row_bytes // MXFP4_BYTES))
+            case file, offset, before:
+                blocks, row = divmod(before + first, FP8_BLOCK)
+                scales = (file, offset + blocks * self._scale_row_bytes, row)
+        return msgspec.structs.replace(
+            self,
+            shape=(end - first, *self.shape[1:]),
+            offset=self.offset + first * row_bytes,
+            num_bytes=(end - first) * row_bytes,
+            scales=scales,
+        )
 
 
 class TensorIndex(msgspec.Struct, frozen=True):

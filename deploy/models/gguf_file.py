@@ -43,7 +43,7 @@ _EXPERT_KEYS: Final = {
 
 _MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "deepseek2": {},
-    "deepseek3": {},
+    "deepseek3": {"norm_topk_prob": False},
     "glm4moe": {},
     "gptoss": {},
     "granitemoe": {},

@@ -31,7 +31,27 @@ _GPT4O: Final = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS: Final[Mapping[str, str]] = {
+_HAN: Final = r"[一-龥ࠀ-一가-\x{d7ff}]+"
+_CASED: Final = r"[\p{Lu}\p{Ll}\p{Lt}]"
+_KIMI_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_K2: Final = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3: Final = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_LLM: Final = (
+    *(r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+"),
+    *(r"\s+$", _HAN, r"\p{N}"),
+)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+_SPLITS: Final[Mapping[str, str | tuple[str, ...]]] = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"), _LLAMA3
     ),
@@ -39,10 +59,14 @@ _SPLITS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "kimi-k2": _KIMI_K2,
     "tekken": _TEKKEN,
 }
-"""Value of tokenizer.ggml.pre → regex of the pieces within which a byte-level BPE merges. With any
-other value the pieces are those of GPT-2."""
+"""Value of tokenizer.ggml.pre → regex of the pieces within which a byte-level BPE merges; several
+cut the pieces of those before them. With any other value the pieces are those of GPT-2."""
 
 _SINGLE_DIGITS: Final = ("command-r", "refact", "starcoder")
 """Values of tokenizer.ggml.pre with GPT-2's pieces, and every digit by itself: Command R, Granite
@@ -140,7 +164,11 @@ class _Vocabulary:
         pre = self._metadata.get("tokenizer.ggml.pre", "")
         pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)]
         if pre in _SPLITS:
-            pieces.insert(0, pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"))
+            own = _SPLITS[pre]
+            regexes = (own,) if isinstance(own, str) else own
+            pieces[:0] = [
+                pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in regexes
+            ]
         elif pre in _SINGLE_DIGITS:
             pieces.insert(0, pre_tokenizers.Digits(individual_digits=True))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)

@@ -25,7 +25,7 @@ _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 """Older formats, which `transformers` converts."""
-_PUBLISHED_WITH_CODE: Final = ["Phi3ForCausalLM"]
+_PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Folders of these models still name the code from before transformers had the architecture."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -35,8 +35,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     folder = Path(path)
     report("reading headers")
     config = _object(folder / "config.json", required=True)
-    architecture_of(config)  # first: what else is missing does not matter for another one
-    if config.get("auto_map") and config["architectures"] != _PUBLISHED_WITH_CODE:
+    # First: what else is missing does not matter for another architecture.
+    architecture = architecture_of(config)
+    if config.get("auto_map") and architecture not in _PUBLISHED_WITH_CODE:
         raise ModelError(
             f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
@@ -87,7 +88,7 @@ def _tensors(folder: Path) -> TensorIndex:
                 raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
             owners[entry.name] = path.name
             entries.append(entry)
-    joined = safetensors_header.join_mxfp4(entries)
+    joined = safetensors_header.join_scales(entries)
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

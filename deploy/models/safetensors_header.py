@@ -9,8 +9,10 @@ import os
 from collections.abc import Iterable
 from typing import Any, Final
 
+import msgspec
+
 from proto.errors import ModelError, shown
-from proto.prepared_model import MXFP4_BYTES, TensorEntry
+from proto.prepared_model import FP8, FP8_BLOCK, MXFP4_BYTES, TensorEntry
 
 _MAX_HEADER_BYTES: Final = 32 << 20
 """About 200,000 tensors; parsed JSON can need twenty times as much memory."""
@@ -60,8 +62,41 @@ def read(path: str, file: int) -> list[TensorEntry]:
     ]
 
 
-def join_mxfp4(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """Return the tensors with each pair NAME_blocks, NAME_scales as one, NAME of type MXFP4.
+def join_scales(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return the tensors, those of quantised numbers and of their scales as one.
+
+    Raises ModelError for a pair whose types or shapes do not fit, naming both tensors.
+    """
+    named = {entry.name: entry for entry in entries}
+    _join_mxfp4(named)
+    _join_fp8(named)
+    return tuple(named.values())
+
+
+def _join_fp8(named: dict[str, TensorEntry]) -> None:
+    """Give each NAME of type F8_E4M3 its scales, the tensor NAME_scale_inv.
+
+    numbers   F8_E4M3 [rows, columns]
+    scales    F32 [rows / 128, columns / 128], rounded up: a factor of each block
+    """
+    for name, entry in list(named.items()):
+        scales = named.get(f"{name}_scale_inv")
+        if scales is None:
+            continue
+        if (entry.type, scales.type, len(entry.shape)) != (FP8, "F32", 2) or scales.shape != tuple(
+            -(-size // FP8_BLOCK) for size in entry.shape
+        ):
+            raise ModelError(
+                f"tensor {name} of type {entry.type} and shape {list(entry.shape)} does not fit "
+                f"tensor {scales.name} of type {scales.type} and shape {list(scales.shape)}: FP8 "
+                f"with an F32 scale of each block of {FP8_BLOCK} x {FP8_BLOCK} is supported"
+            )
+        del named[scales.name]
+        named[name] = msgspec.structs.replace(entry, scales=(scales.file, scales.offset, 0))
+
+
+def _join_mxfp4(named: dict[str, TensorEntry]) -> None:
+    """Make each pair NAME_blocks, NAME_scales one tensor, NAME of type MXFP4.
 
         blocks   uint8 [..., rows, columns / 32, 16], numbers 2i and 2i + 1 in byte i
         scales   uint8 [..., rows, columns / 32]
@@ -69,7 +104,6 @@ def join_mxfp4(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
 
     Raises ModelError for blocks without scales of their shape, naming both tensors.
     """
-    named = {entry.name: entry for entry in entries}
     for blocks in list(named.values()):
         if blocks.type != "U8" or not blocks.name.endswith("_blocks"):
             continue
@@ -93,7 +127,6 @@ def join_mxfp4(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
             blocks.num_bytes,
             (scales.file, scales.offset),
         )
-    return tuple(named.values())
 
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:

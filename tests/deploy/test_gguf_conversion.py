@@ -274,6 +274,31 @@ def test_the_configuration_of_a_mixture(
         gguf_file.read(str(path), lambda what: None)
 
 
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("deepseek-v3", ["ab", "'c", " ", "123", "45", " ", "中ひ", "ß", " !=", "x", "\n\n", "_z"]),
+        (
+            "deepseek-llm",
+            ["ab", "'", "c", " ", *"12345", " ", "中", "ひ", "ß", " !=", "x", "\n", "\n", "_", "z"],
+        ),
+        (
+            "deepseek-coder",
+            ["ab", "'", "c", " ", *"12345", " 中ひß", " !", "=", "x", "\n", "\n", "_", "z"],
+        ),
+        ("kimi-k2", ["ab", "'c", " ", "123", "45", " ", "中", "ひß", " !=", "x", "\n\n", "_z"]),
+    ],
+)
+def test_pieces_of_deepseek_and_kimi(tmp_path: Path, pre: str, expected: list[str]) -> None:
+    """As the tokenizers of the published folders cut them, which transformers does not convert."""
+    path = tmp_path / "tiny.gguf"
+    write(path, "llama", byte_level() | {"pre": pre})
+    data, _, _ = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
+    cutter = Tokenizer.from_str(data.decode()).pre_tokenizer
+    text = "ab'c 12345 中ひß !=x\n\n_z"
+    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == expected
+
+
 @pytest.mark.parametrize("is_newer", [False, True])
 @pytest.mark.parametrize("gating", [None, 1, 2])
 def test_the_configuration_of_latent_attention(

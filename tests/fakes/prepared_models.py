@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from deploy.models.safetensors_header import join_mxfp4
+from deploy.models.safetensors_header import join_scales
 from proto.codec import encode
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from worker.layers.norm import NormWeight
@@ -61,7 +61,7 @@ def safetensors_index(*paths: Path) -> TensorIndex:
                 shape = tuple(each["shape"])
                 start = 8 + length + begin
                 entries.append(TensorEntry(name, each["dtype"], shape, number, start, end - begin))
-    return TensorIndex("safetensors", tuple(map(str, paths)), join_mxfp4(entries))
+    return TensorIndex("safetensors", tuple(map(str, paths)), join_scales(entries))
 
 
 def gguf_index(path: Path) -> TensorIndex:

@@ -34,6 +34,19 @@ _MANY_EXPERTS: Final = _EXPERTS | {
     "expert_count": "num_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LATENT: Final = _EXPERTS | {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length_mla": "qk_head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_GROUPS: Final = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_QUERY_LATENT: Final = {"attention.q_lora_rank": "q_lora_rank"}
 _GRANITE: Final = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -78,8 +91,19 @@ _YARN_VALUES: Final = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 32,
 }
+_YARN_OF_LATENTS: Final = _OLMO3_ROPE["full_attention"] | {"mscale": 0.7, "mscale_all_dim": 0.7}
+_LATENT_YARN_VALUES: Final = _YARN_VALUES | {"rope.scaling.yarn_log_multiplier": 0.07}
 GGUFS: Final[dict[str, TinyGguf]] = {
     "cohere2": TinyGguf(_WINDOW | _LAYER_NORM | {"logit_scale": "logit_scale"}, changes=_FULL_AT),
+    "deepseek2": TinyGguf(
+        {key: name for key, name in _LATENT.items() if key != "expert_weights_norm"},
+        _LATENT_YARN_VALUES | {"expert_gating_func": 1, "leading_dense_block_count": 1},
+    ),
+    "deepseek3": TinyGguf(
+        _LATENT | _GROUPS | _QUERY_LATENT,
+        _LATENT_YARN_VALUES | {"expert_gating_func": 2, "leading_dense_block_count": 1},
+        {"rope_parameters": _YARN_OF_LATENTS},
+    ),
     "ernie45": TinyGguf(),
     "exaone4": TinyGguf(
         _WINDOW, {"attention.sliding_window_pattern": [True, True, True, False]}, _FULL_AT
@@ -109,6 +133,11 @@ GGUFS: Final[dict[str, TinyGguf]] = {
             "leading_dense_block_count": "first_k_dense_replace",
         },
         {"expert_gating_func": 2, "nextn_predict_layers": 0},
+    ),
+    "glm4moelite": TinyGguf(
+        _LATENT | _GROUPS | _QUERY_LATENT,
+        {"expert_gating_func": 2, "leading_dense_block_count": 1},
+        {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "gptoss": TinyGguf(
         _WINDOW
@@ -227,6 +256,12 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": config.vocab_size,
     }
+    if rank := getattr(config, "kv_lora_rank", None):  # counts latents as keys and values
+        values |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": rank + config.qk_rope_head_dim,
+            "attention.value_length": rank,
+        }
     if (epsilon := getattr(config, "rms_norm_eps", None)) is not None:
         values["attention.layer_norm_rms_epsilon"] = epsilon
     return values
@@ -252,7 +287,7 @@ def _converted(
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     converted: Arrays = {}
-    for name, array in _with_stacks(_joined_mxfp4(tensors)).items():
+    for name, array in _with_stacks(_joined_mxfp4(_split_latents(tensors, config))).items():
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None, f"the gguf package does not know {name} of {architecture}"
         if re.search(r"\.[qk]_proj\.", name) and rules.permuted:
@@ -263,6 +298,22 @@ def _converted(
             array = array + 1.0
         converted[new] = array.squeeze()
     return converted
+
+
+def _split_latents(tensors: Arrays, config: PretrainedConfig) -> Arrays:
+    """Return the tensors with the weights of keys and of values for each head, those of keys
+    transposed: [heads, latent, columns of the query] and [heads, value, latent].
+    """
+    split: Arrays = {}
+    for name, array in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            heads = array.reshape(config.num_attention_heads, -1, array.shape[1])
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            split[name.replace("kv_b", "k_b")] = keys.transpose(0, 2, 1)
+            split[name.replace("kv_b", "v_b")] = values
+        else:
+            split[name] = array
+    return split
 
 
 def _joined_mxfp4(tensors: Arrays) -> Arrays:

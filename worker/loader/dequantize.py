@@ -1,4 +1,4 @@
-"""The numbers of a GGUF file's quantisation blocks, in torch; the layouts are those of ggml.
+"""The numbers of quantisation blocks, in torch. Those of a GGUF file have the layouts of ggml.
 
     Q4_0, Q5_0, Q8_0   scale * (code - zero)        a scale for each 32 numbers
     Q4_1, Q5_1         scale * code + minimum       a scale and a minimum for each 32
@@ -6,6 +6,7 @@
                                                     scaled by two numbers for 256
     Q6_K               scale * (code - 32)          8-bit scales for each 16, scaled for 256
     MXFP4              scale * E2M1[code]           a power of two for each 32
+    FP8                scale * E4M3[code]           a scale for each 128 rows and 128 columns
 
 Kernels multiply with blocks directly; this is for weights that are held in another format.
 """
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
+
+from proto.prepared_model import FP8_BLOCK
 
 _E2M1: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 """The numbers of 4 bits without their sign (OCP Microscaling Formats, section 5.3.3)."""
@@ -28,6 +31,20 @@ def dequantize(gguf_type: str, blocks: torch.Tensor, block_size: int) -> torch.T
     for first in range(0, len(blocks), chunk):
         part = blocks[first : first + chunk]
         numbers[first : first + chunk] = convert(part).view(len(part), block_size)
+    return numbers
+
+
+def dequantize_fp8(codes: torch.Tensor, scales: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Return float32 of float8_e4m3fn [rows, columns] with scales of blocks of FP8_BLOCK².
+
+    first_row: row of the first blocks with which `codes` begins.
+    """
+    numbers = torch.empty(codes.shape, dtype=torch.float32)
+    begin = -first_row
+    for row_scales in scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : codes.shape[1]]:
+        rows = slice(max(begin, 0), begin + FP8_BLOCK)
+        torch.mul(codes[rows].float(), row_scales, out=numbers[rows])
+        begin += FP8_BLOCK
     return numbers
 
 

@@ -17,9 +17,16 @@ import torch
 
 from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import MXFP4_BYTES, PreparedModel, TensorEntry, TensorIndex
+from proto.prepared_model import (
+    FP8,
+    FP8_BLOCK,
+    MXFP4_BYTES,
+    PreparedModel,
+    TensorEntry,
+    TensorIndex,
+)
 from worker.layers.kernel_weights import GGUF_BLOCKS
-from worker.loader.dequantize import dequantize
+from worker.loader.dequantize import dequantize, dequantize_fp8
 
 INDEX_FILE = "tensors.msgpack"
 RawBytes = npt.NDArray[np.uint8]
@@ -93,11 +100,14 @@ class TensorFiles:
         """Return the tensor of entry.shape in the float dtype that needs the least work.
 
         A view of the mapped file for plain types, which keeps it mapped; new float32
-        numbers for quantisation blocks. Raises ModelError naming the tensor for types and sizes
-        that cannot be read.
+        numbers for quantisation blocks and for FP8 with scales. Raises ModelError naming the tensor
+        for types and sizes that cannot be read.
         """
         if entry.type in GGUF_BLOCKS:
             return decode_gguf(entry, self.blocks_of(entry))
+        if entry.type == FP8 and entry.scales:
+            numbers, scales = (self.bytes_at(*each) for each in entry.byte_ranges)
+            return _decode_fp8(entry, numbers, scales)
         decode = decode_gguf if self._is_gguf else decode_safetensors
         return decode(entry, self.bytes_at(entry.file, entry.offset, entry.num_bytes))
 
@@ -151,6 +161,14 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
     block_size, block_bytes = check_blocks(entry)
     blocks = torch.from_numpy(data).view(-1, block_bytes)
     return dequantize(entry.type, blocks, block_size).view(entry.shape)
+
+
+def _decode_fp8(entry: TensorEntry, numbers: RawBytes, scales: RawBytes) -> torch.Tensor:
+    """Return new float32 numbers of FP8 and the scales of its blocks."""
+    first_row = entry.scales[2]
+    factors = torch.from_numpy(scales.copy()).view(torch.float32)
+    codes = _view_as(entry, numbers, torch.float8_e4m3fn)
+    return dequantize_fp8(codes, factors.view(-1, -(-entry.shape[1] // FP8_BLOCK)), first_row)
 
 
 def _gguf_mxfp4(numbers: RawBytes, scales: RawBytes) -> RawBytes:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import MXFP4_BYTES, TensorEntry, TensorIndex
+from proto.prepared_model import TensorEntry, TensorIndex
 from worker.layers.kernel_weights import GGUF_BLOCKS
 from worker.layers.norm import NormWeight
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
@@ -340,20 +340,7 @@ def _rows_of(entry: TensorEntry, rows: slice) -> TensorEntry:
     first, end, _ = rows.indices(entry.shape[0])
     if end - first == entry.shape[0]:
         return entry
-    row_bytes = entry.num_bytes // entry.shape[0]
-    scales = entry.scales
-    if scales:
-        file, offset = scales
-        scales = (file, offset + first * (row_bytes // MXFP4_BYTES))
-    return TensorEntry(
-        entry.name,
-        entry.type,
-        (end - first, *entry.shape[1:]),
-        entry.file,
-        entry.offset + first * row_bytes,
-        (end - first) * row_bytes,
-        scales,
-    )
+    return entry.with_rows(first, end)
 
 
 def _repeats_config(name: str) -> bool:

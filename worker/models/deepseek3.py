@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, and sigmoid scores, biased for the choice of experts."""
+"""DeepSeek-V3, R1 and Kimi K2: latent attention, and sigmoid scores, biased for the choice."""
 
 from worker.layers.router import RouterSpec
 from worker.models.common import latent_decoder, router_from_config
@@ -6,7 +6,7 @@ from worker.models.config_reader import ConfigReader
 from worker.models.deepseek2 import mixtures_above_dense_layers
 from worker.models.spec import ModelSpec
 
-MODEL_TYPE = "deepseek_v3"
+MODEL_TYPE = ("deepseek_v3", "kimi_k2")
 
 
 def spec(config: ConfigReader) -> ModelSpec:

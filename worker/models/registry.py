@@ -1,7 +1,7 @@
 """Finds the family of a model.
 
-To add one: a file here with MODEL_TYPE and `spec(ConfigReader) -> ModelSpec`, and a line in
-`proto.prepared_model.FAMILIES`.
+To add one: a file here with MODEL_TYPE (a `model_type`, or a tuple of several) and
+`spec(ConfigReader) -> ModelSpec`, and a line in `proto.prepared_model.FAMILIES`.
 """
 
 import json
@@ -35,7 +35,8 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     ):
         raise reader.refusal("architectures", architectures, "one architecture is needed")
     family = import_module(f"worker.models.{family_of(architectures[0]).module}")
-    reader.must_be("model_type", family.MODEL_TYPE)
+    types = family.MODEL_TYPE
+    reader.must_be("model_type", *([types] if isinstance(types, str) else types))
     spec: ModelSpec = family.spec(reader)
     return spec
 

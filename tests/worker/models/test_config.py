@@ -222,6 +222,51 @@ def test_gemma3_defaults_replace_missing_keys() -> None:
 
 PHI3 = family("Phi3ForCausalLM", sliding_window=2047, rope_theta=5000.0)
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+LATENT = LLAMA | {
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 16,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "routed_scaling_factor": 2.5,
+    "seq_aux": True,
+    "v_head_dim": 8,
+}
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "type": "yarn",
+}
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_scaling": DEEPSEEK_YARN,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+}
 SHIPPED: dict[str, dict[str, Any]] = {
     "Command R7B": family(
         "Cohere2ForCausalLM",
@@ -236,6 +281,34 @@ SHIPPED: dict[str, dict[str, Any]] = {
         use_parallel_block=True,
         use_parallel_embedding=True,
     ),
+    "DeepSeek-V2-Lite": LATENT
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "aux_loss_alpha": 0.001,
+        "model_type": "deepseek_v2",
+        "n_group": 1,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "GLM-4.7-Flash": LATENT
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    },
     "Gemma 2 27B": family(
         "Gemma2ForCausalLM",
         hidden_act="gelu_pytorch_tanh",
@@ -243,6 +316,14 @@ SHIPPED: dict[str, dict[str, Any]] = {
         sliding_window_size=16,
         sliding_window=16,
     ),
+    "Kimi K2": DEEPSEEK_V3
+    | {
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": DEEPSEEK_YARN | {"beta_fast": 1.0, "factor": 32.0},
+        "topk_group": 1,
+    },
     "Phi-4-mini": PHI3
     | {
         "full_attn_mod": 1,
