@@ -7,8 +7,9 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache, kv_layout
 from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
@@ -28,9 +29,7 @@ def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
 def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
     """Return a runner whose KV pool has NaN wherever nothing was written."""
     spec = decoder.spec
-    layout = kv_layout(spec.windows)
-    heads = spec.attention_shape
-    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
+    layout, geometry = layer_cache(spec, torch.float32)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
     rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
