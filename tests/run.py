@@ -102,7 +102,7 @@ SUITES = (
     Suite(
         "daemons",
         "the real daemon with the packaged model: tokens, APIs, start, end, killed processes",
-        *(900, 180),
+        *(1200, 240),
         in_test=True,
     ),
     Suite(

@@ -13,14 +13,14 @@ Start with `AsyncModelRunner.launch`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.model_runner_output import ModelRunnerOutput, RowExperts, RowLogprobs
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Download, Downloader
@@ -37,7 +37,6 @@ from worker.model_runner import (
     no_grammars,
     nonfinite_tokens,
 )
-from worker.routed_experts import ExpertSpan
 from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
 from worker.sampling.logprobs import logprobs_of_sequences, pack_logprobs
 from worker.step_inputs import SampledPositions
@@ -79,7 +78,6 @@ class QueuedStep:
         logprobs: LogprobRequests,
         download: Download,
         device_time: DeviceTime,
-        routed_experts: Callable[[Sequence[ExpertSpan], npt.NDArray[np.generic]], list[RowExperts]],
     ) -> None:
         self.is_ready = download.is_ready
         self._device_time = device_time
@@ -90,7 +88,6 @@ class QueuedStep:
         self._indices = indices
         self._logprobs = logprobs
         self._download = download
-        self._routed_experts = routed_experts
         self._arrays: list[npt.NDArray[np.generic]] = []
 
     def wait_for_tokens(self) -> None:
@@ -116,9 +113,7 @@ class QueuedStep:
             if not nonfinite[sequence]:
                 sampled[sequence].append(token_id)
         logprobs = self._pack_logprobs(nonfinite)
-        experts: list[RowExperts] = []
-        if self._forward.experts is not None:
-            experts = self._routed_experts(self._forward.expert_spans, self._arrays[-1])
+        experts = None if self._forward.experts is None else self._arrays[-1]
         return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
 
     def _pack_logprobs(self, nonfinite: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
@@ -217,7 +212,6 @@ class AsyncModelRunner:
             requests,
             download,
             self._device_time,
-            self._runner.routed_experts,
         )
 
     def _keep_last_tokens(self, positions: SampledPositions, token_ids: torch.Tensor) -> None:

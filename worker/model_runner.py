@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from proto.engine_io import LogprobsArrays
-from proto.model_runner_output import ModelRunnerOutput, RowExperts, RowLogprobs
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend
 from worker.cuda_graphs import DecodeGraphs
@@ -26,7 +26,7 @@ from worker.input_batch import NO_LOGPROBS, PENDING, InputBatch, build_inputs, d
 from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.routed_experts import ExpertSpan, RoutedExpertsCache
+from worker.routed_experts import ExpertSpan, RoutedExpertsCache, expert_rows
 from worker.sampling.logprobs import concatenate, prompt_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
 from worker.step_inputs import StepInputs, decodes_first
@@ -72,12 +72,18 @@ class ForwardOutput:
         prompt_logprobs: list[RowLogprobs],
         candidates: list[RowLogprobs],
         seconds: float,
-        routed_experts: list[RowExperts],
+        experts: NDArray[np.generic] | None,
     ) -> ModelRunnerOutput:
         """Return the message to the engine; sampled and nonfinite are in the order of the inputs.
 
         seconds: compute time, without waiting for earlier steps.
+        experts: `self.experts` on the host, flat or not.
         """
+        routed_experts = []
+        if self.experts is not None:
+            assert experts is not None
+            shape = tuple(self.experts.shape)
+            routed_experts = expert_rows(self.expert_spans, experts.reshape(shape))
         return ModelRunnerOutput(
             self.step.epoch,
             self.step.step,
@@ -185,20 +191,6 @@ class ModelRunner:
             step, started, inputs, seq_ids, step_order, hidden, sample_tokens, spans, experts
         )
 
-    def routed_experts(
-        self, spans: Sequence[ExpertSpan], experts: NDArray[np.generic]
-    ) -> list[RowExperts]:
-        """Return the experts of these spans, [n, mixtures, top_k], flat or not, as messages."""
-        if not spans:
-            return []
-        assert self._experts is not None
-        ends = np.cumsum([span.count for span in spans])
-        parts = np.split(experts.reshape(int(ends[-1]), -1), ends[:-1])
-        return [
-            RowExperts(span.seq_id, self._experts.message(span.first, part))
-            for span, part in zip(spans, parts, strict=True)
-        ]
-
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
         return self._model.logits(
@@ -214,10 +206,9 @@ class ModelRunner:
         nonfinite = self._nonfinite_before_logits(inputs, forward.hidden)
         sampled = self._sample(forward, nonfinite, get_grammars)
         prompts = self._prompt_logprobs(forward, nonfinite)
-        experts: list[RowExperts] = []
+        experts = None
         if forward.experts is not None:
-            on_host = self.placement.to_host(forward.experts).numpy()
-            experts = self.routed_experts(forward.expert_spans, on_host)
+            experts = self.placement.to_host(forward.experts).numpy()
         seconds = time.monotonic() - forward.started
         return forward.answer(
             sampled.tokens,

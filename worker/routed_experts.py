@@ -7,6 +7,7 @@ slot, so that a prefix found in the cache brings its experts along, as it brings
     slots    [KV slot, mixture, expert]              as small as the number of experts allows
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from proto.engine_io import RoutedExperts
 from proto.errors import ConfigError
+from proto.model_runner_output import RowExperts
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.models.moe import MoeSpec
@@ -80,6 +82,19 @@ class ExpertSpan:
     count: int
 
 
+def expert_rows(spans: Sequence[ExpertSpan], experts: NDArray[np.generic]) -> list[RowExperts]:
+    """Return the experts [n, mixtures, top_k] of the n positions of all spans as messages."""
+    ends = np.cumsum([span.count for span in spans])
+    _, num_layers, top_k = experts.shape
+    return [
+        RowExperts(
+            span.seq_id,
+            RoutedExperts(span.first, num_layers, top_k, experts.itemsize, part.tobytes()),
+        )
+        for span, part in zip(spans, np.split(experts, ends[:-1]), strict=True)
+    ]
+
+
 class RoutedExpertsCache:
     """The experts of every token whose KV is in a cache, on the model's device."""
 
@@ -107,10 +122,3 @@ class RoutedExpertsCache:
         """Copy block sources[i] to block copies[i], as `KVCache.copy_blocks` does."""
         blocks = self._slots.view(-1, self._block_size, *self._slots.shape[1:])
         blocks.index_copy_(0, copies, blocks.index_select(0, sources))
-
-    def message(self, first: int, experts: NDArray[np.generic]) -> RoutedExperts:
-        """Return experts [n, mixtures, top_k], flat or not, of positions from `first` on."""
-        _, num_layers, top_k = self._slots.shape
-        return RoutedExperts(
-            first, num_layers, top_k, experts.itemsize, np.ascontiguousarray(experts).tobytes()
-        )

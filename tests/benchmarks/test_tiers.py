@@ -10,7 +10,7 @@ from tests.benchmarks import tiers as tiers_bench
 from tests.benchmarks.command import run
 
 
-@pytest.mark.suite("daemons")
+@pytest.mark.suite("media")
 def test_a_restart_finds_the_prompts_on_a_disk(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     words = ["--media", "disk", "--disk-path", str(tmp_path), "--rounds", "1"]

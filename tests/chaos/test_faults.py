@@ -38,7 +38,7 @@ def test_a_stream_beside_a_request_that_crashes_five_engines_continues() -> None
     more crash.
     """
     faults = {"TOKEND_FAULTS": "engine:raise@1x5"}
-    flags = ("--enable-fault-injection", "--dtype", "float32")
+    flags = ("--enable-fault-injection",)
     with Daemon(*flags, environment=faults) as daemon, ThreadPoolExecutor() as pool:
         poison = pool.submit(complete, daemon)
         assert eventually(lambda: "it is restarted" in daemon.text, 60)
@@ -54,7 +54,7 @@ def test_a_stream_beside_a_request_that_crashes_five_engines_continues() -> None
 @pytest.mark.suite("chaos")
 def test_an_exception_in_a_worker_is_logged_and_streams_continue() -> None:
     faults = {"TOKEND_FAULTS": "worker:raise@6"}
-    flags = ("--enable-fault-injection", "--dtype", "float32")
+    flags = ("--enable-fault-injection",)
     with Daemon(*flags, environment=faults) as daemon:
         disturbed, after = complete(daemon), complete(daemon)
         assert disturbed.status_code == after.status_code == 200
@@ -67,7 +67,7 @@ def test_an_exception_in_a_worker_is_logged_and_streams_continue() -> None:
 def test_nan_logits_fail_only_the_requests_of_their_step() -> None:
     """The response of a failed request is an error, never text."""
     faults = {"TOKEND_FAULTS": "worker:nan@16"}
-    flags = ("--enable-fault-injection", "--dtype", "float32")
+    flags = ("--enable-fault-injection",)
     with Daemon(*flags, environment=faults) as daemon:
         # The control request takes eight steps, so the fault hits the next request's eighth step.
         with assert_unharmed(daemon):

@@ -18,8 +18,8 @@ def daemons() -> Iterator[DaemonPool]:
 
 @pytest.fixture
 def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    """A shared daemon of the packaged model in float32 with default settings."""
-    with daemons.borrow("--dtype", "float32") as running:
+    """A shared daemon of the packaged model with default settings."""
+    with daemons.borrow() as running:
         yield running
 
 

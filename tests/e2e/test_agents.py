@@ -18,7 +18,7 @@ FIRST, MORE = 200, 40
 
 
 def small_daemon(*flags: str) -> Daemon:
-    return Daemon("--dtype", "float32", "--num-gpu-blocks-override", str(NUM_BLOCKS), *flags)
+    return Daemon("--num-gpu-blocks-override", str(NUM_BLOCKS), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,7 @@ def test_jobs_are_timed_from_first_arrival_to_last_finish(pinning: Daemon) -> No
     assert pinning.metric("tokend:job_completion_seconds_sum") > 0
 
 
+@pytest.mark.suite("settings")
 def test_pin_policy_none_retains_nothing(expected: tuple[Turn, Turn]) -> None:
     with small_daemon("--scheduling-policy", "continuum", "--pin-policy", "none") as daemon:
         first, second = two_turns(daemon, "fix", ttl_ms=LONG_MS)

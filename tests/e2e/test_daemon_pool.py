@@ -16,8 +16,8 @@ def cached_tokens(daemon: Daemon) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def kill_worker_of_borrowed_daemon(daemons: DaemonPool, flags: tuple[str, ...]) -> None:
-    with daemons.borrow(*flags) as daemon:
+def kill_worker_of_borrowed_daemon(daemons: DaemonPool) -> None:
+    with daemons.borrow() as daemon:
         daemon.processes()["worker"].kill()
         assert shared.eventually(lambda: "is back after" in daemon.text, 60)
 
@@ -42,12 +42,11 @@ def test_leftovers_of_a_test_are_found(daemon: Daemon, monkeypatch: pytest.Monke
 
 
 def test_daemons_are_shared_by_flags_and_replaced_after_a_failure(daemons: DaemonPool) -> None:
-    flags = ("--dtype", "float32")
-    with daemons.borrow(*flags) as first:
+    with daemons.borrow() as first:
         before = first.process_ids()
-    with daemons.borrow(*flags) as again:
+    with daemons.borrow() as again:
         assert again.process_ids() == before
     with pytest.raises(AssertionError, match="restarted"):
-        kill_worker_of_borrowed_daemon(daemons, flags)
-    with daemons.borrow(*flags) as replaced:
+        kill_worker_of_borrowed_daemon(daemons)
+    with daemons.borrow() as replaced:
         assert replaced.process_ids().isdisjoint(before)

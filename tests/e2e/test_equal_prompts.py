@@ -14,7 +14,7 @@ from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("daemons")
 
-NUM, SIZE, BLOCK_SIZE = 16, 1024, 16
+NUM, SIZE, BLOCK_SIZE = 16, 512, 16
 ONE_PREFIX = SIZE + (NUM - 1) * BLOCK_SIZE
 """Tokens: the last block of a prompt is computed by each, for the scores of its last token."""
 
@@ -22,7 +22,7 @@ ONE_PREFIX = SIZE + (NUM - 1) * BLOCK_SIZE
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """A daemon whose steps hold chunks of several prompts."""
-    flags = ["--dtype", "float32", "--long-prefill-token-threshold", "64"]
+    flags = ["--long-prefill-token-threshold", "64"]
     with Daemon(*flags, "--tenant-by", "header") as running:
         yield running
 
@@ -65,7 +65,10 @@ def num_computed(daemon: Daemon) -> float:
     return asked - daemon.metric("vllm:prefix_cache_hits_total")
 
 
-@pytest.mark.parametrize("num_tenants", [1, 4, NUM])
+@pytest.mark.parametrize(
+    "num_tenants",
+    [4, *(pytest.param(each, marks=pytest.mark.suite("settings")) for each in (1, NUM))],
+)
 async def test_equal_prompts_compute_one_prefix(daemon: Daemon, num_tenants: int) -> None:
     before = num_computed(daemon)
     streams = await all_at_once(daemon, num_tenants, num_tenants)

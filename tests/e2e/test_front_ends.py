@@ -28,7 +28,7 @@ BODY = {
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon("--dtype", "float32", "--api-server-count", str(NUMBER)) as running:
+    with Daemon("--api-server-count", str(NUMBER)) as running:
         yield running
 
 

@@ -138,7 +138,7 @@ def test_two_daemons_run_side_by_side_and_a_used_port_is_refused(daemon: Daemon)
         answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60)
         return answer.json()["choices"]
 
-    with Daemon("--dtype", "float32") as other:
+    with Daemon() as other:
         assert other.url != daemon.url
         assert choices(other) == choices(daemon)
         third = Daemon("--port", other.url.rsplit(":", 1)[1])

@@ -35,9 +35,8 @@ ABUSE_SECONDS = 15.0
 
 @pytest.fixture
 def serving(daemons: DaemonPool) -> Iterator[Daemon]:
-    """With overlapped steps, in which grammar masks come after the forward pass has begun, and
-    with bf16 weights, whose products give a row the same bits in every batch."""
-    with daemons.borrow("--cpu-weights", "bf16", "--async-scheduling") as running:
+    """With overlapped steps, in which grammar masks come after the forward pass has begun."""
+    with daemons.borrow("--async-scheduling") as running:
         yield running
 
 
@@ -190,7 +189,7 @@ def check_schemas(daemon: Daemon, wanted: list[Schema]) -> None:
 
 
 def test_random_schemas(serving: Daemon) -> None:
-    check_schemas(serving, schemas(16, seed=1))
+    check_schemas(serving, schemas(8, seed=1))
 
 
 @pytest.mark.suite("settings")

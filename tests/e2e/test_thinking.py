@@ -43,7 +43,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(template: Path) -> list[str]:
-    return ["--cpu-weights", "bf16", "--chat-template", str(template)]
+    return ["--chat-template", str(template)]
 
 
 @pytest.fixture

@@ -62,7 +62,9 @@ def test_a_plan_that_does_not_fit_has_exit_status_2_and_names_flags() -> None:
     assert "it fits with --kv-cache-memory " in plan.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.suite("settings"))]
+)
 async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     dtype: str, reference: Reference
 ) -> None:
@@ -88,7 +90,16 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     assert same >= 0.75 * len(alone)
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "packed+int8", "bf16", "f32"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("auto", "int8", "bf16"),
+        *(
+            pytest.param(each, marks=pytest.mark.suite("settings"))
+            for each in ("packed+int8", "f32")
+        ),
+    ],
+)
 async def test_every_weight_format_predicts_a_text_like_float32(
     form: str, reference: Reference
 ) -> None:

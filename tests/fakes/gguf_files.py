@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import gguf
 import numpy as np
@@ -24,7 +22,6 @@ _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
 """Magnitude and offsets of the float16 scales of a block."""
 
 Bytes = npt.NDArray[np.uint8]
-NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
@@ -68,25 +65,14 @@ def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[
 def write(
     path: Path,
     tensors: Mapping[str, tuple[str, npt.NDArray[np.generic]]],
-    architecture: str = "llama",
-    metadata: Mapping[str, Any] = NO_METADATA,
     add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
     """Write a GGUF file. tensors: type, and rows of bytes or float32 numbers, by name.
 
-    add_metadata: adds metadata that is no plain number, text or list, such as a tokenizer.
+    add_metadata: adds the model's sizes and its tokenizer, for a test that reads them.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     add_metadata(writer)
-    add = {
-        str: writer.add_string,
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        list: writer.add_array,
-    }
-    for key, value in metadata.items():
-        add[type(value)](key, value)
     for name, (kind, data) in tensors.items():
         if kind == "F32" and data.dtype == np.float32:
             writer.add_tensor(name, data)

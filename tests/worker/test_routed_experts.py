@@ -16,7 +16,12 @@ from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.moe import MoeSpec
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.routed_experts import RoutedExpertsCache, require_routed_experts
+from worker.routed_experts import (
+    ExpertSpan,
+    RoutedExpertsCache,
+    expert_rows,
+    require_routed_experts,
+)
 
 
 def spec_named(name: str) -> ModelSpec:
@@ -50,9 +55,13 @@ def test_slots_hold_the_experts_of_tokens_and_are_copied_with_blocks(
     assert torch.equal(experts.read(slots).int(), expected)
     experts.copy_blocks(torch.tensor([1]), torch.tensor([4]))
     assert torch.equal(experts.read(torch.tensor([16, 19, 15])).int(), expected)
-    message = experts.message(6, experts.read(slots).numpy())
-    assert (message.first_position, message.num_bytes) == (6, num_bytes)
-    assert len(message.data) == 3 * num_mixtures * 2 * num_bytes
+    spans = ExpertSpan(70, 6, 2), ExpertSpan(71, 0, 1)
+    found = expert_rows(spans, experts.read(slots).numpy())
+    size = num_mixtures * 2 * num_bytes
+    assert [
+        (row.seq_id, row.experts.first_position, row.experts.num_bytes, len(row.experts.data))
+        for row in found
+    ] == [(70, 6, num_bytes, 2 * size), (71, 0, num_bytes, size)]
 
 
 def test_rows_are_replaced_by_position_and_none_may_be_lost() -> None:

@@ -182,11 +182,11 @@ def _gguf_mxfp4(numbers: RawBytes, scales: RawBytes) -> RawBytes:
     blocks[:, 0] = scales.reshape(-1)
     for first in range(0, len(words), _CHUNK_BLOCKS):
         part = slice(first, first + _CHUNK_BLOCKS)
-        bytes_of = words[part].astype(np.uint64)  # becomes a byte for each number
+        spread = words[part].astype(np.uint64)  # becomes a byte for each number
         for shift, mask in _SPREADS:
-            bytes_of |= bytes_of << shift
-            bytes_of &= mask
-        blocks[part, 1:] = (bytes_of[:, :2] | bytes_of[:, 2:] << _NIBBLE).view(np.uint8)
+            spread |= spread << shift
+            spread &= mask
+        blocks[part, 1:] = (spread[:, :2] | spread[:, 2:] << _NIBBLE).view(np.uint8)
     return blocks.reshape(-1)
 
 

@@ -124,7 +124,7 @@ def test_concurrent_jobs_are_limited() -> None:
     assert done.seconds == pytest.approx(sum(done.job_seconds), abs=0.5)
 
 
-@pytest.mark.suite("daemons")
+@pytest.mark.suite("settings")
 def test_a_grid_with_a_model(tmp_path: Path, capsys) -> None:
     words = ["--jobs", "3", "--turns", "2", "--tool-scale", "0.01"]
     file = tmp_path / "found.json"

@@ -76,6 +76,7 @@ def test_a_folder(architecture: str, tmp_path: Path) -> None:
     prove_on_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model)
 
 
+@pytest.mark.suite("families")
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_folder_on_two_ranks(architecture: str, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = CONFIGS["gptoss"].to_dict() | {
     "layer_types": None,
 }
 EXPERTS = "model.layers.1.mlp.experts"
+BOTH = ("blocks", "scales")
 
 
 def logits(
@@ -180,9 +181,6 @@ def test_tensors_that_do_not_fit_are_named(
     change(tmp_path, how)
     with pytest.raises(ModelError, match=message):
         logits(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
-
-
-BOTH = ("blocks", "scales")
 
 
 def test_dense_experts_of_another_size_are_named(tmp_path: Path) -> None:
