@@ -149,6 +149,12 @@ def plan_memory(
     spec = model_spec(prepared, config)
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     heads = spec.attention_shape
+    if heads.latent_dim and device.torch_device.type == "cuda":
+        raise ConfigError(
+            f"{prepared.architecture} has latent KV, for which there are no GPU kernels here yet; "
+            "--device cpu runs it",
+            "device",
+        )
     kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()

@@ -154,6 +154,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+WITHOUT_GPU_KERNELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Families with latent KV, which are refused on a GPU."""
+
+
 class HotPathError(RuntimeError):
     """A call that fails on a GPU, or waits for it."""
 

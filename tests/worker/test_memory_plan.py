@@ -26,7 +26,16 @@ from worker.models.registry import model_spec, spec_from_config
 from worker.parallel.group import RankGroup
 
 MIB = 1 << 20
-FAMILIES = ("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma3")
+FAMILIES = (
+    "llama",
+    "llama-tied",
+    "llama-biases",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "deepseek3",
+)
 
 
 def config_of(*words: str) -> ServeConfig:
@@ -88,6 +97,13 @@ def test_ranks_together_take_what_was_planned(
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     assert_planned(prepared, config_of("--cpu-weights", weights, "--tensor-parallel-size", "2"))
+
+
+def test_latent_kv_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    save_tiny("deepseek3", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=r"DeepseekV3ForCausalLM has latent KV.*--device cpu"):
+        plan_memory(config_of(), prepared, device_of(free=60 * GIB))
 
 
 def test_experts_that_are_kept_are_part_of_the_pool(kernels: Kernels, tmp_path: Path) -> None:
