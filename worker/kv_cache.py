@@ -175,7 +175,7 @@ class KVCache:
         heads = (geometry.num_parts, geometry.num_kv_heads)
         shape = (num_blocks, geometry.num_slots, *heads, *page)
         self.buffer = (
-            _lazy_zeros(shape, self.dtype)
+            lazy_zeros(shape, self.dtype)
             if device == _CPU
             else torch.zeros(shape, dtype=self.dtype, device=device)
         )
@@ -224,7 +224,7 @@ def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim * dtype.itemsize + scales
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A zero tensor on a cache line boundary whose pages are committed on first write."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)

@@ -39,6 +39,8 @@ _SAMPLE_SECONDS: Final = 0.7
 _PROMPT_NUMBERS: Final = 1 << 25
 """Numbers of the weights for steps of many tokens, which no cache makes faster."""
 _MEASURE_SECONDS: Final = 0.4
+_READ_BYTES: Final = 256 << 20
+"""Memory that is read to learn the rate at which attention can read the KV of a long context."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,16 @@ class SampledProduct:
 class TimeEstimate:
     """Times of a request that is alone, from products of the model's own weights.
 
-    bytes_per_second: at which steps of one token read weights. flops_prompt: FLOP/s of products in
-    steps of `step_tokens`.
+    bytes_per_second: at which steps of one token read weights. read_bytes_per_second: of a plain
+    read, as that of the KV of a long context. flops_prompt: FLOP/s of products in steps of
+    `step_tokens`.
     """
 
     seconds_per_token: float
     seconds_per_1k_context: float
     first_token_seconds: float
     bytes_per_second: float
+    read_bytes_per_second: float
     flops_prompt: float
     step_tokens: int
     products: Sequence[ProductChoice]
@@ -82,10 +86,11 @@ class TimeEstimate:
             f"  first token      {self.first_token_seconds * 1e3:,.0f} ms "
             f"after a prompt of {PROMPT_TOKENS} tokens",
             f"  measured         {self.bytes_per_second / 1e9:,.1f} GB/s of weights in steps of "
-            f"one token, {self.flops_prompt / 1e9:,.0f} GFLOP/s in steps of {self.step_tokens}",
+            f"one token, {self.flops_prompt / 1e9:,.0f} GFLOP/s in steps of {self.step_tokens}, "
+            f"{self.read_bytes_per_second / 1e9:,.1f} GB/s of memory that is only read",
             f"  products         {describe_choices(self.products) or 'no choice of kernels'}",
-            "  assumed          one request on an idle machine; layers and head alone take time; "
-            "attention at these rates",
+            "  assumed          one request on an idle machine; products and reading KV alone take "
+            "time; attention to the prompt is as fast as its products",
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ class TimeEstimate:
             "prompt_tokens": PROMPT_TOKENS,
             "first_token_seconds": self.first_token_seconds,
             "weight_bytes_per_second": self.bytes_per_second,
+            "read_bytes_per_second": self.read_bytes_per_second,
             "flops_per_second": self.flops_prompt,
             "product_kernels": {choice.product: choice.variant for choice in self.products},
         }
@@ -124,7 +130,7 @@ def estimate_times(
         few = products[: _count_for_prompts(products)]
         many = _seconds(few, step_tokens, dtype, device.torch_device)
     flops_alone, flops_prompt = _flops(products, 1) / alone, _flops(few, step_tokens) / many
-    bytes_per_second = sum(product.num_bytes for product in products) / alone
+    reading = _read_rate(device.torch_device)
     shape = builder.spec.compute_shape
     # A token sees half of the prompt on average, or its window.
     attention = sum(
@@ -134,9 +140,10 @@ def estimate_times(
     prompt = shape.linear_flops * PROMPT_TOKENS + shape.head_flops + attention
     return TimeEstimate(
         seconds_per_token=(shape.linear_flops + shape.head_flops) / flops_alone,
-        seconds_per_1k_context=plan.kv_bytes_per_1k / bytes_per_second,
+        seconds_per_1k_context=plan.kv_bytes_per_1k / reading,
         first_token_seconds=prompt / flops_prompt,
-        bytes_per_second=bytes_per_second,
+        bytes_per_second=sum(product.num_bytes for product in products) / alone,
+        read_bytes_per_second=reading,
         flops_prompt=flops_prompt,
         step_tokens=step_tokens,
         products=choices,
@@ -196,6 +203,18 @@ def _seconds(
     while time.perf_counter() < end:
         times.append(run())
     return statistics.median(times)
+
+
+def _read_rate(device: torch.device) -> float:
+    """Return the bytes per second at which the threads of a worker, or a GPU, read memory."""
+    memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+
+    def run() -> float:
+        start = time.perf_counter()
+        memory.sum().item()
+        return time.perf_counter() - start
+
+    return memory.nbytes / min(run() for _ in range(5))
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ slot, so that a prefix found in the cache brings its experts along, as it brings
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from proto.engine_io import RoutedExperts
 from proto.errors import ConfigError
 from proto.model_runner_output import RowExperts
-from worker.kv_cache import KVCache
+from worker.kv_cache import KVCache, lazy_zeros
 from worker.models.decoder import Decoder
 from worker.models.moe import MoeSpec
 from worker.models.spec import ModelSpec
@@ -68,9 +68,9 @@ def _mixtures(spec: ModelSpec) -> list[MoeSpec]:
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
 
 
-def _slot_dtype(spec: ModelSpec) -> np.dtype[Any]:
+def _slot_dtype(spec: ModelSpec) -> torch.dtype:
     num_experts = max(mixture.router.num_experts for mixture in _mixtures(spec))
-    return np.dtype(np.uint8 if num_experts <= _MOST_IN_A_BYTE else np.int16)
+    return torch.uint8 if num_experts <= _MOST_IN_A_BYTE else torch.int16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,12 @@ class RoutedExpertsCache:
         self.group = cache.layout.windows.index(None)
         """The KV cache group whose blocks live as long as the request."""
         shape = (cache.num_blocks * cache.block_size, num_mixtures, top_k)
-        # Pages of zeros take no memory on a CPU before a token is stored.
-        self._slots = torch.from_numpy(np.zeros(shape, _slot_dtype(spec))).to(record.device)
+        dtype, device = _slot_dtype(spec), record.device
+        self._slots = (
+            lazy_zeros(shape, dtype)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
+        )
 
     def store(self, slots: torch.Tensor) -> None:
         """Store the experts of the last step. slots: int64 [T], of its tokens."""

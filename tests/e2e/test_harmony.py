@@ -98,7 +98,8 @@ def test_messages(daemon: Daemon) -> None:
         tools=[{**TOOL, "input_schema": SCHEMA}],
         tool_choice={"type": "any"},
         thinking={"type": "disabled"},
-        **FIELDS,
+        model="model",
+        extra_body={"temperature": 0},
     )
     *_, call = message.content
     assert message.stop_reason == "tool_use"

@@ -73,30 +73,32 @@ class FakeCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def multiply_by_torch(
-    experts: TritonExperts,
-    x: torch.Tensor,
-    pairs: PairBlocks,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    block: int,
-) -> None:
-    """TritonExperts._multiply without Triton, for tensors of a FakeDevice."""
-    assert isinstance(out, DeviceTensor)
+class ExpertsWithoutTriton(TritonExperts):
+    """TritonExperts for tensors of a FakeDevice; products are rounded as torch's on a CPU are."""
 
-    def run() -> None:
-        blocks = (on_host(each).tolist() for each in (pairs.experts, pairs.first, pairs.end))
-        for expert, first, end in zip(*blocks, strict=True):
-            assert end - first <= block
-            inputs = on_host(x)[on_host(rows)[first:end]].double()
-            product = inputs @ on_host(weight)[expert].double().t()
-            on_host(out)[first:end] = product.to(out.dtype)
-            if bias is not None:
-                on_host(out)[first:end] += on_host(bias)[expert]
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        pairs: PairBlocks,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        block: int,
+    ) -> None:
+        assert isinstance(out, DeviceTensor)
 
-    out.owner.kernel(run)
+        def run() -> None:
+            blocks = (on_host(each).tolist() for each in (pairs.experts, pairs.first, pairs.end))
+            for expert, first, end in zip(*blocks, strict=True):
+                assert end - first <= block
+                inputs = on_host(x)[on_host(rows)[first:end]].double()
+                product = inputs @ on_host(weight)[expert].double().t()
+                on_host(out)[first:end] = product.to(x.dtype).to(out.dtype)
+                if bias is not None:
+                    on_host(out)[first:end] += on_host(bias)[expert]
+
+        out.owner.kernel(run)
 
 
 class SameThreadExecutor:

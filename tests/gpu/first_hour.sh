@@ -4,7 +4,7 @@
 #   bash tests/gpu/first_hour.sh a     versions, limits, kernels, sampling, parity, decode of 1B
 #   bash tests/gpu/first_hour.sh b     8B: decode, prefill, steps, and where their time goes
 #   bash tests/gpu/first_hour.sh c     the daemon: 8B under load, then each feature over HTTP on 1B
-#   bash tests/gpu/first_hour.sh d     memory checker; transformers on the same device
+#   bash tests/gpu/first_hour.sh d     memory checker; transformers on the same device; experts of mixtures
 #
 # Each stands alone on a host without pip and network: what the host lacks is in gpu-pack.tar.xz at
 # the root of the checkout (tests/gpu/pack.py; PACK names another place). Figures go to
@@ -17,7 +17,7 @@ case $part in
 a) seconds=420 proves="kernels and numbers" ;;
 b) seconds=390 proves="speed of steps" ;;
 c) seconds=420 proves="the daemon" ;;
-d) seconds=390 proves="memory accesses" ;;
+d) seconds=420 proves="memory accesses, and experts" ;;
 *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 python=${PYTHON:-python3}

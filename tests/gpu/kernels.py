@@ -132,7 +132,8 @@ def experts(report: Report) -> None:
                     error = _experts_error(stacked, implementation(*args), *args)
                     demand(error < 0.02, f"the relative error is {error:.4f}")
                     seconds = gpu.median_seconds(lambda: implementation(*args))  # noqa: B023
-                    read = len(best.indices.unique()) * sum(each[0].nbytes for each in weights)
+                    chosen = set(gpu.accelerator().fetch(best.indices).flatten().tolist())
+                    read = len(chosen) * sum(each[0].nbytes for each in weights)
                     figures = {"us": seconds * 1e6, "share of read limit": read / rate / seconds}
                     report.figure(part, figures | {"relative error": error})
 
@@ -145,13 +146,16 @@ def _experts_error(
     chosen: torch.Tensor,
 ) -> float:
     """Return the relative error of the first rows of a mixture."""
-    rows = min(8, len(x))
-    exact = torch.zeros(rows, x.shape[1], device=x.device)
-    for row in range(rows):
-        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+    gpu, rows = hardware(), min(8, len(x))
+    fetch = gpu.accelerator().fetch
+    total = torch.zeros(rows, x.shape[1], device=gpu.device)
+    for row, experts in enumerate(fetch(chosen[:rows]).tolist()):
+        for slot, expert in enumerate(experts):
             gate, up = (stacked.gate_up[expert].float() @ x[row].float()).chunk(2)
-            exact[row] += weight * (stacked.down[expert].float() @ (F.silu(gate) * up))
-    return float((found[:rows].float() - exact).norm() / exact.norm())
+            product = stacked.down[expert].float() @ (F.silu(gate) * up)
+            total[row] += weights[row, slot] * product
+    exact = fetch(total)
+    return float((fetch(found[:rows]).float() - exact).norm() / exact.norm())
 
 
 def rows_of(count: int, seed: int, **columns: float) -> RowParams:

@@ -21,7 +21,6 @@ PHASES: Final = (
     Phase("operators", "kernels:operators", 30.0),
     Phase("attention", "kernels:attention", 100.0),
     Phase("sampling", "kernels:sampling", 60.0),
-    Phase("experts", "kernels:experts", 60.0),
     Phase("parity", "models:parity", 50.0),
     Phase("decode-1b", "models:decode_1b", 60.0),
     Phase("decode-8b", "models:decode_8b", 90.0),
@@ -34,6 +33,7 @@ PHASES: Final = (
     Phase("memory-graphs", "memory:graphs", 100.0),
     Phase("memory-overlapped", "memory:overlapped", 80.0),
     Phase("transformers-8b", "serving:transformers_8b", 80.0),
+    Phase("experts", "kernels:experts", 40.0),
 )
 
 FIRST_HOUR: Final = {
@@ -44,12 +44,11 @@ FIRST_HOUR: Final = {
         "operators",
         "attention",
         "sampling",
-        "experts",
         "parity",
         "decode-1b",
     ),
     "b": ("decode-8b", "prefill-8b", "steps-8b", "probe"),
     "c": ("daemon-8b", "answers-1b"),
-    "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b"),
+    "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
 }
 """The commands of first_hour.sh, in the order of what they prove."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda import ExpertsWithoutTriton, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
@@ -80,9 +80,7 @@ class Rehearsal(Hardware):
         return DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
 
     def experts(self, stacked: Any) -> dict[str, Any]:
-        from worker.layers.experts import DenseExperts
-
-        return {"torch": DenseExperts(stacked, "silu")}
+        return {"without triton": ExpertsWithoutTriton(stacked, "silu")}
 
     def name(self) -> str:
         return "the strict fake"

@@ -25,7 +25,7 @@ from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor, multiply_by_torch
+from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
@@ -39,9 +39,8 @@ from worker.attention.flashinfer import HEAD_DIMS
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.layers import activation, linear, norm, triton_experts
+from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
-from worker.layers.triton_experts import TritonExperts
 from worker.loader import formats, weights
 from worker.loader.transformers_weights import load_transformers
 from worker.model_runner import ModelRunner, SyncModelRunner
@@ -181,8 +180,7 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
-    monkeypatch.setattr(TritonExperts, "_multiply", multiply_by_torch)
-    monkeypatch.setattr(triton_experts, "_grouped_kernel", lambda *_: None)
+    monkeypatch.setattr(formats, "TritonExperts", ExpertsWithoutTriton)
     for module in (formats, flashinfer_modules):
         monkeypatch.setattr(module, "is_hopper", lambda device: False)
     for module in (activation, norm):

@@ -84,7 +84,10 @@ class TritonExperts:
         self._num_experts = num_experts
         self._gate: Gate = make_gate(activation, stacked.down.device)
         self._inner = RowBuffer(inner)
-        self._kernel = _grouped_kernel(os.environ.get("TRITON_INTERPRET"))
+
+    @functools.cached_property
+    def _kernel(self) -> Any:
+        return _grouped_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
