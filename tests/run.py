@@ -122,7 +122,7 @@ SUITES = (
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
     Suite(
         "models",
-        "hybrid models, models on transformers' code, workers side by side, routed experts",
+        "hybrid models, models on transformers' code, tensor parallelism, routed experts, gpt-oss",
         *(1200, 600),
     ),
     Suite(

@@ -16,6 +16,7 @@ from tests.fakes.fake_cuda_step import (
     FAMILIES,
     WITHOUT_GPU_KERNELS,
     FakeAccelerator,
+    FakeLibrary,
     HotPath,
     HotPathError,
     Launches,
@@ -92,6 +93,22 @@ def test_a_fault_in_a_step_is_found(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(HotPathError):
         run_steps(watch, "llama")
+
+
+def test_experts_on_hopper_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows: list[int] = []
+
+    class Counted(Launches):
+        def __call__(self, *args: Any, **settings: Any) -> None:
+            num_rows.append(len(args[0]))
+            super().__call__(*args, **settings)
+
+    monkeypatch.setattr(FakeLibrary, "cutlass_fused_moe", Counted())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with watched(is_hopper=True) as watch:
+            run_steps(watch, "mixtral", num_steps=2, enforce_eager=True)
+    assert num_rows
 
 
 def test_the_stored_operators_are_those_of_all_families() -> None:

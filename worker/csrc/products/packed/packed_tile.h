@@ -148,16 +148,22 @@ TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, i
         }
 }
 
+// A tile passes through all blocks of a panel. Few rows leave registers for more vectors of it, and
+// then fewer passes read it from memory.
 #if defined(__AVX512F__)
-constexpr int TILE_VECTORS = 2, TILE_ROWS = 6, TILE_MIDDLE = 4;
+constexpr int TILE_ROWS = 6, TILE_MIDDLE = 4;
+template <int ROWS>
+constexpr int VECTORS_OF = 2;
 #else
-constexpr int TILE_VECTORS = 1, TILE_ROWS = 4, TILE_MIDDLE = 2;
+constexpr int TILE_ROWS = 4, TILE_MIDDLE = 2;
+template <int ROWS>
+constexpr int VECTORS_OF = 4 / ROWS;
 #endif
 
 // Adds to dots[row][vector] the products of block inputs of one half.
-template <class Source, int HALF, int ROWS, class Block>
+template <class Source, int HALF, int ROWS, int VECTORS, class Block>
 TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, int64_t stride,
-                                DotI (&dots)[ROWS][TILE_VECTORS]) {
+                                DotI (&dots)[ROWS][VECTORS]) {
     constexpr int STEPS = 8 / Source::HALVES;
     const auto codes_of_x = [&](auto row, auto j) {
         return splat_int(load_bytes<int32_t>(x[row * stride].codes + j * 4));
@@ -167,7 +173,7 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
         // 255 * 127 * 2 exceeds 16 bits: the highest bit is multiplied separately.
         each<STEPS>([&](auto step) {
             constexpr int J = HALF * STEPS + step;
-            each<TILE_VECTORS>([&](auto vector) {
+            each<VECTORS>([&](auto vector) {
                 const DotU all = block.template codes<J>(vector);
                 const DotU low = all & 0x7f7f7f7fu, high = all & 0x80808080u;
                 each<ROWS>([&](auto row) {
@@ -180,10 +186,10 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
         constexpr int MOST = Source::BITS == 4 ? 8 : Source::BITS == 5 ? 4 : 2;  // sums that fit in a word
         constexpr int RUN = MOST < STEPS ? MOST : STEPS;
         each<STEPS / RUN>([&](auto run) {
-            DotI words[ROWS][TILE_VECTORS];
+            DotI words[ROWS][VECTORS];
             each<RUN>([&](auto step) {
                 constexpr int J = HALF * STEPS + run * RUN + step;
-                each<TILE_VECTORS>([&](auto vector) {
+                each<VECTORS>([&](auto vector) {
                     const DotU codes = block.template codes<J>(vector);
                     each<ROWS>([&](auto row) {
                         const DotI both = pairs(codes, codes_of_x(row, std::integral_constant<int, J>()));
@@ -192,7 +198,7 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
                 });
             });
             each<ROWS>([&](auto row) {
-                each<TILE_VECTORS>(
+                each<VECTORS>(
                     [&](auto vector) { dots[row][vector] = add_fours(dots[row][vector], words[row][vector]); });
             });
         });
@@ -200,11 +206,11 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
 #else
     each<STEPS>([&](auto step) {
         constexpr int J = HALF * STEPS + step;
-        DotU codes[TILE_VECTORS];
-        each<TILE_VECTORS>([&](auto vector) { codes[vector] = block.template codes<J>(vector); });
+        DotU codes[VECTORS];
+        each<VECTORS>([&](auto vector) { codes[vector] = block.template codes<J>(vector); });
         each<ROWS>([&](auto row) {
             const DotI from = codes_of_x(row, std::integral_constant<int, J>());
-            each<TILE_VECTORS>([&](auto vector) { dots[row][vector] = dot(dots[row][vector], codes[vector], from); });
+            each<VECTORS>([&](auto vector) { dots[row][vector] = dot(dots[row][vector], codes[vector], from); });
         });
     });
 #endif
@@ -217,28 +223,29 @@ TOKEND_INLINE int32_t start_of_dots(const TokendQuantised& x, int zero, int half
     return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * zero;
 }
 
-// Adds to result[row][output] for TILE_VECTORS vectors from `vector` on; x: the first row's
+// Adds to result[row][output] for VECTORS_OF<ROWS> vectors from `vector` on; x: the first row's
 // blocks, stride blocks from row to row.
 template <int ROWS, class Source>
 TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t num_blocks, int vector,
                                                    const TokendQuantised* x, int64_t stride, float* result) {
+    constexpr int VECTORS = VECTORS_OF<ROWS>;
     const Source source = from;
-    DotF sums[ROWS][TILE_VECTORS];
+    DotF sums[ROWS][VECTORS];
     each<ROWS>([&](auto row) {
-        each<TILE_VECTORS>(
+        each<VECTORS>(
             [&](auto i) { sums[row][i] = load<DOT_LANES>(result + row * PANEL + (vector + i) * DOT_LANES); });
     });
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         const auto block = source.block(index, vector);
         if (vector == 0) source.fetch_ahead(index);
         each<Source::HALVES>([&](auto half) __attribute__((always_inline)) {
-            DotI dots[ROWS][TILE_VECTORS];
+            DotI dots[ROWS][VECTORS];
             each<ROWS>([&](auto row) {
                 const DotI start = splat_int(start_of_dots<Source>(x[row * stride], source.zero, half));
-                each<TILE_VECTORS>([&](auto i) { dots[row][i] = start; });
+                each<VECTORS>([&](auto i) { dots[row][i] = start; });
             });
             add_products<Source, half>(block, x, stride, dots);
-            each<TILE_VECTORS>([&](auto i) {
+            each<VECTORS>([&](auto i) {
                 const ScaledDots scaled(block.scale(half, i));
                 each<ROWS>([&](auto row) {
                     const DotF scale_of_x = splat<DOT_LANES>(x[row * stride].scale);
@@ -247,7 +254,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
             });
         });
         if constexpr (Source::HAS_LOW)
-            each<TILE_VECTORS>([&](auto i) {
+            each<VECTORS>([&](auto i) {
                 const DotF low = block.low(i);
                 each<ROWS>([&](auto row) {
                     sums[row][i] = fused(low, splat<DOT_LANES>(x[row * stride].total), sums[row][i]);
@@ -255,7 +262,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
             });
     }
     each<ROWS>([&](auto row) {
-        each<TILE_VECTORS>(
+        each<VECTORS>(
             [&](auto i) { store<DOT_LANES>(result + row * PANEL + (vector + i) * DOT_LANES, sums[row][i]); });
     });
 }
@@ -264,7 +271,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
 template <int ROWS, class Source>
 inline void tile_of_panel(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride,
                           float* result) {
-    for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
+    for (int vector = 0; vector < PANEL / DOT_LANES; vector += VECTORS_OF<ROWS>)
         tile<ROWS>(source, num_blocks, vector, x, stride, result);
 }
 
