@@ -223,10 +223,9 @@ def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
     )
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, family.gguf)
-    for key, value in (_sizes(model.config) | rules.values).items():
+    of_config = {key: getattr(model.config, name) for key, name in rules.keys.items()}
+    for key, value in (_sizes(model.config) | rules.values | of_config).items():
         _add(writer, f"{family.gguf}.{key}", value)
-    for key, name in rules.keys.items():
-        _add(writer, f"{family.gguf}.{key}", getattr(model.config, name))
     add_tokenizer(writer)
     for name, array in tensors.items():
         raw = gguf.GGMLQuantizationType.MXFP4 if array.dtype == np.uint8 else None
