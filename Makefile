@@ -24,9 +24,10 @@ test: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m tests.run $(or $(ARGS),test)
 
-# Every suite; the browser's is skipped where there is no chromium
+# Every suite; the browser's is skipped where there is no chromium. Kernels for other CPUs compile, too.
 test-all: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
+	@$(BIN)/python -m worker.build_kernels >/dev/null
 	@$(BIN)/python -m tests.run all
 
 # Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
@@ -86,5 +87,4 @@ $(VENV)/installed-gpu: $(VENV)/installed constraints-gpu.txt
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need (once)"
 	@$(PIP) --editable '.[test]'
-	@$(BIN)/python -m worker.build_kernels
 	@touch $@
