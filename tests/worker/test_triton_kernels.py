@@ -29,9 +29,9 @@ def norm(adds: bool, centered: bool = False, biased: bool = False) -> Kernel:
     return Kernel("worker.layers.triton_kernels:_norm_kernel", signature, constants)
 
 
-def gate(gelu: bool, gated: bool = True) -> Kernel:
+def gate(gelu: bool, gated: bool = True, clamped: bool = False) -> Kernel:
     signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
-    constants = {"gelu": gelu, "gated": gated, "block": 1024}
+    constants = {"gelu": gelu, "clamped": clamped, "gated": gated, "block": 1024}
     return Kernel("worker.layers.triton_kernels:_gate_kernel", signature, constants)
 
 
@@ -56,7 +56,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     stores = [store(size, *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
     norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
-    gates = [gate(False), gate(True), gate(True, gated=False)]
+    gates = [gate(False), gate(True), gate(True, gated=False), gate(False, clamped=True)]
     others = [*norms, *gates, EDITED_ROWS, LISTED_EDITS]
     found = compiled([*stores, *others])
     assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3
