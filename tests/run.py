@@ -309,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         or "all" in parsed.suites
         or ("test" in parsed.suites and suite.in_test)
     ]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the suite as Ctrl-C does
     outcomes = {suite.name: run_suite(suite, options) for suite in chosen}
     print(summary(outcomes), flush=True)
     if parsed.table:

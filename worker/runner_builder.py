@@ -124,9 +124,9 @@ class RunnerBuilder:
 
     def _experts(self, cache: KVCache) -> RoutedExpertsCache | None:
         record = self._expert_record
-        return (
-            record if record is None else RoutedExpertsCache(self._loaded.model.spec, cache, record)
-        )
+        if record is None:
+            return None
+        return RoutedExpertsCache(self._loaded.model.spec, cache, record)
 
     def _connect(self, message: InitializeCache, cache: KVCache) -> WorkerConnector:
         config, group = self._config, self._loaded.group

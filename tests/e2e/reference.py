@@ -8,8 +8,10 @@ A token that differs counts as a tie if the two logits lie within TIE_GAP.
 
 import functools
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,3 +103,30 @@ class SilentReporter:
 def packaged_model(name: str = DEFAULT_MODEL) -> PreparedModel:
     """A packaged model, fetched and prepared if this machine has not served it yet."""
     return prepared_model(name, HostEnvironment.of(os.environ), SilentReporter())
+
+
+def save_random(config: type[Any], folder: Path, **sizes: object) -> torch.nn.Module:
+    """Save a tiny random model with the packaged model's tokenizer; returns it in float32.
+
+    config: its class in transformers, as Qwen3Config. sizes: in addition to those of all.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=49152,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            eos_token_id=2,
+            bos_token_id=1,
+            **sizes,
+        )
+    ).eval()
+    model.save_pretrained(folder)
+    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", folder)
+    return model

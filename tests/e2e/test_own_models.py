@@ -1,7 +1,6 @@
 """Models of the user through the daemon: a Hugging Face folder, a GGUF file, and bad ones."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.daemon import Daemon
-from tests.e2e.reference import Reference, packaged_model
+from tests.e2e.reference import Reference, packaged_model, save_random
 from tests.fakes.tiny_families import save_folder
 
 pytestmark = pytest.mark.suite("daemons")
@@ -22,25 +21,9 @@ PROMPT = list(range(100, 160))
 
 def save_qwen3(folder: Path) -> torch.nn.Module:
     """Save a tiny random Qwen3 with the packaged model's tokenizer; returns it in float32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        eos_token_id=2,
-        bos_token_id=1,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", folder)
-    return model
+    return save_random(Qwen3Config, folder, head_dim=32)
 
 
 def greedy(daemon: Daemon, prompt: list[int], num_tokens: int) -> list[int]:

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import MixtralConfig, Qwen2MoeConfig
 
 from tests.e2e.daemon import Daemon
-from tests.e2e.reference import packaged_model
+from tests.e2e.reference import save_random
 from tests.fakes.gguf_files import write
 from tests.fakes.tiny_ggufs import SIZES, tiny
 from tests.fakes.tiny_model_files import TOKENS, add_tokenizer
@@ -34,26 +33,14 @@ PROMPTS = [list(range(1000 + 300 * i, 1000 + 300 * i + 7 * (2 + 3 * i))) for i i
 
 def save_mixture(folder: Path) -> torch.nn.Module:
     """Save a tiny random Qwen2-MoE with the packaged model's tokenizer; returns it in float32."""
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    return save_random(
+        Qwen2MoeConfig,
+        folder,
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=96,
-        max_position_embeddings=512,
-        eos_token_id=2,
-        bos_token_id=1,
     )
-    model = Qwen2MoeForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", folder)
-    return model
 
 
 async def complete_with_experts(

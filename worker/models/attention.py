@@ -14,12 +14,11 @@ from worker.layers.rotary import RotaryEmbedding
 from worker.models.parts import (
     ForwardContext,
     HeadRows,
+    PartSpec,
     Shard,
     WeightSpec,
     divide_evenly,
     norm_weights,
-    product_flops,
-    product_outputs,
     projection,
     stacked,
 )
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(PartSpec):
     """Grouped-query attention of one layer.
 
     head_dim: need not be hidden_size / num_heads.
@@ -128,14 +127,6 @@ class AttentionSpec:
     @property
     def has_qk_norm(self) -> bool:
         return self.qk_norm or self.joint_qk_norm
-
-    @property
-    def flops_per_token(self) -> int:
-        return product_flops(self.weights)
-
-    @property
-    def outputs_per_token(self) -> int:
-        return product_outputs(self.weights)
 
     @property
     def max_ranks(self) -> int:

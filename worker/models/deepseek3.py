@@ -10,6 +10,7 @@ MODEL_TYPE = ("deepseek_v3", "kimi_k2")
 
 
 def spec(config: ConfigReader) -> ModelSpec:
+    """Return the spec; rotated parts are interleaved in files unless `rope_interleave` is false."""
     config.must_be("scoring_func", "sigmoid")
     return latent_decoder(
         config,

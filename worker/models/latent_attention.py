@@ -25,13 +25,12 @@ from worker.layers.rotary import RotaryEmbedding
 from worker.models.parts import (
     ForwardContext,
     HeadRows,
+    PartSpec,
     Shard,
     StackPart,
     WeightSpec,
     divide_evenly,
     norm_weights,
-    product_flops,
-    product_outputs,
     projection,
 )
 from worker.models.rope import RotatingRope, YarnRope
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(PartSpec):
     """Latent attention of one layer; sizes by their names in configurations.
 
     q_lora_rank: numbers of the latent of queries; None for queries that are a product of the input.
@@ -129,14 +128,6 @@ class LatentAttentionSpec:
             *(weight for head in self.own_heads for weight in self._head_weights(head)),
             *projection("o", "self_attn.o_proj", "attn_output", (hidden, values), self.bias),
         )
-
-    @property
-    def flops_per_token(self) -> int:
-        return product_flops(self.weights)
-
-    @property
-    def outputs_per_token(self) -> int:
-        return product_outputs(self.weights)
 
     @property
     def max_ranks(self) -> int:

@@ -15,11 +15,10 @@ from worker.layers.activation import Activation, make_gate
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.parts import (
     ForwardContext,
+    PartSpec,
     Shard,
     WeightSpec,
     divide_evenly,
-    product_flops,
-    product_outputs,
     projection,
     stacked,
 )
@@ -33,7 +32,7 @@ _BLOCK_COLUMNS: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpSpec:
+class MlpSpec(PartSpec):
     """Gate and up projections from hidden_size to intermediate_size, and the way back.
 
     bias: all projections have one.
@@ -71,14 +70,6 @@ class MlpSpec:
             *chain.from_iterable(inputs),
             *projection("down", self.down, "ffn_down", (hidden, inner), self.bias),
         )
-
-    @property
-    def flops_per_token(self) -> int:
-        return product_flops(self.weights)
-
-    @property
-    def outputs_per_token(self) -> int:
-        return product_outputs(self.weights)
 
     @property
     def max_ranks(self) -> int:

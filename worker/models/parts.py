@@ -289,13 +289,13 @@ class PartSpec(Protocol):
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of the products of one token."""
-        ...
+        """FLOPs of the products of one token, which are those of all weights unless overridden."""
+        return product_flops(self.weights)
 
     @property
     def outputs_per_token(self) -> int:
-        """Numbers that the products of one token give."""
-        ...
+        """Numbers that the products of one token give, as above."""
+        return product_outputs(self.weights)
 
     @property
     def max_ranks(self) -> int:
