@@ -224,10 +224,15 @@ def wait_for(process: "subprocess.Popen[bytes]", progress: Path, limit: float) -
 def end_tree(process: "subprocess.Popen[bytes]", reason: str, progress: Path) -> str:
     """Kill pytest, its workers and the daemons that they started; name the running tests."""
     running = running_tests(progress.read_text())
-    family = psutil.Process(process.pid).children(recursive=True)
+    pytest_process = psutil.Process(process.pid)
+    family = pytest_process.children(recursive=True)
     process.send_signal(signal.SIGINT)  # pytest then shows the failures that it has seen
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(INTERRUPT_SECONDS)
+    # Until then its workers go on with their tests, and may have started further daemons.
+    for member in [pytest_process, *family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += member.children(recursive=True)
     for member in [*family, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

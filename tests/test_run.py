@@ -18,7 +18,10 @@ def test_before(): pass
 
 @pytest.mark.timeout(0)
 def test_that_hangs():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", "tokend-test-orphan"])
+    orphan = [sys.executable, "-c", "import time; time.sleep(99)", "tokend-test-orphan"]
+    subprocess.Popen(orphan)
+    time.sleep(7)  # the run is being ended
+    subprocess.Popen(orphan)
     time.sleep(99)
 
 async def waits_for_an_event():
@@ -35,7 +38,7 @@ def suite(tmp_path: Path) -> Suite:
     """A suite of three tests: one passes, one hangs in a call, one in an event loop."""
     file = tmp_path / "test_hanging.py"
     file.write_text(HANGING)
-    return Suite("quick", "nothing", 60, 30, paths=(str(file),), processes=0)
+    return Suite("quick", "nothing", 60, 30, paths=(str(file),), processes=1)
 
 
 def options(*more: str) -> list[str]:
@@ -54,6 +57,7 @@ def test_a_run_without_progress_is_ended_with_its_children_and_names_the_test(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "STALL_SECONDS", 5.0)
+    monkeypatch.setattr(run, "INTERRUPT_SECONDS", 5.0)
     started = time.monotonic()
     outcome = run_suite(suite, options("-k", "before or hangs"))
     assert time.monotonic() - started < 40
