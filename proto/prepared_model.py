@@ -20,14 +20,9 @@ import msgspec
 
 from proto.errors import ModelError, shown
 
-MANIFEST_VERSION = 2
-MXFP4_BYTES: Final = 16
-"""Of the 32 numbers of a block of MXFP4, without its scale."""
+MANIFEST_VERSION = 3
 FP8: Final = "F8_E4M3"
 """As safetensors names it."""
-FP8_BLOCK: Final = 128
-"""Rows and columns of a block of FP8 numbers, which has one float32 scale (DeepSeek-V3,
-section 3.3.2)."""
 
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
@@ -112,17 +107,32 @@ def supported_models() -> list[str]:
     return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
 
+class TensorPart(msgspec.Struct, array_like=True, frozen=True):
+    """One of the tensors of a safetensors file that a quantised weight consists of, as it is there.
+
+    Fields as in TensorEntry.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    num_bytes: int
+
+
 class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
-    """Location of one tensor.
+    """Location of one tensor, or of some of its rows.
 
     name: as in the file (GGUF or safetensors name).
-    type: GGUF type name ("Q4_1", "F32") or safetensors dtype ("BF16").
-    shape: as in torch, rows first; in elements.
+    type: GGUF type name ("Q4_1", "F32"), safetensors dtype ("BF16"), or that of a weight of several
+        parts ("INT4_128").
+    shape: as in torch, rows first; in numbers.
     file: index into TensorIndex.files.
-    offset, num_bytes: byte range in that file.
-    scales: file and offset of the scales of blocks whose scales are a tensor of their own; empty
-        for all other tensors. Of MXFP4 one byte for each block. Of FP8 a row of float32 for every
-        FP8_BLOCK rows; a third number is the row of its block with which the tensor begins.
+    offset, num_bytes: byte range in that file; with parts, of the first and of all together.
+    packing: how a weight of several parts is stored, which worker.loader.quantised reads; "" for a
+        tensor by itself.
+    parts: these parts, whole. options: numbers that the packing needs.
+    first_row: row of the parts with which the tensor begins.
     """
 
     name: str
@@ -131,41 +141,28 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
     file: int
     offset: int
     num_bytes: int
-    scales: tuple[int, ...] = ()
+    packing: str = ""
+    parts: dict[str, TensorPart] = {}
+    options: dict[str, float] = {}
+    first_row: int = 0
 
     @property
     def byte_ranges(self) -> list[tuple[int, int, int]]:
-        """File, offset and number of bytes of the tensor, and of its scales if they lie apart."""
-        ranges = [(self.file, self.offset, self.num_bytes)]
-        match self.scales:
-            case file, offset:
-                ranges.append((file, offset, self.num_bytes // MXFP4_BYTES))
-            case file, offset, first:
-                num_blocks = -(-(first + self.shape[0]) // FP8_BLOCK)
-                ranges.append((file, offset, num_blocks * self._scale_row_bytes))
-        return ranges
-
-    @property
-    def _scale_row_bytes(self) -> int:
-        """Bytes of the scales of one row of FP8 blocks."""
-        return 4 * -(-self.shape[1] // FP8_BLOCK)
+        """File, offset and number of bytes of the tensor, or of the whole parts of its weight."""
+        ranges = self.parts.values() or (self,)
+        return [(each.file, each.offset, each.num_bytes) for each in ranges]
 
     def with_rows(self, first: int, end: int) -> "TensorEntry":
-        """Return these rows with all columns: a range of the tensor's bytes, and their scales."""
+        """Return these rows with all columns."""
+        shape = (end - first, *self.shape[1:])
+        if self.parts:
+            return msgspec.structs.replace(self, shape=shape, first_row=self.first_row + first)
         row_bytes = self.num_bytes // self.shape[0]
-        scales = self.scales
-        match scales:
-            case file, offset:
-                scales = (file, offset + first * (row_bytes // MXFP4_BYTES))
-            case file, offset, before:
-                blocks, row = divmod(before + first, FP8_BLOCK)
-                scales = (file, offset + blocks * self._scale_row_bytes, row)
         return msgspec.structs.replace(
             self,
-            shape=(end - first, *self.shape[1:]),
+            shape=shape,
             offset=self.offset + first * row_bytes,
             num_bytes=(end - first) * row_bytes,
-            scales=scales,
         )
 
 

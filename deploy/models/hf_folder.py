@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models import safetensors_header
+from deploy.models import quantised_folder, safetensors_header
 from deploy.models.prepared_folder import (
     ModelContents,
     ProgressCallback,
@@ -19,7 +19,7 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorIndex
+from proto.prepared_model import TensorIndex, TensorPart
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -43,11 +43,11 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
-    tensors = _tensors(folder)
+    tensors = _tensors(folder, config)
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
-        config=config,
+        config={key: config[key] for key in config if key not in quantised_folder.CONFIG_KEYS},
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(folder, tokenizer_config),
@@ -78,7 +78,8 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _tensors(folder: Path) -> TensorIndex:
+def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
+    quantised_folder.read_scheme(config)  # before anything of the weights
     files = _weight_files(folder)
     entries = []
     owners: dict[str, str] = {}
@@ -88,7 +89,13 @@ def _tensors(folder: Path) -> TensorIndex:
                 raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
             owners[entry.name] = path.name
             entries.append(entry)
-    joined = safetensors_header.join_scales(entries)
+
+    def read_bytes(part: TensorPart) -> bytes:
+        with files[part.file].open("rb") as stream:
+            stream.seek(part.offset)
+            return stream.read(part.num_bytes)
+
+    joined = quantised_folder.join_parts(config, entries, read_bytes)
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

@@ -6,13 +6,10 @@
 import json
 import math
 import os
-from collections.abc import Iterable
 from typing import Any, Final
 
-import msgspec
-
 from proto.errors import ModelError, shown
-from proto.prepared_model import FP8, FP8_BLOCK, MXFP4_BYTES, TensorEntry
+from proto.prepared_model import TensorEntry
 
 _MAX_HEADER_BYTES: Final = 32 << 20
 """About 200,000 tensors; parsed JSON can need twenty times as much memory."""
@@ -60,73 +57,6 @@ def read(path: str, file: int) -> list[TensorEntry]:
         for name, fields in header.items()
         if name != "__metadata__"
     ]
-
-
-def join_scales(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """Return the tensors, those of quantised numbers and of their scales as one.
-
-    Raises ModelError for a pair whose types or shapes do not fit, naming both tensors.
-    """
-    named = {entry.name: entry for entry in entries}
-    _join_mxfp4(named)
-    _join_fp8(named)
-    return tuple(named.values())
-
-
-def _join_fp8(named: dict[str, TensorEntry]) -> None:
-    """Give each NAME of type F8_E4M3 its scales, the tensor NAME_scale_inv.
-
-    numbers   F8_E4M3 [rows, columns]
-    scales    F32 [rows / 128, columns / 128], rounded up: a factor of each block
-    """
-    for name, entry in list(named.items()):
-        scales = named.get(f"{name}_scale_inv")
-        if scales is None:
-            continue
-        if (entry.type, scales.type, len(entry.shape)) != (FP8, "F32", 2) or scales.shape != tuple(
-            -(-size // FP8_BLOCK) for size in entry.shape
-        ):
-            raise ModelError(
-                f"tensor {name} of type {entry.type} and shape {list(entry.shape)} does not fit "
-                f"tensor {scales.name} of type {scales.type} and shape {list(scales.shape)}: FP8 "
-                f"with an F32 scale of each block of {FP8_BLOCK} x {FP8_BLOCK} is supported"
-            )
-        del named[scales.name]
-        named[name] = msgspec.structs.replace(entry, scales=(scales.file, scales.offset, 0))
-
-
-def _join_mxfp4(named: dict[str, TensorEntry]) -> None:
-    """Make each pair NAME_blocks, NAME_scales one tensor, NAME of type MXFP4.
-
-        blocks   uint8 [..., rows, columns / 32, 16], numbers 2i and 2i + 1 in byte i
-        scales   uint8 [..., rows, columns / 32]
-        joined   MXFP4 [..., rows, columns]
-
-    Raises ModelError for blocks without scales of their shape, naming both tensors.
-    """
-    for blocks in list(named.values()):
-        if blocks.type != "U8" or not blocks.name.endswith("_blocks"):
-            continue
-        del named[blocks.name]
-        name = blocks.name.removesuffix("_blocks")
-        scales = named.pop(f"{name}_scales", None)
-        if scales is None:
-            raise ModelError(f"tensor {blocks.name} has no {name}_scales beside it")
-        *shape, numbers = blocks.shape
-        if (scales.type, scales.shape, numbers) != ("U8", tuple(shape), MXFP4_BYTES):
-            raise ModelError(
-                f"tensor {blocks.name} of shape {list(blocks.shape)} and tensor {scales.name} of "
-                f"type {scales.type} and shape {list(scales.shape)} are not MXFP4"
-            )
-        named[name] = TensorEntry(
-            name,
-            "MXFP4",
-            (*shape[:-1], shape[-1] * 2 * MXFP4_BYTES),
-            blocks.file,
-            blocks.offset,
-            blocks.num_bytes,
-            (scales.file, scales.offset),
-        )
 
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:

@@ -14,7 +14,7 @@ import torch
 from tests.benchmarks.products_by_format import read_rate
 from worker.kernels import Kernels, load_kernels
 from worker.layers.experts import Expert, LinearExperts
-from worker.layers.kernel_weights import GGUF_BLOCKS, Bf16Weight, KernelWeight, PackedWeight
+from worker.layers.kernel_weights import BLOCK_TYPES, Bf16Weight, KernelWeight, PackedWeight
 from worker.layers.linear import KernelLinear
 from worker.layers.router import Router, RouterSpec
 from worker.layers.scratch import ByteBuffer
@@ -25,7 +25,7 @@ def random_weight(kernels: Kernels, kind: str, shape: tuple[int, int]) -> Kernel
     """Return a weight [out, in] of a GGUF type or of bfloat16, whose numbers are alike."""
     if kind == "BF16":
         return Bf16Weight.from_dense(kernels, torch.randn(shape).bfloat16())
-    size, num_bytes = GGUF_BLOCKS[kind]
+    size, num_bytes = BLOCK_TYPES[kind]
     weight = PackedWeight(kernels, kind, shape)
     weight.put_blocks(0, np.full(shape[0] * shape[1] // size * num_bytes, 0x22, dtype=np.uint8))
     return weight
@@ -57,7 +57,7 @@ def mixture(kernels: Kernels, options: argparse.Namespace) -> tuple[Mixture, int
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.mixtures")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256])
-    parser.add_argument("--type", choices=["BF16", *GGUF_BLOCKS], default="Q4_K")
+    parser.add_argument("--type", choices=["BF16", *BLOCK_TYPES], default="Q4_K")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=1024)

@@ -17,7 +17,7 @@ import torch
 
 from worker.kernels import Kernels, load_kernels
 from worker.large_pages import large_pages
-from worker.layers.kernel_weights import GGUF_BLOCKS, Bf16Weight, PackedWeight, RotatedWeight
+from worker.layers.kernel_weights import BLOCK_TYPES, Bf16Weight, PackedWeight, RotatedWeight
 from worker.layers.linear import make_linear
 
 LAYERS: Final = 30
@@ -77,7 +77,7 @@ def head_form(kernels: Kernels) -> Form:
 def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedWeight:
     if gguf_type == "Q8_0":
         return PackedWeight.from_dense(kernels, torch.randn(shape))
-    num_bytes = GGUF_BLOCKS[gguf_type][1] * shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
+    num_bytes = BLOCK_TYPES[gguf_type][1] * shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0]
     raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
     weight = PackedWeight(kernels, gguf_type, shape)
     weight.put_blocks(0, raw)

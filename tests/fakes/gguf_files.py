@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 PLAIN = ("F32", "F16", "BF16")
-QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+QUANTISED = (
+    *("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
+    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"),
+)
 _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q8_0": (1e-3, (0,)),
     "Q5_0": (1e-2, (0,)),
@@ -18,6 +21,10 @@ _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q4_K": (3e-4, (0, 2)),
     "Q5_K": (2e-4, (0, 2)),
     "Q6_K": (5e-5, (208,)),
+    "Q2_K": (1e-3, (80, 82)),
+    "Q3_K": (5e-4, (108,)),
+    "IQ4_NL": (5e-4, (0,)),
+    "IQ4_XS": (2e-5, (0,)),
 }
 """Magnitude and offsets of the float16 scales of a block."""
 

@@ -4,14 +4,15 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import torch
 
-from deploy.models.safetensors_header import join_scales
+from deploy.models.quantised_folder import CONFIG_KEYS, join_parts
 from proto.codec import encode
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
 from worker.layers.norm import NormWeight
 from worker.loader.formats import DenseFormat
 from worker.loader.source import WeightSource
@@ -45,11 +46,16 @@ def prepare(
 def prepare_checkpoint(checkpoint: Path, folder: Path) -> PreparedModel:
     """A prepared model from a transformers checkpoint of one or more safetensors files."""
     config = json.loads((checkpoint / "config.json").read_text())
-    return prepare(folder, config, safetensors_index(*sorted(checkpoint.glob("*.safetensors"))))
+    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")), config=config)
+    for key in CONFIG_KEYS:
+        config.pop(key, None)
+    return prepare(folder, config, index)
 
 
-def safetensors_index(*paths: Path) -> TensorIndex:
-    """The tensors of safetensors files, from their headers."""
+def safetensors_index(
+    *paths: Path, config: Mapping[str, Any] = MappingProxyType({})
+) -> TensorIndex:
+    """The tensors of safetensors files, from their headers. config: says how they are quantised."""
     entries = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:
@@ -61,7 +67,12 @@ def safetensors_index(*paths: Path) -> TensorIndex:
                 shape = tuple(each["shape"])
                 start = 8 + length + begin
                 entries.append(TensorEntry(name, each["dtype"], shape, number, start, end - begin))
-    return TensorIndex("safetensors", tuple(map(str, paths)), join_scales(entries))
+
+    def read_bytes(part: TensorPart) -> bytes:
+        return paths[part.file].read_bytes()[part.offset :][: part.num_bytes]
+
+    joined = join_parts(config, entries, read_bytes)
+    return TensorIndex("safetensors", tuple(map(str, paths)), joined)
 
 
 def gguf_index(path: Path) -> TensorIndex:

@@ -32,7 +32,7 @@ from worker.kernels import (
 )
 
 PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
-GGUF_BLOCKS: Final = {
+BLOCK_TYPES: Final = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -42,12 +42,22 @@ GGUF_BLOCKS: Final = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "MXFP4": (32, 17),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "INT4_32": (32, 20),
+    "INT4_128": (128, 68),
+    "INT8_32": (32, 36),
+    "INT8_128": (128, 132),
+    "NF4": (32, 18),
 }
-"""Numbers and bytes of a block of each GGUF type that can stay packed.
+"""Numbers and bytes of a block of each type that kernels multiply with as it is: of GGUF files, and
+what worker.loader.quantised makes of the weights of other checkpoints.
 
 The order is that of TokendWeightType in csrc/products/packed/packed.h.
 """
-_TYPE_CODES: Final = {name: code for code, name in enumerate(GGUF_BLOCKS)}
+_TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_TYPES)}
 _ROTATED_UNIT: Final = 32
 
 Structure = ctypes.Structure
@@ -79,6 +89,7 @@ class KernelWeight:
         self.type_name = type_name
         self._structure = structure
         self._kernels = kernels
+        self.column_order: torch.Tensor | None = None
         self._packed = kernels.memory.allocate(self._packed_bytes())
         structure.packed = self._packed.data_ptr()
         self.use_kernels(kernels)
@@ -206,6 +217,8 @@ class KernelWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
     ) -> None:
         # x [N, in] and output [N, out]: rows may be a stride apart
+        if self.column_order is not None:
+            x = x[:, self.column_order]
         assert x.dtype in PRODUCT_DTYPES
         assert output.dtype in PRODUCT_DTYPES
         assert x.shape[1] == self.in_features
@@ -238,7 +251,7 @@ def _describe_bias(call: Structure, out_features: int, bias: torch.Tensor | None
 
 def is_packable(gguf_type: str, in_features: int) -> bool:
     """Return whether weights of this type with rows of this length can stay packed."""
-    block_numbers, _ = GGUF_BLOCKS.get(gguf_type, (in_features + 1, 0))
+    block_numbers, _ = BLOCK_TYPES.get(gguf_type, (in_features + 1, 0))
     return in_features > 0 and in_features % block_numbers == 0
 
 
@@ -255,11 +268,22 @@ class PackedWeight(KernelWeight):
     tests/worker/reference/packed.py), sums are float32. Making one opens no OpenMP region.
     """
 
-    def __init__(self, kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> None:
-        """Allocate a weight of zeros."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        gguf_type: str,
+        shape: tuple[int, int],
+        column_order: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate a weight of zeros.
+
+        column_order: int64 [in], column i of the blocks is column column_order[i] of the weight;
+            None for the same.
+        """
         assert is_packable(gguf_type, shape[1]), (gguf_type, shape)
         structure = packed_shape(gguf_type, shape)
         super().__init__(kernels, KernelFormat.PACKED, gguf_type, structure)
+        self.column_order = column_order
 
     def put_blocks(
         self,
@@ -273,7 +297,7 @@ class PackedWeight(KernelWeight):
         row_order: int64 [rows], row first + i of the weight is row row_order[i] of `raw`. No
         reference to `raw` is kept.
         """
-        block_numbers, block_bytes = GGUF_BLOCKS[self.type_name]
+        block_numbers, block_bytes = BLOCK_TYPES[self.type_name]
         num_rows, left_over = divmod(raw.nbytes, self.in_features // block_numbers * block_bytes)
         assert raw.dtype == np.uint8
         assert not left_over
@@ -302,6 +326,8 @@ class PackedWeight(KernelWeight):
         first_wrong: int = self._kernels.unpack_rows(
             self._structure, len(ids), ids.data_ptr(), code, numbers.data_ptr()
         )
+        if self.column_order is not None:
+            numbers[:, self.column_order] = numbers.clone()
         return first_wrong
 
 

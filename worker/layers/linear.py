@@ -122,7 +122,12 @@ class KernelLinear:
 
     @property
     def parts(self) -> tuple[ctypes.Structure, ...]:
-        """Each weight as a `worker.kernels.LinearPart`; valid as long as this object lives."""
+        """Each weight as a `worker.kernels.LinearPart`; valid as long as this object lives.
+
+        Empty if a weight has its columns in another order, which only `multiply` knows.
+        """
+        if any(weight.column_order is not None for weight, _, _ in self._parts):
+            return ()
         return tuple(weight.part(bias) for weight, _, bias in self._parts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,12 @@
     Q4_K, Q5_K         scale * code - minimum       6-bit scales and minima for each 32, themselves
                                                     scaled by two numbers for 256
     Q6_K               scale * (code - 32)          8-bit scales for each 16, scaled for 256
+    Q2_K               scale * code - minimum       4-bit scales and minima for each 16, themselves
+                                                    scaled by two numbers for 256
+    Q3_K               scale * (code - 4)           6-bit scales for each 16, scaled for 256
+    IQ4_NL             scale * table[code]          a scale for each 32
+    IQ4_XS             scale * table[code]          6-bit scales for each 32, scaled for 256
     MXFP4              scale * E2M1[code]           a power of two for each 32
-    FP8                scale * E4M3[code]           a scale for each 128 rows and 128 columns
 
 Kernels multiply with blocks directly; this is for weights that are held in another format.
 """
@@ -16,10 +20,17 @@ from typing import Final
 
 import torch
 
-from proto.prepared_model import FP8_BLOCK
+from worker.layers.kernel_weights import BLOCK_TYPES
 
 _E2M1: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 """The numbers of 4 bits without their sign (OCP Microscaling Formats, section 5.3.3)."""
+_IQ4: Final = torch.tensor(
+    (
+        *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
+        *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
+    )
+)
+"""The numbers of IQ4_NL and IQ4_XS (ggml: kvalues_iq4nl)."""
 _CHUNK_NUMBERS: Final = 1 << 18
 """Numbers that are converted together: what a step of it writes stays in the cache."""
 
@@ -31,20 +42,6 @@ def dequantize(gguf_type: str, blocks: torch.Tensor, block_size: int) -> torch.T
     for first in range(0, len(blocks), chunk):
         part = blocks[first : first + chunk]
         numbers[first : first + chunk] = convert(part).view(len(part), block_size)
-    return numbers
-
-
-def dequantize_fp8(codes: torch.Tensor, scales: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Return float32 of float8_e4m3fn [rows, columns] with scales of blocks of FP8_BLOCK².
-
-    first_row: row of the first blocks with which `codes` begins.
-    """
-    numbers = torch.empty(codes.shape, dtype=torch.float32)
-    begin = -first_row
-    for row_scales in scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : codes.shape[1]]:
-        rows = slice(max(begin, 0), begin + FP8_BLOCK)
-        torch.mul(codes[rows].float(), row_scales, out=numbers[rows])
-        begin += FP8_BLOCK
     return numbers
 
 
@@ -98,6 +95,36 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * table[_nibbles(blocks[:, 1:]).long()]
 
 
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    # two bits i of 32 bytes belong to the i-th 32 numbers of 128
+    codes = _shifted(blocks[:, 16:80].view(-1, 2, 1, 32), range(0, 8, 2)) & 3
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15).float()
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
+    return scales[:, :, None] * codes.view(-1, 16, 16).float() - minima[:, :, None]
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _shifted(blocks[:, 32:96].reshape(-1, 2, 1, 32), range(0, 8, 2)) & 3
+    high = _shifted(blocks[:, None, :32], range(8)) & 1
+    codes = low.view(-1, 16, 16) | high.reshape(-1, 16, 16) << 2
+    # of 16 scales the low halves in 8 bytes, the two highest bits in 4 bytes
+    high = _shifted(blocks[:, None, 104:108], range(0, 8, 2)).flatten(1) & 3
+    scales = (_nibbles(blocks[:, 96:104]) | high << 4).float() - 32
+    return (_half(blocks, 108) * scales)[:, :, None] * (codes.float() - 4)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:]).long()]
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    high = _shifted(blocks[:, 2:4, None].transpose(1, 2), range(0, 8, 2)).transpose(1, 2) & 3
+    scales = (low | high.reshape(-1, 8) << 4).float() - 32
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).long()
+    return (_half(blocks, 0) * scales)[:, :, None] * _IQ4[codes]
+
+
 _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -108,7 +135,13 @@ _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }
+BLOCKS_OF_FILES: Final = {name: BLOCK_TYPES[name] for name in _CONVERSIONS}
+"""Numbers and bytes of a block of each type of a GGUF file that can be read."""
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

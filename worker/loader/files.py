@@ -17,16 +17,10 @@ import torch
 
 from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import (
-    FP8,
-    FP8_BLOCK,
-    MXFP4_BYTES,
-    PreparedModel,
-    TensorEntry,
-    TensorIndex,
-)
-from worker.layers.kernel_weights import GGUF_BLOCKS
-from worker.loader.dequantize import dequantize, dequantize_fp8
+from proto.prepared_model import FP8, PreparedModel, TensorEntry, TensorIndex, TensorPart
+from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.loader import quantised
+from worker.loader.dequantize import BLOCKS_OF_FILES, dequantize
 
 INDEX_FILE = "tensors.msgpack"
 RawBytes = npt.NDArray[np.uint8]
@@ -36,14 +30,14 @@ _SAFETENSORS_DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_CHUNK_BLOCKS: Final = 1 << 13
-"""Blocks that are rearranged together: what a step of it writes stays in the cache."""
-_NIBBLE: Final = np.uint64(4)
-_SPREADS: Final = tuple(
-    (np.uint64(shift), np.uint64(mask))
-    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
-)
-"""Move the nibbles of the low half of a word apart."""
+_PART_DTYPES: Final = _SAFETENSORS_DTYPES | {
+    FP8: torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""Of the parts of quantised weights."""
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -100,14 +94,11 @@ class TensorFiles:
         """Return the tensor of entry.shape in the float dtype that needs the least work.
 
         A view of the mapped file for plain types, which keeps it mapped; new float32
-        numbers for quantisation blocks and for FP8 with scales. Raises ModelError naming the tensor
-        for types and sizes that cannot be read.
+        numbers for quantised weights. Raises ModelError naming the tensor for types, sizes and
+        scales that cannot be read.
         """
-        if entry.type in GGUF_BLOCKS:
-            return decode_gguf(entry, self.blocks_of(entry))
-        if entry.type == FP8 and entry.scales:
-            numbers, scales = (self.bytes_at(*each) for each in entry.byte_ranges)
-            return _decode_fp8(entry, numbers, scales)
+        if entry.parts:
+            return quantised.read_numbers(entry, self.parts_of(entry))
         decode = decode_gguf if self._is_gguf else decode_safetensors
         return decode(entry, self.bytes_at(entry.file, entry.offset, entry.num_bytes))
 
@@ -116,23 +107,37 @@ class TensorFiles:
         return self._maps[file][offset : offset + num_bytes]
 
     def blocks_of(self, entry: TensorEntry, row_step: int = 1) -> RawBytes:
-        """Return the quantisation blocks of every `row_step`th row, as GGUF files have them.
+        """Return the quantisation blocks of every `row_step`th row, as kernels pack them.
 
         A view of the mapped file if it has them one after the other.
         """
-        parts = [self.bytes_at(*each) for each in entry.byte_ranges]
+        if entry.parts:
+            return quantised.read_blocks(entry, self.parts_of(entry), row_step)
+        blocks = self.bytes_at(entry.file, entry.offset, entry.num_bytes)
         if row_step > 1:
-            num_rows = math.prod(entry.shape[:-1])
-            parts = [part.reshape(num_rows, -1)[::row_step] for part in parts]
-        numbers, *scales = map(np.ascontiguousarray, parts)
-        return _gguf_mxfp4(numbers, *scales) if scales else numbers.reshape(-1)
+            blocks = blocks.reshape(math.prod(entry.shape[:-1]), -1)[::row_step]
+        return np.ascontiguousarray(blocks).reshape(-1)
+
+    def parts_of(self, entry: TensorEntry) -> dict[str, torch.Tensor]:
+        """Return the whole tensors of a quantised weight, views of the mapped file."""
+        return {role: self._part(entry, part) for role, part in entry.parts.items()}
+
+    def _part(self, entry: TensorEntry, part: TensorPart) -> torch.Tensor:
+        dtype = _PART_DTYPES.get(part.type)
+        if dtype is None:
+            raise ModelError(f"a tensor of {entry.name} has type {part.type}: not supported")
+        data = self.bytes_at(part.file, part.offset, part.num_bytes)
+        if data.ctypes.data % dtype.itemsize:
+            data = data.copy()
+        return torch.from_numpy(data).view(dtype).view(part.shape)
 
     def prefetch(self, entry: TensorEntry) -> None:
         """Let the system read the tensor's bytes into the page cache, without waiting for it."""
-        memory: mmap.mmap = self._maps[entry.file].base  # type: ignore[assignment]
-        begin = entry.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        if entry.num_bytes:
-            memory.madvise(mmap.MADV_WILLNEED, begin, entry.offset + entry.num_bytes - begin)
+        for file, offset, num_bytes in entry.byte_ranges:
+            memory: mmap.mmap = self._maps[file].base  # type: ignore[assignment]
+            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            if num_bytes:
+                memory.madvise(mmap.MADV_WILLNEED, begin, offset + num_bytes - begin)
 
 
 def decode_safetensors(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
@@ -155,39 +160,12 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
     plain = _GGUF_DTYPES.get(entry.type)
     if plain is not None:
         return _view_as(entry, data, plain)
-    if entry.type not in GGUF_BLOCKS:
-        supported = ", ".join((*_GGUF_DTYPES, *GGUF_BLOCKS))
+    if entry.type not in BLOCKS_OF_FILES:
+        supported = ", ".join((*_GGUF_DTYPES, *BLOCKS_OF_FILES))
         raise ModelError(f"tensor {entry.name} has GGUF type {entry.type}: supported: {supported}")
     block_size, block_bytes = check_blocks(entry)
     blocks = torch.from_numpy(data).view(-1, block_bytes)
     return dequantize(entry.type, blocks, block_size).view(entry.shape)
-
-
-def _decode_fp8(entry: TensorEntry, numbers: RawBytes, scales: RawBytes) -> torch.Tensor:
-    """Return new float32 numbers of FP8 and the scales of its blocks."""
-    first_row = entry.scales[2]
-    factors = torch.from_numpy(scales.copy()).view(torch.float32)
-    codes = _view_as(entry, numbers, torch.float8_e4m3fn)
-    return dequantize_fp8(codes, factors.view(-1, -(-entry.shape[1] // FP8_BLOCK)), first_row)
-
-
-def _gguf_mxfp4(numbers: RawBytes, scales: RawBytes) -> RawBytes:
-    """Return blocks of MXFP4 as GGUF files have them, of numbers and scales that lie apart.
-
-    numbers   16 bytes a block   0 1 | 2 3 | … | 30 31
-    block     scale, 16 bytes    0 16 | 1 17 | … | 15 31
-    """
-    words = numbers.reshape(-1).view("<u4").reshape(-1, 4)  # of eight numbers each
-    blocks = np.empty((len(words), 1 + MXFP4_BYTES), dtype=np.uint8)
-    blocks[:, 0] = scales.reshape(-1)
-    for first in range(0, len(words), _CHUNK_BLOCKS):
-        part = slice(first, first + _CHUNK_BLOCKS)
-        spread = words[part].astype(np.uint64)  # becomes a byte for each number
-        for shift, mask in _SPREADS:
-            spread |= spread << shift
-            spread &= mask
-        blocks[part, 1:] = (spread[:, :2] | spread[:, 2:] << _NIBBLE).view(np.uint8)
-    return blocks.reshape(-1)
 
 
 def _view_as(entry: TensorEntry, data: RawBytes, dtype: torch.dtype) -> torch.Tensor:
@@ -211,23 +189,23 @@ def check_blocks(entry: TensorEntry) -> tuple[int, int]:
 
     Raises ModelError unless its rows consist of whole blocks and all bytes are there.
     """
-    block_size, block_bytes = GGUF_BLOCKS[entry.type]
+    block_size, block_bytes = BLOCKS_OF_FILES[entry.type]
     if not entry.shape or entry.shape[-1] % block_size:
         raise ModelError(
             f"tensor {entry.name} of shape {list(entry.shape)}: rows of type {entry.type} "
             f"consist of blocks of {block_size}"
         )
-    bytes_here = MXFP4_BYTES if entry.scales else block_bytes
-    _check_size(entry, math.prod(entry.shape) // block_size * bytes_here)
+    _check_size(entry, math.prod(entry.shape) // block_size * block_bytes)
     return block_size, block_bytes
 
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A weight [rows, columns] in quantisation blocks, as a GGUF file stores it.
+    """A weight [rows, columns] in quantisation blocks, as GGUF files have them.
 
     data: uint8 [rows × bytes of a row], in the file's order; may be the mapped file itself.
     row_order: int64 [rows], row i of the weight is row row_order[i] of `data`; None for the same.
+    column_order: the same for columns, of whole weights only.
     """
 
     type: str
@@ -235,13 +213,15 @@ class StoredBlocks:
     columns: int
     data: RawBytes
     row_order: npt.NDArray[np.int64] | None
+    column_order: torch.Tensor | None = None
 
     def with_columns(self, columns: slice) -> "StoredBlocks":
         """Return these columns of the weight, as a copy; they must consist of whole blocks."""
         first, end, _ = columns.indices(self.columns)
         if end - first == self.columns:
             return self
-        size, num_bytes = GGUF_BLOCKS[self.type]
+        assert self.column_order is None
+        size, num_bytes = BLOCK_TYPES[self.type]
         blocks = self.data.reshape(self.rows, -1, num_bytes)[:, first // size : end // size]
         data = np.ascontiguousarray(blocks).reshape(-1)
         return StoredBlocks(self.type, self.rows, end - first, data, self.row_order)

@@ -15,7 +15,7 @@ from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel, TensorIndex
 from worker.device.devices import Device
 from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
-from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.loader.files import read_index
 from worker.loader.formats import (
     Bf16Format,
@@ -106,7 +106,7 @@ def part_in_blocks(index: TensorIndex) -> float:
     """Return the fraction of a model's bytes in quantisation blocks: 0 to 1."""
     num_bytes: Counter[bool] = Counter()
     for entry in index.tensors:
-        num_bytes[entry.type in GGUF_BLOCKS] += entry.num_bytes
+        num_bytes[entry.type in BLOCK_TYPES] += entry.num_bytes
     return num_bytes[True] / max(1, num_bytes.total())
 
 

@@ -2,7 +2,7 @@
 
     DenseFormat    the activations' dtype, in the layout that the device likes best
     Bf16Format     bfloat16 in the layout of our own kernels
-    PackedFormat   the quantisation blocks of a GGUF file
+    PackedFormat   the quantisation blocks of the file
     Int8Format     blocks of 8 bits, quantised from any format of the file
     RotatedFormat  8 bits and one scale per output, rotated
     MixedFormat    PackedFormat for few rows, and the same rotated for many
@@ -45,7 +45,7 @@ from worker.layers.flashinfer_kernels import (
     usable_flashinfer,
 )
 from worker.layers.kernel_weights import (
-    GGUF_BLOCKS,
+    BLOCK_TYPES,
     Bf16Weight,
     KernelWeight,
     PackedWeight,
@@ -270,7 +270,7 @@ class Bf16Format(DenseFormat):
 
 
 class PackedFormat:
-    """The quantisation blocks of a GGUF file, rearranged for the kernels; their values stay.
+    """The quantisation blocks of a file, rearranged for the kernels; their values stay.
 
     `dense` is for weights that are not in blocks. Activations of `dtype` are quantised to 8 bits
     for each product, in blocks as well.
@@ -327,8 +327,8 @@ class PackedFormat:
         if not all(_is_packable(source, name) for name in names):
             return 0
         return sum(
-            self._bytes_in_blocks(kind, *source.joined_shape(*alike))
-            for kind, alike in groupby(names, source.type_of)
+            self._bytes_in_blocks(form[0], *source.joined_shape(*alike))
+            for form, alike in groupby(names, source.form_of)
         )
 
     def _bytes_in_blocks(self, gguf_type: str, rows: int, columns: int) -> int:
@@ -359,15 +359,16 @@ class PackedFormat:
         if not all(_is_packable(source, name) for name in names):
             return []
         return [
-            self._pack_alike(source, gguf_type, tuple(alike))
-            for gguf_type, alike in groupby(names, source.type_of)
+            self._pack_alike(source, form[0], tuple(alike))
+            for form, alike in groupby(names, source.form_of)
         ]
 
     def _pack_alike(
         self, source: WeightSource, gguf_type: str, names: tuple[str, ...]
     ) -> PackedWeight:
         """Pack weights of one type, one below the other, from the mapped file itself."""
-        weight, first = PackedWeight(self._kernels, gguf_type, source.joined_shape(*names)), 0
+        shape, order = source.joined_shape(*names), source.column_order(names[0])
+        weight, first = PackedWeight(self._kernels, gguf_type, shape, order), 0
         for name in names:
             stored = source.read_blocks(name)
             first = weight.put_blocks(first, stored.data, stored.row_order)
@@ -502,9 +503,9 @@ def _is_packable(source: WeightSource, name: str) -> bool:
     """Return whether kernels multiply with a weight, or this rank's shard, as the file has it."""
     stored_as = source.type_of(name)
     return (
-        stored_as in GGUF_BLOCKS
+        stored_as in BLOCK_TYPES
         and is_packable(stored_as, source.columns_of(name))
-        and not source.splits_block(name, GGUF_BLOCKS[stored_as][0])
+        and not source.splits_block(name, BLOCK_TYPES[stored_as][0])
     )
 
 
@@ -519,7 +520,7 @@ def read_table(source: WeightSource, name: str, memory: Counter[str]) -> Embeddi
         memory[DENSE_NAMES[table.dtype]] += table.nbytes
         return DenseTable(table)
     source.prefetch(name)
-    if source.type_of(name) not in GGUF_BLOCKS:
+    if source.type_of(name) not in BLOCK_TYPES:
         rows, _ = source.read_rows(name)
         return MappedTable(rows, source.dtype)
     assert kernels is not None
@@ -537,7 +538,7 @@ def table_bytes(source: WeightSource, name: str) -> Counter[str]:
 
 
 def _stays_mapped(source: WeightSource, name: str) -> bool:
-    in_blocks = source.type_of(name) in GGUF_BLOCKS
+    in_blocks = source.type_of(name) in BLOCK_TYPES
     return source.device.type == "cpu" and (not in_blocks or row_kernels() is not None)
 
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry, TensorIndex
-from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.layers.norm import NormWeight
+from worker.loader import quantised
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
 from worker.models.parts import Shard, StackPart, WeightSpec
 from worker.models.rope import DefaultRope, FactorsRope, Llama3Rope, NoRope, Rope
@@ -40,9 +42,9 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
         stored_as = types.get(weight.name_in(index.format))
         if stack is not None:
             stored_as = types.get(stack.tensor, stored_as)
-        if name.startswith("layers.") and stored_as in GGUF_BLOCKS:
+        if name.startswith("layers.") and stored_as in BLOCK_TYPES:
             local = name.split(".", 2)[2]
-            columns[local] = max(columns.get(local, 1), GGUF_BLOCKS[stored_as][0])
+            columns[local] = max(columns.get(local, 1), BLOCK_TYPES[stored_as][0])
     return columns
 
 
@@ -100,6 +102,7 @@ class WeightSource:
             name: self._shards[name].shape_of(weight.shape)
             for name, weight in self._weights.items()
         }
+        self._column_orders: dict[str, torch.Tensor | None] = {}
         self._format = index.format
         self._is_gguf = index.format == "gguf"
         prefix = "blk" if self._is_gguf else "model.layers"
@@ -169,12 +172,28 @@ class WeightSource:
         Where blocks are those of its transpose, the weight is read as numbers: "F32".
         """
         place = self._entries[name]
-        is_read_as_numbers = place.is_transposed and place.entry.type in GGUF_BLOCKS
+        is_read_as_numbers = place.is_transposed and place.entry.type in BLOCK_TYPES
         return "F32" if is_read_as_numbers else place.entry.type
 
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
         return self._shapes[name][-1]
+
+    def column_order(self, name: str) -> torch.Tensor | None:
+        """Return the order of the columns in the weight's blocks, None for that of the weight.
+
+        See PackedWeight. Of a shard of columns there are no blocks in such an order.
+        """
+        entry = self._entries[name].entry
+        if name not in self._column_orders:
+            order = quantised.column_order(entry, self._files.parts_of(entry))
+            self._column_orders[name] = order
+        return self._column_orders[name]
+
+    def form_of(self, name: str) -> tuple[str, bytes]:
+        """Return what weights have in common whose blocks are multiplied as one."""
+        order = self.column_order(name)
+        return self.type_of(name), b"" if order is None else order.numpy().tobytes()
 
     def joined_shape(self, *names: str) -> tuple[int, int]:
         """Return rows and columns of these weights, one below the other, as this rank has them."""
@@ -184,10 +203,12 @@ class WeightSource:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
         shard = self._shards[name]
         place = self._entries[name].with_rows(shard.rows)
-        check_blocks(place.entry)
+        if not place.entry.parts:
+            check_blocks(place.entry)
         rows, columns = len(place.places), place.entry.shape[1]
         data = self._files.blocks_of(place.entry, place.places.step)
-        stored = StoredBlocks(place.entry.type, rows, columns, data, self._row_order(name))
+        orders = self._row_order(name), self.column_order(name)
+        stored = StoredBlocks(place.entry.type, rows, columns, data, *orders)
         return stored.with_columns(shard.columns)
 
     def prefetch(self, name: str) -> None:
@@ -210,9 +231,14 @@ class WeightSource:
         return rows.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
-        """Return whether the shard's columns begin or end within a block of so many columns."""
+        """Return whether the shard's columns begin or end within a block of so many columns.
+
+        They do unless they are all if the columns of the blocks are in another order.
+        """
         num_columns = self._weights[name].shape[-1]
         first, end, _ = self._shards[name].columns.indices(num_columns)
+        if end - first < num_columns and self.column_order(name) is not None:
+            return True
         return bool(first % block_size or (end % block_size and end != num_columns))
 
     def scaled_rope(self, rope: Rope) -> Rope:
@@ -294,7 +320,7 @@ def _pop_entry(
 
 
 def _is_transposed(entry: TensorEntry, stack: StackPart) -> bool:
-    return stack.transposed and entry.type not in GGUF_BLOCKS
+    return stack.transposed and entry.type not in BLOCK_TYPES
 
 
 def _shape_in_file(entry: TensorEntry, stack: StackPart) -> tuple[int, ...]:
@@ -306,15 +332,7 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     """Return where a weight of this shape is in a tensor of several."""
     tail = entry.shape[len(entry.shape) - len(shape) + 1 :]
     *experts, rows_each = entry.shape[: len(entry.shape) - len(tail)]
-    all_rows = TensorEntry(
-        entry.name,
-        entry.type,
-        (math.prod(experts) * rows_each, *tail),
-        entry.file,
-        entry.offset,
-        entry.num_bytes,
-        entry.scales,
-    )
+    all_rows = msgspec.structs.replace(entry, shape=(math.prod(experts) * rows_each, *tail))
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
     if stack.rows_are_columns:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import FP8_BLOCK
 
 _ARITHMETIC: Final = re.compile(
     r"scal|multiplier|mup|cap|rotary|rope|window|chunk|sink|norm|bias|expert|router|moe|parallel"
@@ -135,8 +134,6 @@ class ConfigReader:
                 continue
             if not value or value in _NEUTRAL.get(key, ()):
                 continue
-            if key == "quantization_config" and _is_fp8_in_blocks(value):
-                continue
             if _ARITHMETIC.search(key):
                 raise self.refusal(key, value, "not supported")
 
@@ -149,20 +146,6 @@ class ConfigReader:
     def refusal(self, key: str, value: Any, reason: str) -> ModelError:
         """Return the error that names a key, its value and the reason."""
         return ModelError(f"{self._where}: {shown(key)} = {shown(repr(value))}: {reason}")
-
-
-def _is_fp8_in_blocks(quantisation: Any) -> bool:
-    """Return whether weights are FP8 with a scale of each block, which the loader converts.
-
-    What is not converted, such as norms, has another type in the file.
-    """
-    return (
-        isinstance(quantisation, Mapping)
-        and quantisation.get("quant_method") == "fp8"
-        and quantisation.get("fmt", "e4m3") == "e4m3"
-        and quantisation.get("activation_scheme", "dynamic") == "dynamic"
-        and quantisation.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
-    )
 
 
 def _is_positive(value: object) -> bool:

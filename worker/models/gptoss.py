@@ -32,7 +32,6 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.must_be("hidden_act", "silu", "swish")
     config.must_be("swiglu_limit", LIMIT)
     config.must_be("swiglu_alpha", ALPHA)
-    _check_quantisation(config)
     router = router_from_config(config, bias=True)
     config.must_be("experts_per_token", router.top_k)  # an older name, in the published files
     mixture = MoeSpec(
@@ -58,12 +57,3 @@ def spec(config: ConfigReader) -> ModelSpec:
         mlps=dense_and_sparse(config, mixture, lambda layer: True),
         norms=_NORMS,
     )
-
-
-def _check_quantisation(config: ConfigReader) -> None:
-    """Raise ModelError for quantised weights other than the experts' MXFP4."""
-    quantisation = ConfigReader(config.mapping("quantization_config"), "quantization_config")
-    if quantisation.get("quant_method") not in (None, "mxfp4"):
-        raise quantisation.refusal(
-            "quant_method", quantisation.get("quant_method"), "supported: 'mxfp4'"
-        )

@@ -376,8 +376,6 @@ def spec_of_transformers(
 
     if config.get("auto_map"):
         raise refuse("auto_map names code of the model, and code of a model is never run")
-    if config.get("quantization_config"):
-        raise refuse("quantization_config is not supported; use unquantised weights")
     settings = transformers_config(config)
     if _has_several_models(settings):
         raise refuse("it is made of several models, of which the language model is one")

@@ -1,18 +1,22 @@
-"""Random weights as GGUF blocks."""
+"""Random weights in blocks."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tests.worker.reference import packed as packed_reference
-from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.layers.kernel_weights import BLOCK_TYPES
 
-TYPES = list(GGUF_BLOCKS)
+TYPES = list(BLOCK_TYPES)
 HALVES = {  # where float16 numbers lie in a block
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q6_K": (208,),
     "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "NF4"), (0,)),
+    **dict.fromkeys(("INT4_32", "INT4_128", "INT8_32", "INT8_128"), (0,)),
 }
 
 
@@ -20,19 +24,21 @@ def random_blocks(
     gguf_type: str, shape: tuple[int, int], rng: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Blocks of random bits, with scales of both signs and a few orders of magnitude."""
-    num_blocks = shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0]
-    raw = rng.integers(0, 256, (num_blocks, GGUF_BLOCKS[gguf_type][1]), dtype=np.uint8)
+    num_blocks = shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0]
+    raw = rng.integers(0, 256, (num_blocks, BLOCK_TYPES[gguf_type][1]), dtype=np.uint8)
     if gguf_type == "MXFP4":  # and the least exponents, which floats have as subnormal numbers
         raw[:, 0] = rng.integers(120, 130, num_blocks, dtype=np.uint8)
         raw[::7, 0] = rng.integers(0, 4, len(raw[::7]), dtype=np.uint8)
     for at in HALVES[gguf_type]:
         scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if gguf_type.startswith("INT4"):  # a zero of 4 bits, or the one beside
+        raw[:, 2] %= 17
     return raw.reshape(-1)
 
 
 def numbers_of(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Dequantise with the `gguf` package, float32 [out, in]."""
+    """Dequantise without the kernels, float32 [out, in]."""
     return packed_reference.dequantise(gguf_type, shape, raw)
 
 

@@ -14,7 +14,7 @@ from tests.worker.kernel_variants import (
 )
 from tests.worker.layers.packed_cases import HALVES, TYPES, error_of, numbers_of, random_blocks
 from tests.worker.reference import packed as packed_reference
-from worker.layers.kernel_weights import GGUF_BLOCKS, PackedWeight, is_packable
+from worker.layers.kernel_weights import BLOCK_TYPES, PackedWeight, is_packable
 
 EXACT = 2e-6
 """Float32 sums beside the size of their terms."""
@@ -51,7 +51,7 @@ def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
 
 def shape_of(gguf_type: str, out_features: int, units: int) -> tuple[int, int]:
     """`units` of 32 inputs, or of 256 for the types whose blocks are that long."""
-    return out_features, GGUF_BLOCKS[gguf_type][0] * units
+    return out_features, BLOCK_TYPES[gguf_type][0] * units
 
 
 @each_variant
@@ -93,7 +93,7 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
     raw = random_blocks(gguf_type, shape, rng_of(1)).reshape(-1, 1)
     for code in (0x00, 0x7F, 0x80, 0xFF):
         filled = np.full_like(raw, code)
-        blocks = filled.reshape(shape[0] * shape[1] // GGUF_BLOCKS[gguf_type][0], -1)
+        blocks = filled.reshape(shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0], -1)
         if gguf_type == "MXFP4":
             blocks[:, 0] = 126
         for at in HALVES[gguf_type]:
@@ -251,3 +251,7 @@ def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
         assert weight.nbytes == 64 * 2 * file_bytes
     assert packed_of(variant, "Q6_K", (32, 256))[0].nbytes == 32 * 210
     assert packed_of(variant, "Q4_K", (32, 256))[0].nbytes == 32 * 148
+    assert packed_of(variant, "Q2_K", (32, 256))[0].nbytes == 32 * 84
+    assert packed_of(variant, "IQ4_NL", (32, 64))[0].nbytes == 32 * 36
+    # 4.25 bits a number; of AWQ and GPTQ 4.16
+    assert packed_of(variant, "INT4_128", (32, 256))[0].nbytes == 32 * 136

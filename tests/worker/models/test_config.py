@@ -256,12 +256,6 @@ DEEPSEEK_V3 = LATENT | {
     "n_group": 4,
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
     "rope_scaling": DEEPSEEK_YARN,
     "scoring_func": "sigmoid",
     "topk_group": 2,

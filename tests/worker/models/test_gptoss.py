@@ -201,7 +201,6 @@ def test_dense_experts_of_another_size_are_named(tmp_path: Path) -> None:
         ({"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ({"experts_per_token": 3}, "experts_per_token = 3"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8'"),
         ({"rope_parameters": None}, "rope_scaling = None"),
         ({"layer_types": ["full_attention"]}, "layer_types = ['full_attention']"),
         ({"sliding_window": 0}, "sliding_window = 0"),

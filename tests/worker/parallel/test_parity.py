@@ -15,7 +15,7 @@ from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
 from tests.worker.loader.test_formats import prepared_gguf
 from worker.kernels import Kernels
-from worker.layers.kernel_weights import GGUF_BLOCKS
+from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.loader.formats import (
     DenseFormat,
     Int8Format,
@@ -206,7 +206,7 @@ def test_ranks_with_experts_of_a_file_round_no_more_than_one(
     assert_no_larger_error(found[0], one_rank, logits(load(prepared, RankGroup()), 30))
 
 
-@pytest.mark.parametrize("kind", [each for each in GGUF_BLOCKS if each.endswith("K")])
+@pytest.mark.parametrize("kind", [each for each in BLOCK_TYPES if each.endswith("K")])
 def test_weights_whose_blocks_cross_head_boundaries_are_dense(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ The kernels are tested against it. Defines the quantised row; independent of the
 packed weights.
 """
 
+import functools
 import math
 from typing import Final
 
@@ -49,13 +50,46 @@ def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """float32 [out, in]: the numbers of the blocks, by the `gguf` package."""
+    """float32 [out, in]: the numbers of the blocks; of a GGUF type by the `gguf` package."""
+    if gguf_type in _OWN:
+        return _OWN[gguf_type](raw).view(shape)
     import gguf
 
     kind = gguf.GGMLQuantizationType[gguf_type]
     rows = np.asarray(raw, dtype=np.uint8).reshape(shape[0], -1)
     numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
     return torch.from_numpy(numbers).view(shape)
+
+
+def _nf4(raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Blocks of a float16 scale and 32 codes, the first 16 in the low halves of bytes."""
+    blocks = raw.reshape(-1, 18)
+    scales = torch.from_numpy(blocks[:, :2].copy().view(np.float16)).float()
+    codes = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
+    return scales * NF4[torch.from_numpy(codes).long()]
+
+
+def _integers(bits: int, columns: int, raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Blocks of a float16 scale, a zero of 8 bits, a free byte and codes of so many columns."""
+    blocks = raw.reshape(-1, 4 + columns * bits // 8)
+    scales = torch.from_numpy(blocks[:, :2].copy().view(np.float16)).float()
+    codes = torch.from_numpy(blocks[:, 4:].astype(np.int32))
+    if bits == 4:
+        halves = codes.view(len(blocks), -1, 16)
+        codes = torch.cat((halves & 15, halves >> 4), dim=2).view(len(blocks), -1)
+    zeros = torch.from_numpy(blocks[:, 2:3].astype(np.int32))
+    return scales * (codes - zeros).float()
+
+
+NF4: Final = torch.tensor(
+    [-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112], dtype=torch.float32
+)
+"""The numbers of NF4 times 112.03, rounded."""
+_OWN: Final = {"NF4": _nf4} | {
+    f"INT{bits}_{columns}": functools.partial(_integers, bits, columns)
+    for bits in (4, 8)
+    for columns in (32, 128)
+}
 
 
 def quantise_dense(weight: torch.Tensor) -> torch.Tensor:

@@ -6,22 +6,51 @@
 // reads:
 //
 //   panel   [ block 0 | block 1 | … ]              types with a scale a block
-//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K)
+//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K, IQ4_XS)
+//           [ head | block 0 … 3 | head | … ]      INT4_128, INT8_128; of INT4_32 a head for each block
 //   block   [ codes | scales | minima ]            each for 32 outputs
 //   codes   rows of 128 bytes = 32 outputs x 4 inputs of a byte each, so that 64 bytes
 //           feed one instruction that multiplies bytes and adds four neighbours:
 //           8 bits   row j (0 … 7)   inputs 4j … 4j+3
+//           2 bits   row i (0 … 1)   bits 2(j%4) of a byte of row j/4
+//           3 bits   … and one row more: bit j of a byte is the third bit of row j's
 //           4 bits   row i (0 … 3)   low nibbles inputs 8i … 8i+3, high ones 8i+4 … 8i+7
 //           5 bits   … and one row more: bit j of a byte is the fifth bit of row j's
 //           6 bits   … and two rows more: bits 2(j%4) of a byte of row j/4
 //
-// Codes are unsigned; a type whose numbers are scale * (code - zero) keeps no minima. Codes of MXFP4
-// are places in a table of unsigned numbers, to which its zero applies.
+// Codes are unsigned; a type whose numbers are scale * (code - zero) with one zero for all keeps no
+// minima. Codes of MXFP4, IQ4_NL, IQ4_XS and NF4 are places in a table of unsigned numbers, to which
+// their zero applies.
+//
+// INT4 and INT8 are those of checkpoints whose groups of columns have a scale and a zero each; the
+// number behind it is that of columns that share a head here, by which the group is divisible:
+//
+//   a block of `raw`   | scale, float16 | zero, a byte | 0 | codes of 32 columns | codes of 32 … |
+//   codes of 32        4 bits: 16 bytes, columns 0 … 15 in the low halves; 8 bits: 32 bytes
 #pragma once
 
 #include <cstdint>
 
-enum { TOKEND_Q4_0, TOKEND_Q4_1, TOKEND_Q5_0, TOKEND_Q5_1, TOKEND_Q8_0, TOKEND_Q4_K, TOKEND_Q5_K, TOKEND_Q6_K, TOKEND_MXFP4 };
+enum {
+    TOKEND_Q4_0,
+    TOKEND_Q4_1,
+    TOKEND_Q5_0,
+    TOKEND_Q5_1,
+    TOKEND_Q8_0,
+    TOKEND_Q4_K,
+    TOKEND_Q5_K,
+    TOKEND_Q6_K,
+    TOKEND_MXFP4,
+    TOKEND_Q2_K,
+    TOKEND_Q3_K,
+    TOKEND_IQ4_NL,
+    TOKEND_IQ4_XS,
+    TOKEND_INT4_32,
+    TOKEND_INT4_128,
+    TOKEND_INT8_32,
+    TOKEND_INT8_128,
+    TOKEND_NF4
+};
 
 extern "C" {
 
@@ -56,7 +85,7 @@ struct TokendProduct {
 // Returns the bytes of a packed weight of this type; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_packed_bytes(const TokendPackedShape* weight);
 
-// Packs outputs first … first + num_rows - 1 from rows of a GGUF tensor: row order[i] of `raw`
+// Packs outputs first … first + num_rows - 1 from rows of blocks, as GGUF files have them: row order[i] of `raw`
 // becomes output first + i, or row i where order is null. The memory of the weight is zero at
 // first. Runs on the calling thread.
 __attribute__((visibility("default"))) void tokend_pack_blocks(

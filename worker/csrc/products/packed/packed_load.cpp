@@ -1,4 +1,4 @@
-// Packs GGUF blocks and dense rows, and unpacks rows to numbers. Single-threaded: the caller uses
+// Packs blocks of files and dense rows, and unpacks rows to numbers. Single-threaded: the caller uses
 // several threads.
 #include <algorithm>
 #include <cmath>
@@ -29,6 +29,16 @@ TOKEND_INLINE void put_codes(uint8_t* block, int output, const uint8_t (&codes)[
         for (int j = 0; j < WORDS; j++) words[j * PANEL] = word_at(codes, j);
         return;
     }
+    if constexpr (Format::BITS <= 3) {
+        uint32_t low[2] = {0, 0}, third = 0;
+        for (int j = 0; j < WORDS; j++) {
+            low[j / 4] |= (word_at(codes, j) & 0x03030303u) << j % 4 * 2;
+            third |= (word_at(codes, j) >> 2 & 0x01010101u) << j;
+        }
+        words[0] = low[0], words[PANEL] = low[1];
+        if constexpr (Format::BITS == 3) words[2 * PANEL] = third;
+        return;
+    }
     uint32_t high[2] = {0, 0};
     for (int i = 0; i < WORDS / 2; i++) {
         const uint32_t even = word_at(codes, 2 * i), odd = word_at(codes, 2 * i + 1);
@@ -50,17 +60,20 @@ void get_codes(const uint8_t* block, int output, uint8_t (&codes)[BLOCK]) {
         uint32_t word;
         if constexpr (Format::BITS == 8)
             word = words[j * PANEL];
+        else if constexpr (Format::BITS <= 3)
+            word = words[j / 4 * PANEL] >> j % 4 * 2 & 0x03030303u;
         else
             word = words[j / 2 * PANEL] >> j % 2 * 4 & 0x0f0f0f0fu;
+        if constexpr (Format::BITS == 3) word |= (words[2 * PANEL] >> j & 0x01010101u) << 2;
         if constexpr (Format::BITS == 5) word |= (words[4 * PANEL] >> j & 0x01010101u) << 4;
         if constexpr (Format::BITS == 6) word |= (words[(4 + j / 4) * PANEL] >> j % 4 * 2 & 0x03030303u) << 4;
         std::memcpy(codes + j * 4, &word, 4);
     }
 }
 
-// ---- GGUF blocks ------------------------------------------------------------------
+// ---- blocks of files ------------------------------------------------------------------
 
-// Where the parts of a GGUF block are, in bytes.
+// Where the parts of a block are, in bytes.
 struct Raw {
     int bytes, scale, low, high, codes, scales;
 };
@@ -75,24 +88,35 @@ constexpr Raw raw_layout() {
     if (std::is_same_v<Format, Q4_K>) return {144, 0, 2, 0, 16, 4};
     if (std::is_same_v<Format, Q5_K>) return {176, 0, 2, 16, 48, 4};
     if (std::is_same_v<Format, MXFP4>) return {17, 0, 0, 0, 1, 0};
+    if (std::is_same_v<Format, Q2_K>) return {84, 80, 82, 0, 16, 0};
+    if (std::is_same_v<Format, Q3_K>) return {110, 108, 0, 0, 32, 96};
+    if (std::is_same_v<Format, IQ4_NL> || std::is_same_v<Format, NF4>) return {18, 0, 0, 0, 2, 0};
+    if (std::is_same_v<Format, IQ4_XS>) return {136, 0, 0, 0, 8, 2};
+    if (Format::SCALES == Scales::group) return {4 + Format::SUPER * 4 * Format::BITS, 0, 2, 0, 4, 0};
     return {210, 208, 0, 128, 0, 192};
 }
 
-// The 32 codes of block `sub` within a GGUF block.
+// The 32 codes of block `sub` within a block of the file.
 template <class Format>
 TOKEND_INLINE void raw_codes(const uint8_t* raw, int sub, uint8_t (&codes)[BLOCK]) {
     constexpr Raw layout = raw_layout<Format>();
     const uint8_t* low = raw + layout.codes;
     const uint8_t* high = raw + layout.high;
+    if constexpr (Format::SCALES == Scales::group || Format::SCALES == Scales::super_one) low += sub * 4 * Format::BITS;
     if constexpr (Format::BITS == 8) {
-        for (int i = 0; i < BLOCK; i++) codes[i] = low[i] ^ 0x80;
+        for (int i = 0; i < BLOCK; i++) codes[i] = Format::SCALES == Scales::group ? low[i] : low[i] ^ 0x80;
+    } else if constexpr (Format::BITS <= 3) {
+        low += sub / 4 * 32;
+        for (int i = 0; i < BLOCK; i++) codes[i] = low[i] >> sub % 4 * 2 & 3;
+        if constexpr (Format::BITS == 3)
+            for (int i = 0; i < BLOCK; i++) codes[i] |= (high[i] >> sub & 1) << 2;
     } else if constexpr (Format::BITS == 6) {
         const int half = sub / 4, part = sub % 4;
         low += half * 64 + part % 2 * 32;
         high += half * 32;
         for (int i = 0; i < BLOCK; i++)
             codes[i] = (low[i] >> part / 2 * 4 & 15) | (high[i] >> part * 2 & 3) << 4;
-    } else if constexpr (Format::HAS_HEAD) {
+    } else if constexpr (Format::SCALES == Scales::super_low) {
         low += sub / 2 * 32;
         for (int i = 0; i < BLOCK; i++) codes[i] = low[i] >> sub % 2 * 4 & 15;
         if constexpr (Format::BITS == 5)
@@ -118,43 +142,54 @@ TOKEND_INLINE void raw_scales(const uint8_t* scales, int sub, uint8_t* scale, ui
     }
 }
 
+// The signed scale of 16 numbers of a Q3_K block, and of 32 numbers of an IQ4_XS block.
+TOKEND_INLINE uint8_t raw_scale_q3(const uint8_t* scales, int index) {
+    const int low = scales[index % 8] >> index / 8 * 4 & 15, high = scales[8 + index % 4] >> index / 4 * 2 & 3;
+    return uint8_t((low | high << 4) - 32);
+}
+TOKEND_INLINE uint8_t raw_scale_iq4(const uint8_t* scales, int sub) {
+    const int low = scales[2 + sub / 2] >> sub % 2 * 4 & 15, high = load_bytes<uint16_t>(scales) >> sub * 2 & 3;
+    return uint8_t((low | high << 4) - 32);
+}
+
 template <class Format>
 void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
     constexpr Raw layout = raw_layout<Format>();
     uint8_t* to = panel + Format::place(block);
     uint8_t* scales = to + Format::CODE_BYTES;
-    const int sub = Format::HAS_HEAD ? block % SUPER_BLOCKS : 0;
-    const uint8_t* raw = row + (Format::HAS_HEAD ? block / SUPER_BLOCKS : block) * layout.bytes;
+    const int sub = int(block % Format::SUPER);
+    const uint8_t* raw = row + block / Format::SUPER * layout.bytes;
     uint8_t codes[BLOCK];
     raw_codes<Format>(raw, sub, codes);
     put_codes<Format>(to, output, codes);
-    if constexpr (Format::HAS_TABLE) {
+    if constexpr (Format::SCALES == Scales::power) {
         scales[output] = raw[layout.scale];
         return;
     }
-    if constexpr (!Format::HAS_HEAD) {
+    if (Format::HAS_HEAD && sub == 0) scales = panel + Format::head(block);
+    if (!Format::HAS_HEAD || sub == 0) {
         std::memcpy(scales + output * 2, raw + layout.scale, 2);
-        if (Format::HAS_LOW) std::memcpy(scales + Format::SCALE_BYTES + output * 2, raw + layout.low, 2);
-        return;
+        if constexpr (Format::SCALES == Scales::group)
+            scales[PANEL * 2 + output] = raw[layout.low];
+        else if (Format::HAS_LOW)
+            std::memcpy(scales + PANEL * 2 + output * 2, raw + layout.low, 2);
     }
-    if (sub == 0) {
-        uint8_t* head = panel + Format::head(block);
-        std::memcpy(head + output * 2, raw + layout.scale, 2);
-        if (Format::HAS_LOW) std::memcpy(head + PANEL * 2 + output * 2, raw + layout.low, 2);
-    }
-    if (Format::HAS_LOW) {
-        raw_scales(raw + layout.scales, sub, scales + output, scales + PANEL + output);
-    } else {
-        scales[output] = raw[layout.scales + sub * 2];
-        scales[PANEL + output] = raw[layout.scales + sub * 2 + 1];
-    }
+    scales = to + Format::CODE_BYTES;
+    const uint8_t* small = raw + layout.scales;
+    if constexpr (Format::SCALES == Scales::super_low)
+        raw_scales(small, sub, scales + output, scales + PANEL + output);
+    if constexpr (Format::SCALES == Scales::super_one) scales[output] = raw_scale_iq4(small, sub);
+    if constexpr (Format::HALVES == 2)
+        for (int half = 0; half < 2; half++)
+            scales[half * PANEL + output] =
+                Format::BITS == 3 ? raw_scale_q3(small, sub * 2 + half) : small[sub * 2 + half];
 }
 
 template <class Format>
 void pack_blocks(
     const TokendPackedShape& weight, int64_t first, int64_t num_rows, const uint8_t* raw, const int64_t* order) {
     const int64_t num_blocks = weight.in_features / BLOCK;
-    const int64_t row_bytes = num_blocks / (Format::HAS_HEAD ? SUPER_BLOCKS : 1) * raw_layout<Format>().bytes;
+    const int64_t row_bytes = num_blocks / Format::SUPER * raw_layout<Format>().bytes;
     uint8_t* packed = static_cast<uint8_t*>(weight.packed);
     for (int64_t index = 0; index < num_rows; index++) {
         const int64_t output = first + index;
@@ -208,26 +243,34 @@ void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) 
     const uint8_t* scales = from + Format::CODE_BYTES;
     uint8_t codes[BLOCK];
     get_codes<Format>(from, output, codes);
-    float scale[2], low = 0.0f;
-    if constexpr (Format::HAS_HEAD) {
-        const uint16_t* head = reinterpret_cast<const uint16_t*>(panel + Format::head(block));
-        const float factor = to_float(head[output]);
-        for (int half = 0; half < 2; half++) {
-            const uint8_t bits = scales[(Format::HAS_LOW ? 0 : half * PANEL) + output];
-            scale[half] = factor * (Format::HAS_LOW ? float(bits) : float(int8_t(bits)));
+    if constexpr (Format::HAS_TABLE)
+        for (uint8_t& code : codes) code = TABLE_OF<Format>[code];
+    const uint16_t* halves =
+        reinterpret_cast<const uint16_t*>(Format::HAS_HEAD ? panel + Format::head(block) : scales);
+    float scale[2], low[2] = {0.0f, 0.0f};
+    for (int half = 0; half < 2; half++) {
+        const uint8_t small = scales[(Format::HALVES == 2 ? half * PANEL : 0) + output];
+        if constexpr (Format::SCALES == Scales::power) {
+            scale[half] = bit_cast<float>(std::max(int32_t(small) << 23, LEAST_POWER)) * 0.5f;
+            continue;
         }
-        if constexpr (Format::HAS_LOW) low = -(to_float(head[PANEL + output]) * float(scales[PANEL + output]));
-    } else if constexpr (Format::HAS_TABLE) {
-        scale[0] = scale[1] = bit_cast<float>(std::max(int32_t(scales[output]) << 23, LEAST_POWER)) * 0.5f;
-        for (uint8_t& code : codes) code = E2M1_CODES[code];
-    } else {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
-        scale[0] = scale[1] = to_float(halves[output]);
-        if constexpr (Format::HAS_LOW) low = to_float(halves[PANEL + output]);
+        const float factor = to_float(halves[output]);
+        scale[half] = factor;
+        if constexpr (Format::SCALES == Scales::super_low) scale[half] = factor * float(small);
+        if constexpr (Format::SCALES == Scales::super_pair) scale[half] = factor * float(small & 15);
+        if constexpr (Format::SCALES == Scales::super_half || Format::SCALES == Scales::super_one)
+            scale[half] = factor * float(int8_t(small));
+        if constexpr (Format::SCALES == Scales::half_low) low[half] = to_float(halves[PANEL + output]);
+        if constexpr (Format::SCALES == Scales::super_low)
+            low[half] = -(to_float(halves[PANEL + output]) * float(scales[PANEL + output]));
+        if constexpr (Format::SCALES == Scales::super_pair)
+            low[half] = -(to_float(halves[PANEL + output]) * float(small >> 4));
+        if constexpr (Format::SCALES == Scales::group)
+            low[half] = -(factor * float(reinterpret_cast<const uint8_t*>(halves)[PANEL * 2 + output]));
     }
     for (int i = 0; i < BLOCK; i++) {
         const float number = scale[i / 16] * float(int(codes[i]) - Format::ZERO);
-        numbers[i] = Format::HAS_LOW ? number + low : number;
+        numbers[i] = Format::HAS_LOW ? number + low[i / 16] : number;
     }
 }
 

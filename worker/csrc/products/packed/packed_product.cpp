@@ -26,7 +26,7 @@ constexpr int64_t DEEP = 18;
 
 // Memory of a thread, kept for the next product.
 struct Scratch {
-    alignas(64) uint8_t unpacked[DEEP * ROW * 10];
+    alignas(64) uint8_t unpacked[DEEP * ROW * 12];
     alignas(64) float results[CHUNK * PANEL];
 };
 

@@ -40,10 +40,16 @@ struct Packed {
         TOKEND_INLINE DotU codes(int index) const {
             const uint8_t* column = codes_at + (vector + index) * DOT_LANES * 4;
             if constexpr (Format::BITS == 8) return load_bytes<DotU>(column + J * ROW);
+            if constexpr (Format::BITS <= 3) {
+                const DotU low = (load_bytes<DotU>(column + J / 4 * ROW) >> J % 4 * 2) & 0x03030303u;
+                if constexpr (Format::BITS == 2) return low;
+                const DotU third = load_bytes<DotU>(column + 2 * ROW);
+                return low | ((J < 2 ? third << (J < 2 ? 2 - J : 0) : third >> (J < 2 ? 0 : J - 2)) & 0x04040404u);
+            }
             const DotU both = load_bytes<DotU>(column + J / 2 * ROW);
             const DotU low = (J % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
             if constexpr (Format::HAS_TABLE) {
-                return look_up(E2M1_CODES, low);
+                return look_up(TABLE_OF<Format>, low);
             } else if constexpr (Format::BITS == 5) {
                 const DotU high = load_bytes<DotU>(column + 4 * ROW);
                 return low | ((J < 4 ? high << (J < 4 ? 4 - J : 0) : high >> (J < 4 ? 0 : J - 4)) & 0x10101010u);
@@ -57,17 +63,25 @@ struct Packed {
 
         TOKEND_INLINE DotF scale(int half, int index) const {
             const int output = (vector + index) * DOT_LANES;
-            if constexpr (Format::HAS_TABLE) return half_powers(scales + output);
+            if constexpr (Format::SCALES == Scales::power) return half_powers(scales + output);
             if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + output);
             const DotF factor = load<DOT_LANES>(halves(head) + output);
-            if constexpr (HAS_LOW) return factor * load_bytes_as_floats(scales + output);
+            if constexpr (Format::SCALES == Scales::group) return factor;
+            if constexpr (Format::SCALES == Scales::super_low) return factor * load_bytes_as_floats(scales + output);
+            if constexpr (Format::SCALES == Scales::super_pair)
+                return factor * to_floats(load_bytes_as_ints(scales + half * PANEL + output) & 15);
             return factor * load_bytes_as_floats(reinterpret_cast<const int8_t*>(scales) + half * PANEL + output);
         }
 
-        TOKEND_INLINE DotF low(int index) const {
+        TOKEND_INLINE DotF low(int half, int index) const {
             const int output = (vector + index) * DOT_LANES;
             if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + PANEL + output);
-            return load<DOT_LANES>(halves(head) + PANEL + output) * -load_bytes_as_floats(scales + PANEL + output);
+            if constexpr (Format::SCALES == Scales::group)
+                return load<DOT_LANES>(halves(head) + output) * -load_bytes_as_floats(head + PANEL * 2 + output);
+            const DotF factor = load<DOT_LANES>(halves(head) + PANEL + output);
+            if constexpr (Format::SCALES == Scales::super_pair)
+                return factor * -to_floats(load_bytes_as_ints(scales + half * PANEL + output) >> 4);
+            return factor * -load_bytes_as_floats(scales + PANEL + output);
         }
 
         // 2^(exponent - 128) of each byte; infinity for 255, which stands for NaN.
@@ -91,17 +105,17 @@ struct Packed {
     TOKEND_INLINE void fetch_ahead(int64_t index) const {
         constexpr int64_t DISTANCE = 2048;
         const uint8_t* at = panel + Format::place(index) + DISTANCE;
-        for (int64_t line = 0; line < Format::BLOCK_BYTES; line += 64) __builtin_prefetch(at + line, 0, 2);
+        for (int64_t line = 0; line < Format::BLOCK_BYTES + Format::HEAD_BYTES / Format::SUPER; line += 64) __builtin_prefetch(at + line, 0, 2);
     }
 };
 
-// | 8 rows of codes, a byte each | scales, float, of each half | minima, float |
+// | 8 rows of codes, a byte each | scales, float, of each half | minima, float, of each half |
 template <int HALVES_, bool HAS_LOW_, int BITS_>
 struct Unpacked {
     static constexpr int HALVES = HALVES_;
     static constexpr bool HAS_LOW = HAS_LOW_;
     static constexpr int BITS = BITS_;
-    static constexpr int BYTES = ROW * (8 + HALVES + (HAS_LOW ? 1 : 0));
+    static constexpr int BYTES = ROW * (8 + HALVES * (HAS_LOW ? 2 : 1));
 
     const uint8_t* blocks;
     int zero;
@@ -118,8 +132,8 @@ struct Unpacked {
         TOKEND_INLINE DotF scale(int half, int index) const {
             return load_bytes<DotF>(at + (8 + half) * ROW + index * DOT_LANES * 4);
         }
-        TOKEND_INLINE DotF low(int index) const {
-            return load_bytes<DotF>(at + (8 + HALVES) * ROW + index * DOT_LANES * 4);
+        TOKEND_INLINE DotF low(int half, int index) const {
+            return load_bytes<DotF>(at + (8 + HALVES + half) * ROW + index * DOT_LANES * 4);
         }
     };
 
@@ -144,7 +158,8 @@ TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, i
             const auto put = [&](int row, auto value) { __builtin_memcpy(column + row * ROW, &value, sizeof(value)); };
             each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
             each<Format::HALVES>([&](auto half) { put(8 + half, block.scale(half, 0)); });
-            if constexpr (Format::HAS_LOW) put(8 + Format::HALVES, block.low(0));
+            if constexpr (Format::HAS_LOW)
+                each<Format::HALVES>([&](auto half) { put(8 + Format::HALVES + half, block.low(half, 0)); });
         }
 }
 
@@ -183,7 +198,7 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
             });
         });
     } else {
-        constexpr int MOST = Source::BITS == 4 ? 8 : Source::BITS == 5 ? 4 : 2;  // sums that fit in a word
+        constexpr int MOST = Source::BITS <= 4 ? 8 : Source::BITS == 5 ? 4 : 2;  // sums that fit in a word
         constexpr int RUN = MOST < STEPS ? MOST : STEPS;
         each<STEPS / RUN>([&](auto run) {
             DotI words[ROWS][VECTORS];
@@ -223,6 +238,12 @@ TOKEND_INLINE int32_t start_of_dots(const TokendQuantised& x, int zero, int half
     return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * zero;
 }
 
+// The sum of the numbers of x to which a minimum applies: of the block, or of a half of it.
+template <class Source>
+TOKEND_INLINE float total_of(const TokendQuantised& x, int half) {
+    return Source::HALVES == 2 ? x.scale * float(-x.minus[half]) : x.total;
+}
+
 // Adds to result[row][output] for VECTORS_OF<ROWS> vectors from `vector` on; x: the first row's
 // blocks, stride blocks from row to row.
 template <int ROWS, class Source>
@@ -252,14 +273,15 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
                     sums[row][i] = fused(scaled(dots[row][i]), scale_of_x, sums[row][i]);
                 });
             });
-        });
-        if constexpr (Source::HAS_LOW)
-            each<VECTORS>([&](auto i) {
-                const DotF low = block.low(i);
-                each<ROWS>([&](auto row) {
-                    sums[row][i] = fused(low, splat<DOT_LANES>(x[row * stride].total), sums[row][i]);
+            if constexpr (Source::HAS_LOW)
+                each<VECTORS>([&](auto i) {
+                    const DotF low = block.low(half, i);
+                    each<ROWS>([&](auto row) {
+                        const DotF total = splat<DOT_LANES>(total_of<Source>(x[row * stride], half));
+                        sums[row][i] = fused(low, total, sums[row][i]);
+                    });
                 });
-            });
+        });
     }
     each<ROWS>([&](auto row) {
         each<VECTORS>(
@@ -379,14 +401,15 @@ class AmxTiles {
         for (int i = 0; i < PANEL / DOT_LANES; i++) {
             const ScaledDots scaled(block.scale(HALF, i));
             DotF low{};
-            if constexpr (Source::HAS_LOW) low = block.low(i);
+            if constexpr (Source::HAS_LOW) low = block.low(HALF, i);
             for (int row = 0; row < ROWS; row++) {
                 const TokendQuantised& of = x[row * stride];
                 const DotI sum = load_bytes<DotI>(dots + row * PANEL + i * DOT_LANES) +
                                  splat_int(start_of_dots<Source>(of, source.zero, HALF));
                 float* to = result + row * PANEL + i * DOT_LANES;
                 DotF total = fused(scaled(sum), splat<DOT_LANES>(of.scale), load<DOT_LANES>(to));
-                if constexpr (Source::HAS_LOW) total = fused(low, splat<DOT_LANES>(of.total), total);
+                if constexpr (Source::HAS_LOW)
+                    total = fused(low, splat<DOT_LANES>(total_of<Source>(of, HALF)), total);
                 store<DOT_LANES>(to, total);
             }
         }

@@ -1,0 +1,338 @@
+"""Weights of several tensors: what the bytes of each packing of a Hugging Face checkpoint mean.
+
+deploy/models/quantised_folder.py found the parts of each weight and checked their shapes. Here they
+become numbers, or the blocks that kernels read (csrc/products/packed/packed.h):
+
+    packing          parts                                          number
+    gptq awq rows    codes of 4 or 8 bits in words, scales, zeros   scale * (code - zero)
+    int8             codes, scales, zeros                           scale * (code - zero)
+    nf4              codes of 4 bits, a table, scales               scale * table[code]
+    mxfp4            codes of 4 bits, exponents                     scale * E2M1[code]
+    fp8              codes, scales                                  scale * E4M3[code]
+
+Numbers are exact in float32, products of a code's few bits with a scale of 16 bits; with a scale of
+float32 they are rounded once. Blocks have scales of float16: bfloat16 scales below 2^-17 and those
+of float32 are rounded to it. The codes of NF4 become whole numbers of 8 bits in products
+(packed_format.h), within 0.0038 of the largest number of a block.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from proto.errors import ModelError
+from proto.prepared_model import TensorEntry
+from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.loader.dequantize import dequantize
+
+RawBytes = npt.NDArray[np.uint8]
+Parts = Mapping[str, torch.Tensor]
+"""Role → the whole tensor as the file has it; floats in their dtype, all others as stored."""
+_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Column of eight → the place of its 4 bits in their word."""
+NF4_FACTOR: Final = 112.03
+"""Of the numbers of NF4 to the whole numbers of packed_format.h."""
+NF4_NUMBERS: Final = torch.tensor(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+)
+"""QLoRA (Dettmers et al., 2023), appendix E."""
+_MXFP4_BYTES: Final = 16
+_CHUNK_NUMBERS: Final = 1 << 22
+"""Numbers that are converted together, to bound the memory beside the weight."""
+_BLOCKS_AT_ONCE: Final = 1 << 13
+"""The same for MXFP4, of blocks: what a step of it writes stays in the cache."""
+_NIBBLE: Final = np.uint64(4)
+_SPREADS: Final = tuple(
+    (np.uint64(shift), np.uint64(mask))
+    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
+)
+"""Move the nibbles of the low half of a word apart."""
+
+
+def read_numbers(entry: TensorEntry, parts: Parts) -> torch.Tensor:
+    """Return new float32 numbers of entry.shape.
+
+    Raises ModelError for a scale that is NaN or infinite.
+    """
+    if entry.packing == "mxfp4":
+        blocks = torch.from_numpy(_mxfp4_blocks(entry, parts)).view(-1, 1 + _MXFP4_BYTES)
+        return dequantize("MXFP4", blocks, 2 * _MXFP4_BYTES).view(entry.shape)
+    numbers = torch.empty(entry.shape, dtype=torch.float32)
+    order = column_order(entry, parts)
+    for first, end in _chunks(entry):
+        part = entry.with_rows(first, end)
+        rows = numbers[first:end]
+        match entry.packing:
+            case "fp8":
+                torch.mul(*_fp8(part, parts), out=rows)
+            case "nf4":
+                codes, scales = _four_bits(part, parts)
+                torch.mul(parts["table"][codes.long()], scales, out=rows)
+            case _:
+                each = _read_groups(part, parts, order)
+                rows.copy_(each.numbers() if order is None else _put_back(each.numbers(), order))
+    return numbers
+
+
+def read_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes:
+    """Return the blocks of every `row_step`th row one after the other, as kernels pack them.
+
+    Columns are in `column_order`. Raises ModelError as read_numbers does.
+    """
+    if entry.packing == "mxfp4":
+        return _mxfp4_blocks(entry, parts, row_step)
+    block_numbers, block_bytes = BLOCK_TYPES[entry.type]
+    rows, columns = -(-entry.shape[0] // row_step), entry.shape[1]
+    blocks = torch.empty(rows, columns // block_numbers, block_bytes, dtype=torch.uint8)
+    order = column_order(entry, parts)
+    for first, end in _chunks(entry, row_step):
+        part, into = entry.with_rows(first, end), blocks[first // row_step : -(-end // row_step)]
+        if entry.packing == "nf4":
+            codes, scales = _four_bits(part, parts)
+            _put_nf4(codes[::row_step], scales[::row_step], into)
+        else:
+            _read_groups(part, parts, order).rows(row_step).put_blocks(into, entry)
+    return blocks.view(-1).numpy()
+
+
+def column_order(entry: TensorEntry, parts: Parts) -> torch.Tensor | None:
+    """Return int64 [columns], the columns in the order of their groups; None for that of the file.
+
+    Raises ModelError unless every group has as many columns as the others.
+    """
+    if "order" not in parts:
+        return None
+    groups, group = parts["order"].long(), int(entry.options["group"])
+    expected = torch.arange(len(groups)) // group
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], expected):
+        raise ModelError(
+            f"tensor {entry.name}: its g_idx does not have {group} columns of each group"
+        )
+    return None if torch.equal(groups, expected) else order
+
+
+def _chunks(entry: TensorEntry, row_step: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows that are converted together."""
+    rows = entry.shape[0]
+    step = max(1, _CHUNK_NUMBERS // (entry.shape[1] * row_step)) * row_step
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _put_back(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    in_file = torch.empty_like(numbers)
+    in_file[:, order] = numbers
+    return in_file
+
+
+# ---- a scale and a zero for each group of columns ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Some rows of a weight. codes: uint8 [rows, columns]. scales: float32, zeros: uint8, both
+    [rows, groups] of consecutive columns."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def rows(self, step: int) -> "_Groups":
+        return _Groups(self.codes[::step], self.scales[::step], self.zeros[::step])
+
+    def numbers(self) -> torch.Tensor:
+        rows, columns = self.codes.shape
+        codes = self.codes.view(rows, self.scales.shape[1], -1)
+        numbers = (codes.short() - self.zeros[:, :, None]).float() * self.scales[:, :, None]
+        return numbers.view(rows, columns)
+
+    def put_blocks(self, blocks: torch.Tensor, entry: TensorEntry) -> None:
+        """Write blocks [rows, blocks, bytes]: scale, zero, 0, codes."""
+        rows, num_blocks, _ = blocks.shape
+        repeats = num_blocks // self.scales.shape[1]
+        scales = self.scales.half()
+        if not scales.isfinite().all():
+            raise ModelError(
+                f"the scales of {entry.name} are up to {self.scales.abs().max():g}, which float16 "
+                "cannot hold"
+            )
+        blocks[:, :, :2] = (
+            scales.repeat_interleave(repeats, dim=1).view(torch.uint8).view(rows, num_blocks, 2)
+        )
+        blocks[:, :, 2] = self.zeros.repeat_interleave(repeats, dim=1)
+        blocks[:, :, 3] = 0
+        if entry.options["bits"] == 8:
+            blocks[:, :, 4:] = self.codes.view(rows, num_blocks, -1)
+        else:
+            blocks[:, :, 4:] = _in_halves(self.codes).view(rows, num_blocks, -1)
+
+
+def _read_groups(entry: TensorEntry, parts: Parts, order: torch.Tensor | None) -> _Groups:
+    bits = int(entry.options["bits"])
+    rows = slice(entry.first_row, entry.first_row + entry.shape[0])
+    codes, scales, zeros = _UNPACK[entry.packing](parts, rows, bits, entry.options)
+    scales = _finite(entry, scales)
+    shape = (entry.shape[0], entry.shape[1] // int(entry.options["group"]))
+    return _Groups(
+        codes if order is None else codes[:, order],
+        scales.expand(shape),
+        zeros.expand(shape).contiguous(),
+    )
+
+
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _unpack_gptq(parts: Parts, rows: slice, bits: int, options: Mapping[str, float]) -> Unpacked:
+    """Words of consecutive columns in codes [columns, rows], of consecutive rows in zeros."""
+    codes = _split_words(parts["codes"][:, rows].t(), bits)
+    zeros = _split_words(parts["zeros"], bits)[:, rows].t()
+    zeros = zeros + int(options["zero_offset"]) & (1 << bits) - 1
+    return codes, parts["scales"][:, rows].t(), zeros
+
+
+def _unpack_awq(parts: Parts, rows: slice, bits: int, options: Mapping[str, float]) -> Unpacked:
+    """Words of eight rows, in an order of their own, in codes [columns, rows] and in zeros."""
+    words = slice(rows.start // 8, -(-rows.stop // 8))
+    skipped = rows.start - 8 * words.start
+    here = slice(skipped, skipped + rows.stop - rows.start)
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        split = _split_words(packed[:, words], bits).view(len(packed), -1, 8)
+        return split[:, :, list(_AWQ_PLACES)].flatten(1)[:, here].t().contiguous()
+
+    return unpack(parts["codes"]), parts["scales"][:, rows].t(), unpack(parts["zeros"])
+
+
+def _unpack_rows(parts: Parts, rows: slice, bits: int, options: Mapping[str, float]) -> Unpacked:
+    """Words of consecutive columns in codes [rows, columns], of consecutive rows in zeros."""
+    codes = _split_words(parts["codes"][rows], bits)
+    zeros = torch.tensor([[1 << bits - 1]], dtype=torch.uint8)
+    if "zeros" in parts:
+        zeros = _split_words(parts["zeros"].t(), bits)[:, rows].t()
+    return codes, _scale_rows(parts["scales"], rows), zeros
+
+
+def _unpack_int8(parts: Parts, rows: slice, bits: int, options: Mapping[str, float]) -> Unpacked:
+    codes = parts["codes"][rows].view(torch.uint8) ^ 0x80
+    zeros = torch.tensor([[0x80]], dtype=torch.uint8)
+    if "zeros" in parts:
+        zeros = _scale_rows(parts["zeros"], rows).contiguous().view(torch.uint8) ^ 0x80
+    return codes, _scale_rows(parts["scales"], rows), zeros
+
+
+_UNPACK: Final[Mapping[str, Callable[[Parts, slice, int, Mapping[str, float]], Unpacked]]] = {
+    "awq": _unpack_awq,
+    "gptq": _unpack_gptq,
+    "int8": _unpack_int8,
+    "rows": _unpack_rows,
+}
+
+
+def _scale_rows(scales: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return the scales of rows, [rows, groups], of one scale or of those of each row."""
+    return scales.view(1, 1) if scales.numel() == 1 else scales.view(len(scales), -1)[rows]
+
+
+def _split_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of words of 32 bits, lowest first, along the last dimension: uint8."""
+    codes = words.contiguous().view(torch.uint8)
+    return codes if bits == 8 else _split_bytes(codes, low_first=True)
+
+
+def _split_bytes(packed: torch.Tensor, *, low_first: bool) -> torch.Tensor:
+    low, high = packed & 15, packed >> 4
+    return torch.stack((low, high) if low_first else (high, low), dim=-1).flatten(-2)
+
+
+def _in_halves(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits in blocks of 32: those of the first half in the low half of a byte."""
+    blocks = codes.reshape(len(codes), -1, 2, 16)
+    return blocks[:, :, 0] | blocks[:, :, 1] << 4
+
+
+# ---- others --------------------------------------------------------------------------------------
+
+
+def _four_bits(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and float32 scales, both [rows, columns] or wide enough to be that.
+
+    Numbers lie one after the other over all rows, two in a byte, and so do blocks with a scale.
+    """
+    rows, columns = entry.shape
+    block = int(entry.options["block"])
+    first, end = entry.first_row * columns, (entry.first_row + rows) * columns
+    packed = parts["codes"].view(-1)[first // 2 : -(-end // 2)]
+    codes = _split_bytes(packed, low_first=False)[first % 2 :][: end - first]
+    scales = parts["scales"][first // block : -(-end // block)]
+    if "nested_block" in entry.options:
+        nested = int(entry.options["nested_block"])
+        places = torch.arange(first // block, first // block + len(scales)) // nested
+        of_scales = parts["nested_scales"][places]
+        scales = parts["nested_table"][scales.long()] * of_scales + entry.options["nested_offset"]
+    scales = _finite(entry, scales).repeat_interleave(block)[first % block :][: end - first]
+    return codes.view(rows, columns), scales.view(rows, columns)
+
+
+def _put_nf4(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Write blocks [rows, blocks, bytes]: scale, codes."""
+    halves = (scales[:, ::32] / NF4_FACTOR).half().contiguous()
+    blocks[:, :, :2] = halves.view(torch.uint8).view(*blocks.shape[:2], 2)
+    blocks[:, :, 2:] = _in_halves(codes)
+
+
+def _fp8(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 numbers [rows, columns] and scales that fit."""
+    rows, columns = entry.shape
+    first, end = entry.first_row, entry.first_row + rows
+    block_rows, block_columns = int(entry.options["rows"]), int(entry.options["columns"])
+    scales = parts["scales"]
+    scales = scales.view(-1, -(-columns // block_columns))
+    places = torch.arange(first, end) // block_rows
+    scales = _finite(entry, scales[places])
+    return parts["codes"][first:end].float(), scales.repeat_interleave(block_columns, 1)[
+        :, :columns
+    ]
+
+
+def _mxfp4_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes:
+    """Return blocks of MXFP4 as GGUF files have them, of numbers and scales that lie apart.
+
+    numbers   16 bytes a block   0 1 | 2 3 | … | 30 31
+    block     scale, 16 bytes    0 16 | 1 17 | … | 15 31
+    """
+    columns = entry.shape[-1] // (2 * _MXFP4_BYTES)
+    count = math.prod(entry.shape[:-1])
+    rows = slice(entry.first_row, entry.first_row + count, row_step)
+    numbers = parts["codes"].view(-1, columns * _MXFP4_BYTES)[rows].contiguous().numpy()
+    scales = parts["scales"].view(-1, columns)[rows]
+    words = numbers.reshape(-1).view("<u4").reshape(-1, 4)  # of eight numbers each
+    blocks = np.empty((len(words), 1 + _MXFP4_BYTES), dtype=np.uint8)
+    blocks[:, 0] = scales.reshape(-1).numpy()
+    for first in range(0, len(words), _BLOCKS_AT_ONCE):
+        part = slice(first, first + _BLOCKS_AT_ONCE)
+        spread = words[part].astype(np.uint64)  # becomes a byte for each number
+        for shift, mask in _SPREADS:
+            spread |= spread << shift
+            spread &= mask
+        blocks[part, 1:] = (spread[:, :2] | spread[:, 2:] << _NIBBLE).view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def _finite(entry: TensorEntry, scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as float32; raises ModelError naming the weight if one is no number."""
+    scales = scales.float()
+    if not scales.isfinite().all():
+        wrong = scales[~scales.isfinite()][0].item()
+        raise ModelError(f"a scale of {entry.name} is {wrong:g}")
+    return scales
