@@ -1,7 +1,7 @@
 """Tiny checkpoints quantised as Hugging Face folders have them, and the numbers they stand for.
 
 Those of compressed-tensors are packed by its own package. The packages of the other formats do not
-install beside ours: their blocks are written here, from the formats' definitions, by plain loops over
+install beside ours: their blocks are written here from the formats' definitions, by loops over
 words where the loader splits bytes.
 """
 
