@@ -152,6 +152,10 @@ class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
         ranges = self.parts.values() or (self,)
         return [(each.file, each.offset, each.num_bytes) for each in ranges]
 
+    def with_shape(self, shape: tuple[int, ...]) -> "TensorEntry":
+        """Return the same numbers in another shape, with rows as long as before."""
+        return msgspec.structs.replace(self, shape=shape)
+
     def with_rows(self, first: int, end: int) -> "TensorEntry":
         """Return these rows with all columns."""
         shape = (end - first, *self.shape[1:])

@@ -1,8 +1,10 @@
-"""Measure the matrix products of one step of SmolLM2-135M, by weight format and number of rows.
+"""Measure the matrix products of one step of a model, by weight format and number of rows.
 
-`python -m tests.benchmarks.products_by_format [--rows 1 16 …] [--threads N] [--json FILE]`. Weights
-are random; every layer has its own, so that they are read from memory as in a step. The formats
-alternate within each round, and the best round of each is shown, with the memory bandwidth and the
+`python -m tests.benchmarks.products_by_format [--rows 1 16 …] [--threads N] [--types [TYPE …]]`: of
+SmolLM2-135M with embedding and head, or with --types of eight layers of Llama 3.2 1B in types of
+blocks, all of them if none is named. Weights are random; every layer has its own, so that they are
+read from memory as in a step. The formats alternate within each round, and the best round of each
+is shown, with the memory bandwidth and the
 time to read the bytes of each format.
 """
 
@@ -23,6 +25,11 @@ from worker.layers.linear import make_linear
 LAYERS: Final = 30
 LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 HEAD_SHAPE: Final = (49152, 576)
+
+LARGE_LAYERS: Final = 8
+LARGE_SHAPES: Final = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+"""Half the layers of Llama 3.2 1B."""
+LARGE_TYPES: Final = ("Q4_K", *(name for name in BLOCK_TYPES if name != "Q4_K"))
 
 Step = Callable[[dict[int, torch.Tensor]], None]
 
@@ -49,6 +56,17 @@ def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
             weight.multiply(inputs[weight.in_features])
 
     return Form(f"{layer_type}, head {head_type}", step, sum(each.nbytes for each in weights))
+
+
+def type_form(kernels: Kernels, block_type: str) -> Form:
+    """Layers of the larger model in blocks of one type."""
+    weights = [_packed(kernels, block_type, shape) for shape in LARGE_SHAPES * LARGE_LAYERS]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form(block_type, step, sum(each.nbytes for each in weights))
 
 
 def rotated_form(kernels: Kernels) -> Form:
@@ -123,7 +141,8 @@ def read_rate() -> float:
 
 def measure(forms: list[Form], num_rows: int, rounds: int) -> dict[str, float]:
     """Return milliseconds of a step, by format."""
-    inputs = {width: torch.randn(num_rows, width).bfloat16() for width in (576, 1536)}
+    widths = {shape[1] for shape in (*LAYER_SHAPES, *LARGE_SHAPES)}
+    inputs = {width: torch.randn(num_rows, width).bfloat16() for width in widths}
     times: dict[str, float] = {}
     for _ in range(rounds):
         for form in forms:
@@ -138,19 +157,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--types", nargs="*", choices=LARGE_TYPES, metavar="TYPE")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     kernels = load_kernels()
-    forms = [
-        dense_form(torch.bfloat16),
-        bf16_form(kernels),
-        packed_form(kernels, "Q4_1", "Q8_0"),
-        packed_form(kernels, "Q5_0", "Q8_0"),
-        packed_form(kernels, "Q8_0", "Q8_0"),
-        rotated_form(kernels),
-        head_form(kernels),
-    ]
+    if options.types is not None:
+        forms = [type_form(kernels, each) for each in options.types or LARGE_TYPES]
+    else:
+        forms = [
+            dense_form(torch.bfloat16),
+            bf16_form(kernels),
+            packed_form(kernels, "Q4_1", "Q8_0"),
+            packed_form(kernels, "Q5_0", "Q8_0"),
+            packed_form(kernels, "Q8_0", "Q8_0"),
+            rotated_form(kernels),
+            head_form(kernels),
+        ]
     rate = read_rate()
     print(f"kernels {kernels.variant}, {options.threads} threads, read {rate / 1e9:.1f} GB/s")
     print(f"{'ms a step, rows':>22}", *(f"{form.name:>18}" for form in forms))

@@ -117,7 +117,7 @@ def gptq(
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric}
     config |= {"desc_act": desc_act, "checkpoint_format": version, "damp_percent": 0.01}
-    return Scheme(config, quantise, f"INT{bits}_{128 if group == 128 else 32}")
+    return Scheme(config, quantise, f"INT{bits}_{32 if group == 32 else 128}")
 
 
 def fp8(

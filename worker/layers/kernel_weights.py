@@ -55,7 +55,7 @@ BLOCK_TYPES: Final = {
 """Numbers and bytes of a block of each type that kernels multiply with as it is: of GGUF files, and
 what worker.loader.quantised makes of the weights of other checkpoints.
 
-The order is that of TokendWeightType in csrc/products/packed/packed.h.
+The order is that of the list in csrc/products/packed/packed.h.
 """
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_TYPES)}
 _ROTATED_UNIT: Final = 32

@@ -4,6 +4,7 @@ The choice depends on CPU, settings and file types alone, never on timing, so ev
 daemon chooses alike.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Final
@@ -31,7 +32,7 @@ from worker.models.registry import runs_on_transformers
 _NUM_NAMED: Final = 4
 _DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
 _QUANTISED_SHARE: Final = 0.5
-"""Part of the bytes in blocks from which on a model counts as quantised."""
+"""Part of the numbers in blocks from which on a model counts as quantised."""
 
 
 def activation_dtype(config: ModelConfig) -> DType:
@@ -103,11 +104,15 @@ def _dense_format(dtype: torch.dtype, kernels_of_cpu: Callable[[], Kernels]) -> 
 
 
 def part_in_blocks(index: TensorIndex) -> float:
-    """Return the fraction of a model's bytes in quantisation blocks: 0 to 1."""
-    num_bytes: Counter[bool] = Counter()
+    """Return the fraction of a model's numbers in quantisation blocks: 0 to 1.
+
+    Not of its bytes: embedding and head of many quantised checkpoints are as they were, and four
+    times as long.
+    """
+    numbers: Counter[bool] = Counter()
     for entry in index.tensors:
-        num_bytes[entry.type in BLOCK_TYPES] += entry.num_bytes
-    return num_bytes[True] / max(1, num_bytes.total())
+        numbers[entry.type in BLOCK_TYPES] += math.prod(entry.shape)
+    return numbers[True] / max(1, numbers.total())
 
 
 def describe_dense_weights(weight_format: WeightFormat) -> str:

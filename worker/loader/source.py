@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -175,6 +174,10 @@ class WeightSource:
         is_read_as_numbers = place.is_transposed and place.entry.type in BLOCK_TYPES
         return "F32" if is_read_as_numbers else place.entry.type
 
+    def has_parts(self, name: str) -> bool:
+        """Return whether a weight lies in several tensors, of which its blocks are made."""
+        return bool(self._entries[name].entry.parts)
+
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
         return self._shapes[name][-1]
@@ -332,7 +335,7 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     """Return where a weight of this shape is in a tensor of several."""
     tail = entry.shape[len(entry.shape) - len(shape) + 1 :]
     *experts, rows_each = entry.shape[: len(entry.shape) - len(tail)]
-    all_rows = msgspec.structs.replace(entry, shape=(math.prod(experts) * rows_each, *tail))
+    all_rows = entry.with_shape((math.prod(experts) * rows_each, *tail))
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
     if stack.rows_are_columns:

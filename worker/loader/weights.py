@@ -195,14 +195,17 @@ class DecoderBuilder:
         source, weight_format = self.source, self.weight_format
         by_format = Counter(weight_format.ends_bytes(source, self._ends))
         table = source.joined_shape(self._ends.embedding)
-        ends = conversion_bytes(by_format, table, source.dtype)
+        rearranged = source.has_parts(self._ends.head)
+        ends = conversion_bytes(by_format, table, source.dtype, rearranged)
         layers = 0
         for layer in range(self.spec.num_layers):
             for product in self.products(layer):
                 size = weight_format.product_bytes(source, product)
                 by_format += size
                 shape = source.joined_shape(*product.weights)
-                layers = max(layers, conversion_bytes(size, shape, source.dtype))
+                rearranged = any(map(source.has_parts, product.weights))
+                taken = conversion_bytes(size, shape, source.dtype, rearranged)
+                layers = max(layers, taken)
         return WeightSizes(by_format, ends + layers)
 
     def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
@@ -349,16 +352,19 @@ class WeightSizes:
     conversion: int
 
 
-def conversion_bytes(size: Counter[str], shape: tuple[int, int], dtype: torch.dtype) -> int:
+def conversion_bytes(
+    size: Counter[str], shape: tuple[int, int], dtype: torch.dtype, rearranged: bool = False
+) -> int:
     """Return the memory that loading a product takes besides the product, in bytes.
 
     Loading reads the numbers of a product and then builds it: in `dtype` for a dense one, in
-    float32 for one that is quantised here. Blocks of a file are used as they are and take none.
+    float32 for one that is quantised here. Blocks of a file are used as they are and take none,
+    unless they are `rearranged` from several tensors.
 
     size: bytes of the product, by format.
     """
     if size.keys() <= {PackedFormat.name}:
-        return 0
+        return size.total() if rearranged else 0
     is_dense = size.keys() <= set(DENSE_NAMES.values())
     return math.prod(shape) * (dtype if is_dense else torch.float32).itemsize
 

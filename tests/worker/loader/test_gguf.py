@@ -185,7 +185,7 @@ def test_zero_and_nonfinite_rope_factors_are_refused(tmp_path: Path, wrong: floa
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (TensorEntry("t", "Q2_K", (1, 256), 0, 0, 84), "type Q2_K"),
+        (TensorEntry("t", "Q8_K", (1, 256), 0, 0, 292), "type Q8_K"),
         (TensorEntry("t", "Q4_0", (2, 48), 0, 0, 54), "blocks of 32"),
         (TensorEntry("t", "Q4_0", (2, 32), 0, 0, 35), "needs 36 bytes, the file has 35"),
         (TensorEntry("t", "F16", (3,), 0, 0, 5), "needs 6 bytes, the file has 5"),

@@ -23,15 +23,12 @@ from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import tiny_model
 from tests.worker.loader.test_formats import (
     TOKENS,
-    RoundedFormat,
-    assert_same_tokens,
     logits,
     packed,
 )
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import PackedWeight
 from worker.loader.files import TensorFiles, entries_by_name, read_index
-from worker.loader.formats import BuildEnds, DenseFormat, Ends
 from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
 
@@ -53,14 +50,7 @@ NF4_ERROR = 0.004
 
 
 ROUNDED = 0.05
-"""What rounding activations to 8 bits changes in these logits, which are those of random weights."""
-
-
-class RoundedLayers(RoundedFormat):
-    """The reference format for models whose head is not quantised."""
-
-    def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
-        return DenseFormat(torch.float32).read_ends(source, ends)
+"""What rounding activations to 8 bits changes in logits of random weights, of their norm."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +103,7 @@ def test_weights_are_multiplied_in_blocks_of_the_size_of_the_file(
 ) -> None:
     checkpoint, form = case(name), packed(kernels)
     found = logits(checkpoint.prepared, form)
-    if name in ("nf4", "nf4 nested", "gptq desc_act"):
-        assert (found - checkpoint.expected).norm() < ROUNDED * checkpoint.expected.norm()
-    else:
-        assert_same_tokens(found, logits(checkpoint.prepared, RoundedLayers()))
+    assert (found - checkpoint.expected).norm() < ROUNDED * checkpoint.expected.norm()
     assert form.dense_names == ["head.weight (F32)"]
     stored = [entry for entry in read_index(checkpoint.prepared).tensors if entry.parts]
     assert {entry.type for entry in stored} == {SCHEMES[name].block_type}
@@ -279,7 +266,7 @@ def with_number(suffix: str, value: float) -> Callable[[Tensors], None]:
             "shape [256, 500] needs whole words",
         ),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) and len(each) < 20 else "",
 )
 def test_tensors_that_do_not_fit_are_named(
     name: str,
