@@ -48,6 +48,7 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     activation: of scores. labels: names of the scores; empty for an embedding.
     logit_tokens: the score is the difference of the logits of the first and the second token, or
         the logit of the only one, in place of the pooled vector.
+    generates: whether the model's files have a language head, too.
     """
 
     task: Literal["embed", "classify"] = "embed"
@@ -58,6 +59,7 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     activation: Activation = "none"
     labels: tuple[str, ...] = ()
     logit_tokens: tuple[int, ...] = ()
+    generates: bool = True
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
@@ -182,6 +184,9 @@ def pooler_of(config: ModelConfig, model: "PreparedModel") -> Pooler | None:
     pooler = model.pooler or Pooler()
     if config.pooler_config is not None:
         pooler = parse_pooler_config(config.pooler_config).apply_to(pooler)
+    if pooler.task == "embed" and not pooler.layers:
+        size = model.hidden_size * len(pooler.types)
+        pooler = msgspec.structs.replace(pooler, size=size)
     if pooler.logit_tokens and not model.generates:
         raise ConfigError(
             f"--pooler-config: {model.architecture} has no logits of tokens", "pooler_config"

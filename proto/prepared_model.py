@@ -218,7 +218,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_position: maximum number of positions of the model.
     eos_token_ids: tokens at which generation ends by default.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
-    generates: whether it has a language head.
+    generates: whether it has a language head. hidden_size: numbers of a hidden state.
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -237,3 +237,4 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     has_chat_template: bool = False
     pooler: Pooler | None = None
     generates: bool = True
+    hidden_size: int = 0

@@ -237,14 +237,19 @@ class PoolingRunner(ModelRunner):
         ]
         if pooler.logit_tokens:
             return complete
-        if pooler.needs_all_tokens or any(each.keeps_tokens for each in partial):
+        counted = [
+            index
+            for index, each in enumerate(partial)
+            if pooler.needs_all_tokens or each.keeps_tokens
+        ]
+        if counted:
             hidden = self._model.final_norm(forward.hidden)
-            for index, each in enumerate(partial):
+            for index in counted:
                 rows = hidden[starts[index] : ends[index]]
-                each.add(rows, int(inputs.num_computed[index]), pooler.types)
-        elif complete:
-            last = torch.tensor([ends[index] - 1 for index in complete])
+                partial[index].add(rows, int(inputs.num_computed[index]), pooler.types)
+        if others := sorted(set(complete) - set(counted)):
+            last = torch.tensor([ends[index] - 1 for index in others])
             hidden = self._model.final_norm(forward.hidden.index_select(0, last))
-            for row, index in zip(hidden, complete, strict=True):
+            for row, index in zip(hidden, others, strict=True):
                 partial[index].vectors["last"] = row
         return complete

@@ -25,7 +25,7 @@ from proto.pooling import (
     PoolingType,
     scoring_by_logits,
 )
-from proto.prepared_model import FAMILIES, TensorEntry
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex
 
 _TYPES: Final[dict[str, PoolingType]] = {
     "cls": "cls",
@@ -68,6 +68,24 @@ class PoolerContents:
     entries: tuple[TensorEntry, ...] = ()
     files: tuple[str, ...] = ()
     max_tokens: int | None = None
+
+    def joined_to(self, index: TensorIndex) -> TensorIndex:
+        """Return the index with the tensors of the layers.
+
+        A folder of a model that pools may have the body's tensors without the prefix `model.`.
+        """
+        tensors = index.tensors
+        names = [tensor.name for tensor in tensors]
+        if self.pooler is not None and not any(name.startswith("model.") for name in names):
+            tensors = tuple(
+                tensor
+                if tensor.name.startswith(("lm_head.", "score."))
+                else msgspec.structs.replace(tensor, name=f"model.{tensor.name}")
+                for tensor in tensors
+            )
+        first = len(index.files)
+        added = [msgspec.structs.replace(entry, file=first + entry.file) for entry in self.entries]
+        return TensorIndex(index.format, (*index.files, *self.files), (*tensors, *added))
 
 
 @dataclass
@@ -168,7 +186,7 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
     listed = _json(folder / "modules.json")
     if listed is None:
         is_body = family_architecture(config) != _architecture(config)
-        return PoolerContents(Pooler() if is_body else None)
+        return PoolerContents(Pooler(generates=False) if is_body else None)
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise ModelError(f"{folder / 'modules.json'} is no list of modules")
     modules = _Modules(folder)
@@ -203,18 +221,6 @@ def family_architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-def with_prefix(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a body without a head under their names in the whole model."""
-    if any(entry.name.startswith("model.") for entry in entries):
-        return entries
-    return tuple(
-        entry
-        if entry.name.startswith(("lm_head.", "score."))
-        else msgspec.structs.replace(entry, name=f"model.{entry.name}")
-        for entry in entries
-    )
-
-
 def _score_head(config: Mapping[str, Any]) -> Pooler | None:
     """Return the pooler of a causal model with a head of scores; None for other models."""
     architecture = _architecture(config)
@@ -227,6 +233,7 @@ def _score_head(config: Mapping[str, Any]) -> Pooler | None:
         size=len(labels),
         activation=activation_of(config, len(labels)),
         labels=labels,
+        generates=False,
     )
 
 

@@ -1,0 +1,135 @@
+"""The requests of the pooling endpoints, and the bodies of their responses."""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, WithJsonSchema
+
+from api_server.protocol.common import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_TIMEOUT_MS,
+    REQUEST_ID,
+    Salt,
+    Strict,
+    Text,
+)
+from proto.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
+
+Vector = npt.NDArray[np.float32]
+
+_TEXT: Final = {"type": "string", "minLength": 1}
+_IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_INPUT: Final = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
+        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _IDS},
+    ]
+}
+_DOCUMENT: Final = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}}]}
+_DOCUMENTS: Final = {"anyOf": [_DOCUMENT, {"type": "array", "minItems": 1, "items": _DOCUMENT}]}
+
+
+class PoolingFields(Strict):
+    """Fields of all pooling endpoints."""
+
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
+    """Keep at most this many tokens of each text; -1: as many as the model takes."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The end of a text that is cut."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add what it adds to every text, such as an end token."""
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
+    """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
+    cache_salt: Salt | None = None
+    """Texts share cached KV only with texts of the same salt; 1 to 1024 characters."""
+    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after arrival at which the request is aborted."""
+    queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after arrival at which the request is refused if it is still queued."""
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    """Part of the answer's id and of the log line; also as X-Request-Id."""
+
+
+class EmbeddingRequest(PoolingFields):
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    """A string, a list of up to 8192 strings, a list of token ids, or a list of such lists."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """How the numbers are written: as JSON, or as base64 of float32, little-endian."""
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_VECTOR)
+    """Return the first so many numbers of each embedding, normalised again (Matryoshka)."""
+    normalize: bool | None = None
+    """Whether embeddings have length 1; by default as the model's folder says."""
+
+
+class PoolingRequest(EmbeddingRequest):
+    task: PoolingTask | None = None
+    """embed, classify, or token_embed for a vector of each token; by default the model's own."""
+
+
+class ClassificationRequest(PoolingFields):
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    """As in an embedding request."""
+    use_activation: bool = True
+    """Return probabilities; false: the scores before softmax or sigmoid."""
+
+
+class ScoreRequest(PoolingFields):
+    text_1: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """A query, or as many queries as text_2 has documents."""
+    text_2: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """A document or a list of documents."""
+    use_activation: bool = True
+    """Return scores from 0 to 1 where the model has an activation; false: before it."""
+
+
+class RerankRequest(PoolingFields):
+    query: Text
+    """The query."""
+    documents: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """Up to 8192 documents: strings, or objects with a text."""
+    top_n: int = Field(default=0, ge=0, le=INT64_MAX)
+    """Return the best so many documents; 0: all."""
+    return_documents: bool = True
+    """Include the documents in the results."""
+    use_activation: bool = True
+    """As in a score request."""
+
+
+def pooling_usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+
+
+def encoded(vector: Vector, encoding_format: str) -> Any:
+    """Return the numbers as the client wants them."""
+    if encoding_format == "base64":
+        return b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+    return vector.tolist()
+
+
+def label_entry(index: int, scores: Vector, labels: Sequence[str]) -> dict[str, Any]:
+    """Return an entry of a classification."""
+    best = int(scores.argmax())
+    label = labels[best] if best < len(labels) else None
+    return {"index": index, "label": label, "probs": scores.tolist(), "num_classes": len(scores)}
+
+
+def rerank_results(
+    scores: Sequence[float], documents: Sequence[str], request: RerankRequest
+) -> list[dict[str, Any]]:
+    """Return the documents with their scores, best first."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in order[: request.top_n or len(order)]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if request.return_documents:
+            result["document"] = {"text": documents[index]}
+        results.append(result)
+    return results
