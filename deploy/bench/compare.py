@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from rich.console import Console
@@ -256,7 +257,9 @@ class CompareBench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.specs = _specs(options)
+        # Removed by `run`, while further signals are ignored; at the exit one would end that
+        self._caches = TemporaryDirectory(prefix="tokend-compare-", ignore_cleanup_errors=True)
+        self.specs = _specs(options, self._caches.name)
         self._weights_ms = math.nan
 
     def extra_figures(self, load: str, title: str) -> Sequence[ComparedFigure]:
@@ -283,7 +286,7 @@ class CompareBench:
 
     def run(self) -> None:
         options = self.options
-        with writable("--json", options.json) as rows:
+        with self._caches, writable("--json", options.json) as rows:
             comparison = Comparison([spec.name for spec in self.specs], self.figures())
             self._run_rounds(comparison)
             console = Console(width=max(120, 40 + 32 * len(self.specs)))
@@ -413,12 +416,15 @@ def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
     return {**plain, "itl_p99_of_p50": plain["itl_ms_p99"] / median} if median else plain
 
 
-def _specs(options: argparse.Namespace) -> list[ServerSpec]:
-    """Return the servers in the order of the table; raises ConfigError."""
+def _specs(options: argparse.Namespace, caches: str) -> list[ServerSpec]:
+    """Return the servers in the order of the table; raises ConfigError.
+
+    caches: an empty folder for the caches of those with a synthetic model.
+    """
     if options.synthetic is not None:
         if options.other is not None:
             raise ConfigError("bench compare: --synthetic or --other, not both")
-        return synthetic_specs(options)
+        return synthetic_specs(options, caches)
     if options.form or options.cpu_threads:
         raise ConfigError("bench compare: --form and --cpu-threads go with --synthetic")
     if options.other is not None:

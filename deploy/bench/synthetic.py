@@ -10,7 +10,6 @@ A file is written once, moved into place when it is complete, and used by later 
 """
 
 import argparse
-import atexit
 import json
 import os
 import shutil
@@ -241,11 +240,11 @@ _PEERS: Final = {
 _KV_BLOCK: Final = 16
 
 
-def synthetic_specs(options: argparse.Namespace) -> list[ServerSpec]:
+def synthetic_specs(options: argparse.Namespace, caches: str) -> list[ServerSpec]:
     """Return tokend and its peers, which serve a synthetic model; their files are written now.
 
     tokend and llama.cpp get room for equally many tokens of KV, vLLM 1 GiB. Every server has an
-    empty cache folder of its own. A peer that is not on PATH is omitted with a message.
+    empty cache folder of its own in `caches`. A peer that is not on PATH is omitted with a message.
     Raises ConfigError for an invalid --server, ModelError if the model cannot be written.
     """
     commands = {name: tuple(words) for name, words in _commands(options).items()}
@@ -258,8 +257,6 @@ def synthetic_specs(options: argparse.Namespace) -> list[ServerSpec]:
         if name not in commands and (name != "vllm" or options.form == "bf16"):
             print(f"{name} is not compared: not on PATH; {way}", file=sys.stderr)
     environment = HostEnvironment.of(os.environ)
-    caches = tempfile.mkdtemp(prefix="tokend-compare-")
-    atexit.register(shutil.rmtree, caches, ignore_errors=True)
     paths = {}
     for placeholder, kind in ((_GGUF, "gguf"), (_FOLDER, "folder")):
         if any(placeholder in word for words in commands.values() for word in words):

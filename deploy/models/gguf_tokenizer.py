@@ -35,7 +35,7 @@ _HAN: Final = r"[一-龥ࠀ-一가-\x{d7ff}]+"
 _CASED: Final = r"[\p{Lu}\p{Ll}\p{Lt}]"
 _KIMI_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _KIMI_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_KIMI_K2: Final = (
+KIMI_K2_PIECES: Final = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_SUFFIX}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_SUFFIX}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +62,7 @@ _SPLITS: Final[Mapping[str, str | tuple[str, ...]]] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
-    "kimi-k2": _KIMI_K2,
+    "kimi-k2": KIMI_K2_PIECES,
     "tekken": _TEKKEN,
 }
 """Value of tokenizer.ggml.pre → regex of the pieces within which a byte-level BPE merges; several
@@ -319,12 +319,12 @@ def _byte_letters() -> dict[int, str]:
     }
 
 
-_LETTERS: Final = _byte_letters()
-_ALPHABET: Final = frozenset(_LETTERS.values())
+BYTE_LETTERS: Final = _byte_letters()
+_ALPHABET: Final = frozenset(BYTE_LETTERS.values())
 
 
 def _in_byte_letters(token: str) -> str:
     """Return a token in GPT-2's letters; some files spell added tokens as plain text."""
     if _ALPHABET.issuperset(token):
         return token
-    return "".join(_LETTERS[byte] for byte in token.encode())
+    return "".join(BYTE_LETTERS[byte] for byte in token.encode())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models import safetensors_header
+from deploy.models import safetensors_header, tiktoken_file
 from deploy.models.pooler_files import family_architecture, read_pooler
 from deploy.models.prepared_folder import (
     ModelContents,
@@ -26,6 +26,7 @@ _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 """Older formats, which `transformers` converts."""
+_CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Folders of these models still name the code from before transformers had the architecture."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -136,6 +137,8 @@ def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
     if path.is_file():
         _object(path)
         return path.read_bytes(), config
+    if (folder / tiktoken_file.FILE_NAME).is_file():
+        return tiktoken_file.convert(folder, config), config
     return _converted_tokenizer(folder), config
 
 
@@ -144,7 +147,7 @@ def _converted_tokenizer(folder: Path) -> bytes:
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer: copy the model's tokenizer.json into it "
-            f"(or one of {', '.join(_TOKENIZER_FILES)}, which are converted)"
+            f"(or one of {', '.join(_CONVERTED_FILES)}, which are converted)"
         )
     from transformers import AutoTokenizer
 

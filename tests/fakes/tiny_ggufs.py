@@ -75,10 +75,9 @@ def tiny(
 def rows_of(tensor: Any, stack: StackPart, weight: WeightSpec) -> Any:
     """Return the rows of a weight in a tensor of several."""
     of_one = tensor[stack.index] if len(stack.shape) > len(weight.shape) else tensor
-    if stack.rows_are_columns:
-        return of_one[stack.first_row :][: weight.shape[1]].T
     rows = of_one.T if stack.transposed else of_one
-    return rows[stack.first_row :: stack.row_step][: weight.shape[0]]
+    part = rows[stack.first_row :: stack.row_step][: weight.shape[0]]
+    return part if part.ndim == 1 else part[:, stack.first_column :][:, : weight.shape[1]]
 
 
 _RENAMED = {

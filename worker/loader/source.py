@@ -285,12 +285,14 @@ def _pop_entry(
     """
     if stack is not None and stack.tensor in in_file:
         whole = stacks[stack.tensor] = in_file.pop(stack.tensor)
-        _check_shape(whole, _shape_in_file(whole, stack))
+        _check_shape(whole, stack.shape_in_file(_is_transposed(whole, stack)))
     if stack is not None and stack.tensor in stacks:
         return _part_of(stacks[stack.tensor], stack, weight.shape)
     entry = in_file.pop(name, None)
     if entry is None:
-        shape = stack.shape if stack is not None and stack.tensor == name else weight.shape
+        shape = weight.shape
+        if stack is not None and stack.tensor == name:
+            shape = stack.shape_in_file(stack.transposed)
         also = f", and so is {stack.tensor}" if stack is not None and stack.tensor != name else ""
         raise ModelError(f"tensor {name} of shape {list(shape)} is missing{also}")
     _check_shape(entry, weight.shape)
@@ -298,12 +300,8 @@ def _pop_entry(
 
 
 def _is_transposed(entry: TensorEntry, stack: StackPart) -> bool:
-    return stack.transposed and entry.type not in GGUF_BLOCKS
-
-
-def _shape_in_file(entry: TensorEntry, stack: StackPart) -> tuple[int, ...]:
-    *experts, rows, columns = stack.shape
-    return (*experts, columns, rows) if _is_transposed(entry, stack) else stack.shape
+    is_mxfp4_pair = entry.type in GGUF_BLOCKS and bool(entry.scales)
+    return stack.transposed and not is_mxfp4_pair
 
 
 def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> StoredWeight:
@@ -321,13 +319,10 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     )
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
-    if stack.rows_are_columns:
-        rows = slice(stack.first_row, stack.first_row + shape[1])
-        return StoredWeight(_rows_of(one, rows), range(shape[0]), is_transposed=True)
-    end = stack.first_row + shape[0] * step
-    places = range(stack.first_row, end, step)
+    places = range(stack.first_row, stack.first_row + shape[0] * step, step)
     if _is_transposed(entry, stack):
-        return StoredWeight(one, places, is_transposed=True)
+        columns = slice(stack.first_column, stack.first_column + shape[1])
+        return StoredWeight(_rows_of(one, columns), places, is_transposed=True)
     return StoredWeight(one, range(rows_each)).with_rows(slice(places.start, places.stop, step))
 
 

@@ -182,15 +182,15 @@ class LatentAttentionSpec(PartSpec):
         """
         rank, nope = self.kv_lora_rank, self.qk_nope_head_dim
         rows_each = nope + self.v_head_dim
+        all_rows, first = self.num_heads * rows_each, head * rows_each
 
-        def weight(name: str, shape: tuple[int, int], first_row: int) -> WeightSpec:
+        def weight(name: str, shape: tuple[int, int]) -> WeightSpec:
             hugging_face, gguf = (
                 StackPart(
-                    tensor=tensor,
-                    shape=(self.num_heads * rows_each, rank),
-                    first_row=head * rows_each + first_row,
-                    rows_are_columns=name == "k_b",
+                    tensor=tensor, shape=(rank, all_rows), first_column=first, transposed=True
                 )
+                if name == "k_b"
+                else StackPart(tensor=tensor, shape=(all_rows, rank), first_row=first + nope)
                 for tensor in ("self_attn.kv_b_proj.weight", "attn_kv_b.weight")
             )
             tensor = f"attn_{name}.weight"
@@ -204,7 +204,7 @@ class LatentAttentionSpec(PartSpec):
                 older_gguf_stack=gguf,
             )
 
-        return weight("k_b", (rank, nope), 0), weight("v_b", (self.v_head_dim, rank), nope)
+        return weight("k_b", (rank, nope)), weight("v_b", (self.v_head_dim, rank))
 
 
 class LatentAttention:

@@ -70,13 +70,13 @@ class HeadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class StackPart:
-    """A weight as rows of a tensor that has those of several projections, or of all experts.
+    """A weight as part of a tensor that has those of several projections, or of all experts.
 
     weight = tensor[first_row : first_row + rows], or tensor[index, …] of experts; shape: of the
     tensor.
     row_step: the weight has every row_step-th of these rows.
-    transposed: files have the transpose of each matrix, unless the tensor is quantised in blocks.
-    rows_are_columns: these rows of the tensor are the columns of the weight, also of blocks.
+    transposed: files have the transpose of each of these matrices, except as a pair of MXFP4 blocks
+        and scales. The weight then has the columns from first_column on.
     """
 
     tensor: str
@@ -85,7 +85,12 @@ class StackPart:
     first_row: int = 0
     row_step: int = 1
     transposed: bool = False
-    rows_are_columns: bool = False
+    first_column: int = 0
+
+    def shape_in_file(self, transposed: bool) -> tuple[int, ...]:
+        """Return the shape of the tensor in a file that has it like this or transposed."""
+        *experts, rows, columns = self.shape
+        return (*experts, columns, rows) if transposed else self.shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,7 @@ def test_the_second_start_is_shown_where_there_is_one(flags: list[str], shown: b
 
 def test_two_settings_are_two_commands() -> None:
     words = ["--other=--async-scheduling --seed 3", "--", "--dtype", "float32"]
-    changed, plain = compare._specs(compare.parse(words))
+    changed, plain = compare._specs(compare.parse(words), "/caches")
     assert plain.command[1:] == (
         *("serve", "--port", "{port}", "--disable-log-requests"),
         *("--dtype", "float32"),

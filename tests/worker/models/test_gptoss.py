@@ -153,7 +153,7 @@ def change(folder: Path, how: Callable[[Tensors], Any]) -> None:
         ),
         (
             lambda tensors: [tensors.pop(f"{EXPERTS}.down_proj_{of}") for of in BOTH],
-            r"tensor model\.layers\.1\.mlp\.experts\.down_proj of shape \[6, 64, 96\] is missing",
+            r"tensor model\.layers\.1\.mlp\.experts\.down_proj of shape \[6, 96, 64\] is missing",
         ),
         (
             lambda tensors: tensors.update(
